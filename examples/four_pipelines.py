@@ -1,11 +1,12 @@
 """Four concurrent pipelines, two teams, two GPUs: which one waits, borrows or releases GPUs.
 
-    python examples/four_pipelines.py
+    python examples/four_pipelines.py [STEPS]
 
 Each team is guaranteed one GPU. Team A's first pipeline runs alone and borrows team B's. B's first one takes the GPU
 back, and now each team's second one waits, for its team's GPU or for one that is idle. A table at the end shows what
 became of each. The four are processes, as four people would start them: `gpuquota pipeline run` with this very
-file. Where the machine has no GPUs two CPU slots stand for them, and the steps only pretend to work.
+file. Where the machine has no GPUs two CPU slots stand for them, and the steps only pretend to work. The first pipeline
+has 100 STEPS unless others are given: on a slow machine it needs more, to be training still when the second one starts.
 """
 
 import contextlib
@@ -135,8 +136,8 @@ def row(run: Run, job: Job) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Run all four; returns 0 when every one has succeeded."""
+def main(steps: int = LONG) -> int:
+    """Run all four, the first for so many steps; returns 0 when every one has succeeded."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same cleanup as for Ctrl-C
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(own_cluster(OUT, TEAMS, GPUS))
@@ -147,7 +148,7 @@ def main() -> int:
             stack.callback(end_with_its_steps, runs[-1].process)
             return runs[-1]
 
-        wait_until(borrows, client, start("a-first", "team-a", LONG))
+        wait_until(borrows, client, start("a-first", "team-a", steps))
         wait_until(holds, client, start("b-first", "team-b", SHORT))
         start("a-second", "team-a", SHORT)
         start("b-second", "team-b", SHORT)
@@ -163,6 +164,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(*map(int, sys.argv[1:])))
     except KeyboardInterrupt:
         sys.exit(130)

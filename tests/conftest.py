@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -186,8 +187,24 @@ def embedded_cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """What begins the command of a script with torch, in place of the interpreter: its process is a forked one."""
+    from tests import script_server  # noqa: PLC0415 (imports torch)
+
+    with script_server.running(tmp_path_factory.mktemp("scripts") / "socket") as python:
+        yield python
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Distribution())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Keep what all test modules have loaded from garbage collections, in this process and in those forked from it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,21 +1,27 @@
 """Which worker process of pytest-xdist runs which tests.
 
-Each test goes to the next free worker, in the order of the files; tests marked `xdist_group` go to one worker together,
-so that what they share is started once. xdist's own `--dist loadgroup` appends the group to a test's id, which pytest 9
-computes: the groups get lost. Here the workers write them into a file, and the scheduler reads it.
+Each test goes to the next free worker. Tests marked `xdist_group` go to one worker together, so that what they share is
+started once; the largest groups go first, so that none is left for one worker at the end. Modules of all folders are
+mixed: tests of Kubernetes wait much and compute little, and run beside trainings, which compute much.
+
+xdist's own `--dist loadgroup` appends the group to a test's id, which pytest 9 computes: the groups get lost. Here the
+workers write them into a file, and the scheduler reads it.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from pathlib import Path
+from collections import Counter
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from xdist.remote import Producer
     from xdist.workermanage import WorkerController
 
@@ -27,7 +33,6 @@ class Groups(LoadScopeScheduling):  # type: ignore[misc]
 
     def __init__(self, config: pytest.Config, log: Producer | None, file: Path) -> None:
         super().__init__(config, log)
-        config.option.loadscopereorder = False
         self._file, self._groups = file, dict[str, str]()
 
     def schedule(self) -> None:
@@ -37,6 +42,27 @@ class Groups(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return self._groups.get(nodeid, nodeid)
+
+
+def mixed(tests: Sequence[str]) -> dict[str, float]:
+    """Return a position for each module of these tests' ids: each folder's modules in order, spread over 0 to 1."""
+    modules = Counter(module_of(test) for test in tests)
+    totals, before, found = Counter(folder_of(test) for test in tests), Counter[str](), dict[str, float]()
+    for module, count in modules.items():
+        folder = folder_of(module)
+        found[module] = (before[folder] + count / 2) / totals[folder]
+        before[folder] += count
+    return found
+
+
+def module_of(test: str) -> str:
+    """Return the file of a test's id."""
+    return test.partition("::")[0]
+
+
+def folder_of(test: str) -> str:
+    """Return the folder of a test's id."""
+    return str(PurePosixPath(module_of(test)).parent)
 
 
 class Distribution:
@@ -55,6 +81,13 @@ class Distribution:
     def pytest_configure_node(self, node: WorkerController) -> None:
         """Send the file's name to a worker."""
         node.workerinput[FILE] = str(self._file)
+
+    @pytest.hookimpl(trylast=True)  # of those that are left
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Mix the modules of all folders, in a worker; each in the same way."""
+        if FILE in getattr(config, "workerinput", {}):
+            position = mixed([item.nodeid for item in items])
+            items.sort(key=lambda item: position[module_of(item.nodeid)])
 
     @pytest.hookimpl(tryfirst=True)  # before xdist sends what was collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     Main = Callable[[list[str]], int | None]
 
 context = multiprocessing.get_context("forkserver")
+LAST = "tests.frozen"
 _preloaded: list[str] = []
 
 
 def preload(*modules: str) -> None:
     """Let the server import these modules; for modules of tests to call, before the first process starts the server."""
     _preloaded.extend(name for name in modules if name not in _preloaded)
-    context.set_forkserver_preload(_preloaded)
+    context.set_forkserver_preload([*_preloaded, LAST])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distribution import mixed
+
 CONFTEST = """
 from tests.distribution import Distribution
 
@@ -30,6 +32,14 @@ def test_grouped(number):
 def test_alone(number):
     pathlib.Path(f"alone-{os.getpid()}").touch()
 """
+
+
+def test_modules_of_all_folders_are_mixed_and_stay_whole_and_in_order() -> None:
+    names = ["a/t1.py::x", "a/t1.py::y", "a/t2.py::x", "a/t3.py::x", "b/t1.py::x", "b/t2.py::C::x"]
+    position = mixed(names)
+    assert sorted(position, key=lambda module: position[module]) == [
+        "a/t1.py", "b/t1.py", "a/t2.py", "b/t2.py", "a/t3.py"
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

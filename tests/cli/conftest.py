@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PROGRAM = str(Path(sys.executable).with_name("gpuquota"))
+PACED_TRAINING = str(Path(__file__).parents[1] / "elastic_runtime" / "paced_training.py")
 
 forked.preload("kfp_gpuquota.cli.main", *(f"kfp_gpuquota.cli.{name}" for name in COMMANDS))
 
@@ -96,3 +97,9 @@ def wide_cli(tmp_path: Path) -> Iterator[Cli]:
 def no_configured_project(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("GPUQUOTA_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def training(forked_python: tuple[str, ...]) -> tuple[str, ...]:
+    """The end of a command line that submits a training."""
+    return ("--", *forked_python, PACED_TRAINING, "100000")

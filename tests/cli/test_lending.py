@@ -13,8 +13,8 @@ import pytest
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.fractions import Policy
 from tests import polling
-from tests.cli.conftest import Cli
-from tests.cli.test_training import TRAINING, Steps
+from tests.cli.conftest import PACED_TRAINING, Cli
+from tests.cli.test_training import Steps
 from tests.conftest import running_cluster
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_a_plot_shows_use_against_request_and_limit_over_time(team: Cli, tmp_pat
 
 @pytest.mark.slow
 def test_a_training_yields_memory_between_two_steps_and_loses_none(team: Cli) -> None:
-    team("submit", "trainer", "-g", "0.25", "--gpu-limit", "0.8", *TRAINING)
+    team("submit", "trainer", "-g", "0.25", "--gpu-limit", "0.8", "--", sys.executable, PACED_TRAINING, "100000")
     steps = Steps(team, "trainer")
     until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)
     steps.go_on_with(gpus=1)

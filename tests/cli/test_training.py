@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +12,6 @@ from tests.polling import TIMEOUT_S
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
 
-SCRIPT = str(Path(__file__).parents[1] / "elastic_runtime" / "paced_training.py")
-TRAINING = ("--", sys.executable, SCRIPT, "100000")
 FEW_STEPS = 30
 
 
@@ -44,10 +40,12 @@ class Steps:
 
 
 @pytest.mark.slow
-def test_a_training_shrinks_for_a_session_and_grows_after_it_without_losing_a_step(cli: Cli) -> None:
+def test_a_training_shrinks_for_a_session_and_grows_after_it_without_losing_a_step(
+    cli: Cli, training: tuple[str, ...]
+) -> None:
     cli("project create team-a --guaranteed 2")
     cli("config project team-a")
-    cli("submit", "elastic1", "-g", "1", "--elastic", *TRAINING)
+    cli("submit", "elastic1", "-g", "1", "--elastic", *training)
     steps = Steps(cli, "elastic1")
     steps.go_on_with(gpus=2)
     cli("submit", "filler1", "-g", "1", "--interactive", "--", "sleep", "infinity")
@@ -61,10 +59,10 @@ def test_a_training_shrinks_for_a_session_and_grows_after_it_without_losing_a_st
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_when_a_worker_and_the_daemon_are_killed(cli: Cli) -> None:
+def test_a_training_goes_on_when_a_worker_and_the_daemon_are_killed(cli: Cli, training: tuple[str, ...]) -> None:
     cli("project create team-a --guaranteed 2")
     cli("config project team-a")
-    cli("submit", "elastic1", "-g", "1", "--elastic", *TRAINING)
+    cli("submit", "elastic1", "-g", "1", "--elastic", *training)
     steps = Steps(cli, "elastic1")
     steps.go_on_with(gpus=2)
     cli.cluster.kill_daemon()
@@ -77,10 +75,12 @@ def test_a_training_goes_on_when_a_worker_and_the_daemon_are_killed(cli: Cli) ->
 
 
 @pytest.mark.slow
-def test_a_preempted_training_returns_to_the_queue_and_resumes_from_its_checkpoint(cli: Cli) -> None:
+def test_a_preempted_training_returns_to_the_queue_and_resumes_from_its_checkpoint(
+    cli: Cli, training: tuple[str, ...]
+) -> None:
     cli("project create team-a --guaranteed 0")
     cli("project create team-b --guaranteed 2")
-    cli("submit", "train", "-p", "team-a", "-g", "1", "--min-gpus", "1", "--max-gpus", "2", *TRAINING)
+    cli("submit", "train", "-p", "team-a", "-g", "1", "--min-gpus", "1", "--max-gpus", "2", *training)
     steps = Steps(cli, "train")
     steps.go_on_with(gpus=2)
     cli("submit", "owner", "-p", "team-b", "-g", "2", "--", "sleep", "infinity")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import script_server
 from tests.cluster import real_trainings
 
 if TYPE_CHECKING:
@@ -43,21 +44,24 @@ def jumping_clock(tmp_path: Path, clock_library: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def training_server(tmp_path_factory: pytest.TempPathFactory, clock_library: Path) -> Iterator[tuple[Path, str]]:
-    """The socket of a server of real trainings, and the checksum that they end with."""
-    folder = tmp_path_factory.mktemp("trainings")
-    expected = real_trainings.undisturbed(folder)
-    server = real_trainings.start_server(folder / "socket", {**os.environ, "LD_PRELOAD": str(clock_library)})
-    yield folder / "socket", expected
-    server.kill()
-    server.wait()
+def python_with_clock(tmp_path_factory: pytest.TempPathFactory, clock_library: Path) -> Iterator[tuple[str, ...]]:
+    """`forked_python` with a clock that a test shifts."""
+    environment = {**os.environ, "LD_PRELOAD": str(clock_library)}
+    with script_server.running_with(tmp_path_factory.mktemp("scripts") / "socket", environment) as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The checksum that real trainings end with."""
+    return real_trainings.undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
-def trainings(training_server: tuple[Path, str], tmp_path: Path) -> real_trainings.Trainings:
+def trainings(python_with_clock: tuple[str, ...], undisturbed: str, tmp_path: Path) -> real_trainings.Trainings:
     """Real trainings for one history."""
     (tmp_path / "results").mkdir()
-    return real_trainings.Trainings(training_server[0], tmp_path / "results", training_server[1])
+    return real_trainings.Trainings(python_with_clock, tmp_path / "results", undisturbed)
 
 
 CLOCK = """

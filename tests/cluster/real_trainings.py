@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.api import Phase
-from tests.cluster import training_client
-from tests.cluster.counting_training import STEPS, train
+from tests.cluster import counting_training
+from tests.cluster.counting_training import STEPS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kfp_gpuquota.api import Job
 
 MOST = 2  # trainings of one history
-REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass
 class Trainings:
-    """Where trainings are started and write their results. `expected`: the checksum of an undisturbed one."""
+    """Where trainings write their results. `expected`: the checksum of an undisturbed one."""
 
-    socket: Path
+    python: tuple[str, ...]
+    """What begins the command of a script, in place of the interpreter."""
     results: Path
     expected: str
     faults: int = 0
@@ -34,7 +33,7 @@ class Trainings:
     @property
     def command(self) -> tuple[str, ...]:
         """The command of a worker."""
-        return (sys.executable, "-IS", training_client.__file__, str(self.socket), str(self.results))
+        return (*self.python, counting_training.__file__, str(self.results))
 
     def is_one(self, job: Job) -> bool:
         """Whether the job is one of them."""
@@ -63,23 +62,9 @@ class Trainings:
                 assert explained, f"{job.spec.name} failed without a fault: {status}"
 
 
-def start_server(path: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a server of trainings; returns when it listens."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.cluster.training_server", str(path)],
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ready\n"
-    return server
-
-
 def undisturbed(results: Path) -> str:
     """Return the checksum of the parameters that one worker alone ends with."""
-    train(results, pace_s=0.0)
+    counting_training.train(results, pace_s=0.0)
     (row,) = (results / "alone.jsonl").read_text().splitlines()
     checksum: str = json.loads(row)["sha256"]
     return checksum

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,10 +33,10 @@ for epoch in job.epochs(10**9):
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
+def script(tmp_path: Path, forked_python: tuple[str, ...]) -> tuple[str, ...]:
     path = tmp_path / "training.py"
     path.write_text(TRAINING)
-    return str(path)
+    return (*forked_python, str(path))
 
 
 def progressed(job: Job, *, saved: bool) -> bool:
@@ -49,13 +48,13 @@ def progressed(job: Job, *, saved: bool) -> bool:
 
 @pytest.mark.slow
 def test_of_two_equal_trainings_the_one_with_the_fresh_checkpoint_gives_way(
-    embedded_cluster: EmbeddedCluster, script: str
+    embedded_cluster: EmbeddedCluster, script: tuple[str, ...]
 ) -> None:
     """Without checkpoints it would be the younger one."""
     embedded_cluster.project("team-a", 0)
     embedded_cluster.project("team-b", 1)
-    embedded_cluster.submit("old", sys.executable, script, "0.2")
-    embedded_cluster.submit("young", sys.executable, script, "1e9")
+    embedded_cluster.submit("old", *script, "0.2")
+    embedded_cluster.submit("young", *script, "1e9")
     embedded_cluster.wait_for("old", lambda job: progressed(job, saved=True))
     embedded_cluster.wait_for("young", lambda job: progressed(job, saved=False))
     embedded_cluster.submit("owner", project="team-b")
@@ -65,11 +64,13 @@ def test_of_two_equal_trainings_the_one_with_the_fresh_checkpoint_gives_way(
 
 
 @pytest.mark.slow
-def test_a_daemon_that_starts_again_still_knows_who_saved_last(embedded_cluster: EmbeddedCluster, script: str) -> None:
+def test_a_daemon_that_starts_again_still_knows_who_saved_last(
+    embedded_cluster: EmbeddedCluster, script: tuple[str, ...]
+) -> None:
     embedded_cluster.project("team-a", 0)
     embedded_cluster.project("team-b", 1)
-    embedded_cluster.submit("old", sys.executable, script, "0.2")
-    embedded_cluster.submit("young", sys.executable, script, "1e9")
+    embedded_cluster.submit("old", *script, "0.2")
+    embedded_cluster.submit("young", *script, "1e9")
     embedded_cluster.wait_for("old", lambda job: progressed(job, saved=True))
     embedded_cluster.wait_for("young", lambda job: progressed(job, saved=False))
     embedded_cluster.kill_daemon()

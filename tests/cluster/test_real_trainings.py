@@ -20,7 +20,7 @@ KILLED = Reason(code=ReasonCode.FITS, message="worker 0 was killed by signal 9")
 
 @pytest.fixture
 def checked(tmp_path: Path) -> Trainings:
-    return Trainings(tmp_path / "socket", tmp_path, "right")
+    return Trainings(("python",), tmp_path, "right")
 
 
 def training(checked: Trainings, phase: Phase, step: int = STEPS, reason: Reason | None = None) -> Job:

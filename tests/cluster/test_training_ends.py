@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,13 +49,15 @@ def gate(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def submit(embedded_cluster: EmbeddedCluster, tmp_path: Path, gate: Path) -> Callable[..., None]:
+def submit(
+    embedded_cluster: EmbeddedCluster, forked_python: tuple[str, ...], tmp_path: Path, gate: Path
+) -> Callable[..., None]:
     path = tmp_path / "training.py"
     path.write_text(TRAINING)
     embedded_cluster.project("team-a", 2)
 
     def submit(where: str, workers: int) -> None:
-        command = (sys.executable, str(path), where, str(gate))
+        command = (*forked_python, str(path), where, str(gate))
         embedded_cluster.submit("train", *command, gpus=workers, gpus_per_worker=1, grace_period_s=60.0)
         embedded_cluster.wait_for("train", lambda job: trains(job, workers))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,14 +93,15 @@ def test_two_workers_go_on_with_a_state_that_three_saved(tmp_path: Path, referen
             torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, reference: dict[str, Any]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+def test_under_torchrun_the_ranks_are_the_jobs(
+    forked_python: tuple[str, ...], tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    command = [*forked_python, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     ended = subprocess.run(
-        [*command, str(script), str(tmp_path)],
+        [*command, "--no-python", *forked_python, str(script), str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,

@@ -126,8 +126,9 @@ def test_a_full_disk_does_not_end_the_training(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(
+    tmp_path: Path, forked_python: tuple[str, ...]
+) -> None:
     """Alone: killed in the middle of an epoch, started again, and the same to the bit."""
     undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
     undisturbed.mkdir()
@@ -145,7 +146,7 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Pat
         "ELASTIC_CHECKPOINT_DIR": str(disturbed / "checkpoints"),
         "ELASTIC_REPORT_FILE": str(disturbed / "report.jsonl"),
     }
-    command = [sys.executable, "-c", code, str(disturbed)]
+    command = [*forked_python, "-c", code, str(disturbed)]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     while int(first.stdout.readline()) < 17:
@@ -190,8 +191,9 @@ training.train(training.Plan(normalise=True, mixed=True), 0, pathlib.Path(sys.ar
 """
 
 
-@pytest.mark.slow
-def test_sigterm_saves_though_the_loop_is_in_a_step_that_does_not_end(tmp_path: Path) -> None:
+def test_sigterm_saves_though_the_loop_is_in_a_step_that_does_not_end(
+    tmp_path: Path, forked_python: tuple[str, ...]
+) -> None:
     """The state of the step's beginning, with the buffers and random streams of that time."""
     undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
     undisturbed.mkdir()
@@ -199,7 +201,7 @@ def test_sigterm_saves_though_the_loop_is_in_a_step_that_does_not_end(tmp_path: 
     random.seed(4)
     train(Plan(normalise=True, mixed=True), 0, undisturbed, None)
     environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(disturbed / "checkpoints")}
-    command = [sys.executable, "-c", STUCK, str(disturbed)]
+    command = [*forked_python, "-c", STUCK, str(disturbed)]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     assert first.stdout.readline() == "stuck\n"

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -553,10 +552,11 @@ for epoch in job.epochs(3):
 """
 
 
-@pytest.mark.slow
-def test_sigterm_in_a_long_validation_saves_the_epoch_that_was_trained(tmp_path: Path) -> None:
+def test_sigterm_in_a_long_validation_saves_the_epoch_that_was_trained(
+    tmp_path: Path, forked_python: tuple[str, ...]
+) -> None:
     environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", VALIDATES]
+    command = [*forked_python, "-c", VALIDATES]
     with subprocess.Popen([*command, "long"], env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -595,10 +595,11 @@ for epoch in job.epochs(3):
 """
 
 
-@pytest.mark.slow
-def test_a_preempted_worker_calls_the_scripts_function_before_it_ends(tmp_path: Path) -> None:
+def test_a_preempted_worker_calls_the_scripts_function_before_it_ends(
+    tmp_path: Path, forked_python: tuple[str, ...]
+) -> None:
     environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", PREEMPTED], env=environment, stdout=subprocess.PIPE, check=False)
+    ended = subprocess.run([*forked_python, "-c", PREEMPTED], env=environment, stdout=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, b"left 4 4\n")
 
 
@@ -611,8 +612,9 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-@pytest.mark.slow
-def test_a_scripts_own_handler_of_sigterm_is_called_where_there_is_nothing_to_save(tmp_path: Path) -> None:
+def test_a_scripts_own_handler_of_sigterm_is_called_where_there_is_nothing_to_save(
+    tmp_path: Path, forked_python: tuple[str, ...]
+) -> None:
     environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", HANDLES], env=environment, stdout=subprocess.PIPE, check=False)
+    ended = subprocess.run([*forked_python, "-c", HANDLES], env=environment, stdout=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stdout) == (7, b"cleaned up\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +20,6 @@ from tools.devcluster.layout import free_port
 
 SCRIPT = """
 import os, pathlib, signal, sys
-import torch._dynamo
 from tests.elastic_runtime import training
 
 rank, killed = int(os.environ["RANK"]), pathlib.Path(sys.argv[1], "killed")
@@ -37,11 +35,12 @@ training.train(training.Plan(), rank, pathlib.Path(sys.argv[1]), Gate())
 """
 
 
-def torchrun(folder: Path, nodes: int, workers: int) -> None:
-    """So many of torchrun, as on so many nodes; all end well."""
+def torchrun(python: tuple[str, ...], folder: Path, nodes: int, workers: int) -> None:
+    """So many of torchrun, as on so many nodes; all end well. `python` runs it and the script."""
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={workers}"]
+    command = [*python, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={workers}"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    command += ["--no-python", *python, str(folder / "script.py"), str(folder)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path.cwd()),
@@ -51,19 +50,18 @@ def torchrun(folder: Path, nodes: int, workers: int) -> None:
         agents = []
         for node in range(nodes):
             log = stack.enter_context((folder / f"node-{node}.log").open("wb"))
-            run = subprocess.Popen(
-                [*command, str(folder / "script.py"), str(folder)], env=environment, stdout=log, stderr=log
-            )
+            run = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             agents.append(run)
             stack.callback(run.kill)
         codes = [agent.wait(170) for agent in agents]
     assert not any(codes), "\n".join((folder / f"node-{n}.log").read_text()[-3000:] for n in range(nodes))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(tmp_path: Path, nodes: int) -> None:
-    torchrun(tmp_path, nodes, workers=2 // nodes)
+def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(
+    forked_python: tuple[str, ...], tmp_path: Path, nodes: int
+) -> None:
+    torchrun(forked_python, tmp_path, nodes, workers=2 // nodes)
     alone = tmp_path / "alone"
     alone.mkdir()
     train(Plan(), 0, alone, None)

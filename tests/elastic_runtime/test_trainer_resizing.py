@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,12 +118,13 @@ def test_patience_goes_on_from_the_jobs_checkpoint(tmp_path: Path, alone: dict[s
     assert received["evaluated"] == [5, 10, 15, 20, 25, 30]
 
 
-@pytest.mark.slow
-def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_under_torchrun_the_ranks_are_the_jobs(
+    forked_python: tuple[str, ...], tmp_path: Path, alone: dict[str, Any]
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [*forked_python, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     ended = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "script.py"), str(tmp_path)],
+        [*command, "--no-python", *forked_python, str(tmp_path / "script.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,

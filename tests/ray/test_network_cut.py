@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,12 +36,12 @@ def relay(cluster: EmbeddedCluster) -> Iterator[Relay]:
 
 
 def test_a_short_cut_costs_nothing_and_a_worker_that_stays_cut_off_is_ended_before_it_is_replaced(
-    cluster: EmbeddedCluster, relay: Relay, tmp_path: Path
+    cluster: EmbeddedCluster, relay: Relay, forked_python: tuple[str, ...], tmp_path: Path
 ) -> None:
     cluster.submit("holds", "sleep", "3600", project="team-b", gpus=2)
     cluster.wait_for_phase("holds", "Running", project="team-b")
     lanes = {number: relay.open_lane(number) for number in ("0", CUT_OFF)}
-    script = (sys.executable, "-m", "tests.ray.cut_off_training", json.dumps(lanes), str(tmp_path))
+    script = (*forked_python, "-m", "tests.ray.cut_off_training", json.dumps(lanes), str(tmp_path))
     size = {"gpus": 1, "min_gpus": 1, "max_gpus": 3, "cool_down_s": 0}
     cluster.submit("train", *script, working_directory=ROOT, **size)  # type: ignore[arg-type]
     until(lambda: workers_of(tmp_path) == 2, lambda: cluster.job("train"))

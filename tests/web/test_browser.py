@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,10 +145,12 @@ def test_every_page_fits_is_legible_and_has_names_for_all_controls(browser: Brow
 
 
 @pytest.mark.slow
-def test_a_training_is_watched_live(driver: webdriver.Chrome, embedded_cluster: EmbeddedCluster) -> None:
+def test_a_training_is_watched_live(
+    driver: webdriver.Chrome, embedded_cluster: EmbeddedCluster, forked_python: tuple[str, ...]
+) -> None:
     embedded_cluster.project("team-a", 1)
     embedded_cluster.project("team-b", 1)
-    command = (sys.executable, SCRIPT, "100000")
+    command = (*forked_python, SCRIPT, "100000")
     embedded_cluster.submit("train", *command, gpus=1, min_gpus=1, max_gpus=2, cool_down_s=0.0)
     browser = Browser(driver, embedded_cluster)
     browser.open("/jobs/team-a/train")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tools.devcluster.layout import Layout
 
 PR_SET_PDEATHSIG: Final = 1
+GO_ENVIRONMENT: Final = {"GOGC": "400"}
+"""A heap of a few hundred megabytes may grow to five times its size: a fifth less CPU than at Go's default of twice."""
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,6 +36,7 @@ def start(program: Program, layout: Layout) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             program.argv,
             cwd=layout.root,
+            env={**GO_ENVIRONMENT, **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,4 +1,7 @@
-"""The process of one worker, whose training a `training_server` forks: SOCKET RESULTS. It imports little."""
+"""The process of a script that a `script_server` runs: SOCKET, then SCRIPT, -m MODULE or -c CODE, and its arguments.
+
+It imports little.
+"""
 
 import json
 import os
@@ -8,12 +11,12 @@ import sys
 
 
 def main() -> None:
-    """Pass on files, environment and signals, and end as the training does."""
+    """Pass on files, environment and signals, and end as the script does."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[1])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda received, _: connection.sendall(bytes([received])))
-    request = {"environment": dict(os.environ), "arguments": {"results": sys.argv[2]}}
+    request = {"environment": dict(os.environ), "directory": os.getcwd(), "arguments": sys.argv[2:]}  # noqa: PTH109
     raw = json.dumps(request).encode() + b"\n"
     connection.sendall(raw[socket.send_fds(connection, [raw], [0, 1, 2]) :])
     code = int(connection.recv(16) or b"111")
