@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,3 +45,40 @@ def test_a_program_is_ended_by_signals_and_has_an_inherited_file() -> None:
         program.terminate()
         assert (program.wait(), program.poll(), program.returncode) == (-signal.SIGTERM,) * 3
         assert answer.read() == b""
+
+
+def run(*command: str, **more: Any) -> tuple[int, str]:
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, **more)
+    return done.returncode, done.stdout
+
+
+def test_a_script_has_its_arguments_directory_environment_and_exit_code(
+    forked_python: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "beside.py").write_text("NAME = __name__")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import beside, os, sys; print(beside.NAME, __name__, sys.argv, os.getcwd(), os.environ['A']); sys.exit(7)"
+    )
+    code, output = run(*forked_python, str(script), "b", cwd=tmp_path, env={**os.environ, "A": "1"})
+    assert (code, output) == (7, f"beside __main__ {[str(script), 'b']} {tmp_path} 1\n")
+
+
+def test_code_and_modules_run_as_with_the_interpreter(forked_python: tuple[str, ...]) -> None:
+    assert run(*forked_python, "-c", "import sys; print(sys.argv); sys.exit('no')", "a") == (1, "['-c', 'a']\n")
+    assert run(*forked_python, "-m", "tests.polling") == (0, "")
+    assert run(*forked_python, "-c", "raise ValueError", stderr=subprocess.DEVNULL) == (1, "")
+
+
+def test_a_script_ends_by_the_signal_that_its_process_gets(forked_python: tuple[str, ...]) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); print(1, flush=True); input()"
+    for number, expected in ((signal.SIGTERM, 9), (signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)):
+        with subprocess.Popen(
+            [*forked_python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"1\n"
+            process.send_signal(number)
+            assert process.stdout.read() == b""  # closed by the script: it has ended too
+            assert process.wait() == expected
+    assert run(*forked_python, "-c", "import os; os.kill(os.getpid(), 9)")[0] == -signal.SIGKILL

@@ -22,7 +22,7 @@ POINTS: Final = 3.0
 
 @dataclass(frozen=True)
 class Module:
-    """A module's lines by number: all that can be executed, those that quick tests execute, and those that slow ones do."""
+    """A module's lines by number: all that can be executed, and those that quick and slow tests execute."""
 
     name: str
     lines: frozenset[int]

@@ -39,7 +39,6 @@ class Steps:
         pytest.fail(f"no progress with {gpus} GPUs: {self.cli('describe', self.name, '-p', self.project)}")
 
 
-@pytest.mark.slow
 def test_a_training_shrinks_for_a_session_and_grows_after_it_without_losing_a_step(
     cli: Cli, training: tuple[str, ...]
 ) -> None:
@@ -58,7 +57,6 @@ def test_a_training_shrinks_for_a_session_and_grows_after_it_without_losing_a_st
     assert [change.lost_steps for change in changes] == [0, 0]
 
 
-@pytest.mark.slow
 def test_a_training_goes_on_when_a_worker_and_the_daemon_are_killed(cli: Cli, training: tuple[str, ...]) -> None:
     cli("project create team-a --guaranteed 2")
     cli("config project team-a")
@@ -74,7 +72,6 @@ def test_a_training_goes_on_when_a_worker_and_the_daemon_are_killed(cli: Cli, tr
     assert cli.cluster.job("elastic1").status.restarts == 1
 
 
-@pytest.mark.slow
 def test_a_preempted_training_returns_to_the_queue_and_resumes_from_its_checkpoint(
     cli: Cli, training: tuple[str, ...]
 ) -> None:

@@ -40,7 +40,6 @@ def test_it_says_why_a_job_would_wait(two_teams: Cli) -> None:
     )
 
 
-@pytest.mark.slow
 def test_quotas_deleted_jobs_and_lost_nodes_can_be_supposed(two_teams: Cli) -> None:
     two_teams("submit", "wide", "-p", "team-b", "-g", "2", "--", "sleep", "infinity")
     assert "wide of team-b would start" in two_teams("what-if --guaranteed team-b=2 --guaranteed team-a=0")

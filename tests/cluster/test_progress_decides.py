@@ -46,7 +46,6 @@ def progressed(job: Job, *, saved: bool) -> bool:
     return progress.checkpoint_at is not None or not saved
 
 
-@pytest.mark.slow
 def test_of_two_equal_trainings_the_one_with_the_fresh_checkpoint_gives_way(
     embedded_cluster: EmbeddedCluster, script: tuple[str, ...]
 ) -> None:
@@ -63,7 +62,6 @@ def test_of_two_equal_trainings_the_one_with_the_fresh_checkpoint_gives_way(
     assert embedded_cluster.job("young").status.evictions == 0
 
 
-@pytest.mark.slow
 def test_a_daemon_that_starts_again_still_knows_who_saved_last(
     embedded_cluster: EmbeddedCluster, script: tuple[str, ...]
 ) -> None:

@@ -69,7 +69,6 @@ def trains(job: Job, workers: int) -> bool:
     return progress is not None and progress.step > 0 and progress.workers == workers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in the loop", "after it"])
 def test_a_worker_that_ends_with_an_exit_code_of_its_own_fails_the_job_though_another_ends_well(
     embedded_cluster: EmbeddedCluster, submit: Callable[..., None], gate: Path, where: str
@@ -82,7 +81,6 @@ def test_a_worker_that_ends_with_an_exit_code_of_its_own_fails_the_job_though_an
     assert status.reason.message == "worker 0 ended with exit code 3, after its training had ended"
 
 
-@pytest.mark.slow
 def test_a_training_whose_only_worker_is_told_to_go_by_somebody_else_goes_on_with_another(
     embedded_cluster: EmbeddedCluster, submit: Callable[..., None]
 ) -> None:

@@ -61,6 +61,10 @@ class Worker:
     def _give_up(self, error: ElasticError) -> None:
         self.refused = str(error)
 
+    def report(self, event: str, **fields: Any) -> None:
+        """Send an event of the training."""
+        self._end.send(event, **fields)
+
     def close(self) -> None:
         """End without waiting."""
         self._end.close(timeout_s=0.05)

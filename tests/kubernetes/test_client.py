@@ -13,7 +13,7 @@ import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, Project
 from kfp_gpuquota.api.queue import ahead_of
-from kfp_gpuquota.api.wire import Lease
+from kfp_gpuquota.api.wire import Lease, LogChunk
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
@@ -132,6 +132,28 @@ def test_a_job_is_suspended_resumed_cancelled_and_deleted(
     client.delete_job(quota, "train")
     with pytest.raises(NotFoundError, match=f"gpuquota list -p {quota}"):
         client.get_job(quota, "train")
+
+
+def test_the_log_of_a_job_without_a_worker_is_empty_and_ends_with_the_job(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    client.submit(spec(quota))
+    assert client.read_log(quota, "train") == LogChunk(text=b"", next_offset=0, more=True)
+    crds_cluster.api.patch(f"{jobs_of(quota)}/train/status", {"status": {"phase": "Failed"}})
+    assert client.read_log(quota, "train") == LogChunk(text=b"", next_offset=0, more=False)
+
+
+def test_the_log_of_a_worker_that_has_no_node_may_begin_and_of_one_that_was_deleted_it_ends(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    pods = f"/api/v1/namespaces/{quota}/pods"
+    client.submit(spec(quota))
+    crds_cluster.api.patch(f"{jobs_of(quota)}/train/status", {"status": {"resultWorker": "train-0"}})
+    crds_cluster.api.create(pods, pod_body("train-0"))
+    assert client.read_log(quota, "train") == LogChunk(text=b"", next_offset=0, more=True)
+    assert client.read_log(quota, "train", worker="train-0", offset=4) == LogChunk(text=b"", next_offset=4, more=True)
+    crds_cluster.api.delete(f"{pods}/train-0", 0)
+    assert client.read_log(quota, "train", offset=4) == LogChunk(text=b"", next_offset=4, more=False)
 
 
 def test_only_its_holder_renews_a_lease_until_another_takes_it_over(client: KubernetesClient, quota: str) -> None:

@@ -344,6 +344,30 @@ def test_a_worker_that_was_killed_while_no_controller_ran_is_replaced_and_the_ot
     assert alive(controlled, team).keys() == {"two-1", "two-2"}
 
 
+def test_a_jobs_progress_is_its_first_workers_and_after_the_last_step_it_gets_no_worker_more(
+    controlled: Controlled, tmp_path: Path
+) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "two", gpus=1, maxGpus=2, minGpus=1, coolDownSeconds=0, gracePeriodSeconds=1)
+    workers = RunningWorkers(controlled.cluster, tmp_path)
+    controlled.on_close.append(workers.stop)
+    first = workers.start(controlled.until(path_of(team, "two-0"), _runs))
+    controlled.until(job, lambda j: j["status"].get("ranks") == [0])
+    first.report("ProgressReported", step=7, epoch=1, total_steps=9, metrics={"loss": 0.5})
+    status = controlled.until(job, lambda j: j["status"].get("progress"))["status"]
+    assert (status["progress"]["step"], status["progress"]["metrics"]) == (7, {"loss": 0.5})
+    first.report("TrainingFinished", step=9)
+    controlled.wait(lambda: "finished its training with step 9" in controlled.log(), controlled.log)
+    controlled.add_nodes(1, gpus=1)  # nobody uses it
+    other = controlled.pod(team, "other")
+    controlled.until_bound(other)
+    assert alive(controlled, team).keys() == {"two-0", "other"}
+    controlled.finish(path_of(team, "two-0"))
+    controlled.until_phase(job, "Succeeded")
+
+
 @pytest.mark.parametrize("controlled_at_the_end", [True, False])
 def test_a_worker_that_fails_after_another_has_ended_well_fails_the_job(
     controlled: Controlled, *, controlled_at_the_end: bool

@@ -45,8 +45,7 @@ def guard(controlled: Controlled, team: str, name: str, count: int = 1) -> None:
         controlled.cluster.api.create(path, {"metadata": {"name": f"{name}-{number}"}, "spec": spec})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budgets", [1, 2])
+@pytest.mark.parametrize("budgets", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_disruption_budgets_do_not_keep_a_borrowed_gpu_beyond_the_bound(tight: Controlled, budgets: int) -> None:
     tight.add_nodes(1, gpus=1)
     borrower, lender = tight.team(guaranteed=0), tight.team(guaranteed=1)

@@ -6,8 +6,6 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.removal import Removal, Step, Waiting
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
@@ -96,7 +94,6 @@ def named(found: Object) -> Object:
     return {**metadata, "roleRef": found.get("roleRef"), "gates": found.get("spec", {}).get("schedulingGates")}
 
 
-@pytest.mark.slow
 def test_everything_is_removed_and_what_runs_goes_on(tmp_path: Path) -> None:
     cluster = start_or_skip(tmp_path / "cluster", Options(kwok_nodes=1))
     try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
     from tests.ray.conftest import RayCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 COUNTING = ("sh", "-c", 'echo begin >> "$STARTS"; trap "exit 0" TERM; while :; do sleep 0.1; done')
 """Writes down each start, and runs until it is stopped."""
@@ -70,6 +70,7 @@ def test_exit_code_log_and_gpus_of_a_worker_arrive(cluster: EmbeddedCluster) -> 
     assert log_of(cluster, "hello") == "gpus 0,1\n"
 
 
+@pytest.mark.slow
 def test_other_work_of_ray_sees_the_gpus_as_taken_and_counts_as_used(
     cluster: EmbeddedCluster, driver: Any, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_bridge_that_was_killed_is_replaced_and_follows_the_workers(cluster: E
     assert starts(tmp_path / "starts") == 1
 
 
+@pytest.mark.slow
 def test_another_actor_adopts_the_worker_of_an_actor_that_was_killed(
     cluster: EmbeddedCluster, driver: Any, tmp_path: Path
 ) -> None:
@@ -144,6 +146,7 @@ def test_another_actor_adopts_the_worker_of_an_actor_that_was_killed(
     assert starts(tmp_path / "starts") == 1
 
 
+@pytest.mark.slow
 def test_a_worker_is_replaced_only_after_its_lost_node_has_ended_it(
     cluster: EmbeddedCluster, nodes: RayCluster, tmp_path: Path
 ) -> None:

@@ -160,7 +160,6 @@ def fit_alone(function: Any, directory: Path, **options: Any) -> Any:
     return ElasticTorchTrainer(function, run_config=run, **options).fit()
 
 
-@pytest.mark.slow
 def test_an_error_of_the_loop_is_that_of_fit_and_the_next_attempt_begins_at_the_checkpoint(
     raylets: Any, tmp_path: Path
 ) -> None:

@@ -1,0 +1,147 @@
+"""Logs of pods, read in parts from an API server that fails in the middle of them.
+
+The server is a small one of this test's own: a real one reads logs from kubelets (test_follow.py has both).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes.user_client import pod_log
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
+from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import PodLog
+from tests.kubernetes.users import connection_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+POD = "/api/v1/namespaces/team/pods/worker"
+
+
+class Node:
+    """What the server knows of one pod. `logs` are the parts of the log that successive streams have."""
+
+    def __init__(self, phase: str, *logs: bytes) -> None:
+        self.phase, self.logs = phase, list(logs)
+        self.starting = 0
+        """How many requests are refused since the container has not started."""
+        self.exists = True
+
+
+@contextmanager
+def serving(node: Node, folder: Path) -> Iterator[Calls]:
+    """An API server with this pod; yields the calls of its user."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            if not node.exists:
+                self.answer(404, {"message": 'pods "worker" not found'})
+            elif path == POD:
+                self.answer(200, {"status": {"phase": node.phase}})
+            elif node.starting:
+                node.starting -= 1
+                self.answer(400, {"message": 'container "main" is waiting to start: ContainerCreating'})
+            else:
+                assert (path, query) == (f"{POD}/log", "follow=true")
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(node.logs.pop(0) if len(node.logs) > 1 else node.logs[0])
+
+        def answer(self, code: int, body: dict[str, object]) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
+        thread.start()
+        config = folder / "kubeconfig"
+        config.write_text(json.dumps({
+            "current-context": "here",
+            "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+            "users": [{"name": "u", "user": {}}],
+        }))  # fmt: skip
+        try:
+            yield Calls(connection_of(config), retry_for_s=0.5)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_log, "POLL_S", 0.0)
+
+
+def whole(log: PodLog, timeout_s: float = 5.0) -> bytes:
+    """Read until nothing more may follow."""
+    text, more = b"", True
+    while more:
+        piece, more = log.read(timeout_s)
+        text += piece
+    return text
+
+
+@pytest.mark.parametrize("offset", [0, 4, 11])
+def test_the_log_of_a_pod_that_has_ended_is_read_from_an_offset_to_its_end(tmp_path: Path, offset: int) -> None:
+    with serving(Node("Succeeded", b"one\ntwo\nend"), tmp_path) as calls:
+        log = PodLog(calls, "team", "worker", offset)
+        assert whole(log) == b"one\ntwo\nend"[offset:]
+        assert log.offset == 11
+
+
+def test_a_stream_that_ends_before_its_pod_is_continued_where_it_ended(tmp_path: Path) -> None:
+    node = Node("Running", b"one\n", b"one\ntwo\n")
+    with serving(node, tmp_path) as calls:
+        log = PodLog(calls, "team", "worker", 0)
+        assert log.read(5.0) == (b"one\n", True)
+        assert log.read(5.0) == (b"", True)
+        assert log.read(5.0) == (b"two\n", True)
+        node.phase = "Failed"
+        assert whole(log) == b""
+        assert log.offset == 8
+
+
+def test_a_container_that_has_not_started_is_waited_for(tmp_path: Path) -> None:
+    node = Node("Pending", b"begin\n")
+    node.starting = 3
+    with serving(node, tmp_path) as calls:
+        log = PodLog(calls, "team", "worker", 0)
+        assert log.read(0.0) == (b"", True)
+        assert log.read(30.0) == (b"begin\n", True)
+        assert node.starting == 0
+        log.close()
+
+
+def test_a_pod_that_is_gone_has_no_more_log(tmp_path: Path) -> None:
+    node = Node("Running", b"one\n")
+    with serving(node, tmp_path) as calls:
+        log = PodLog(calls, "team", "worker", 0)
+        assert log.read(5.0) == (b"one\n", True)
+        node.exists = False
+        assert log.read(5.0) == (b"", False)
+        assert log.read(5.0) == (b"", False)
+
+
+def test_a_server_that_is_away_ends_no_log(tmp_path: Path) -> None:
+    node = Node("Running", b"one\n")
+    with serving(node, tmp_path) as calls:
+        log = PodLog(calls, "team", "worker", 0)
+        assert log.read(5.0) == (b"one\n", True)
+    assert log.read(5.0) == (b"", True)
+    assert log.read(0.0) == (b"", True)
