@@ -266,7 +266,6 @@ def test_a_waiting_step_says_why_and_runs_when_it_can(cluster: EmbeddedCluster, 
     assert code == 0, log
 
 
-@pytest.mark.slow
 def test_a_preempted_step_does_not_end(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     cluster.submit("mine")
     cluster.wait_for_phase("mine", Phase.RUNNING)
@@ -282,7 +281,6 @@ def test_a_preempted_step_does_not_end(cluster: EmbeddedCluster, tmp_path: Path)
     assert "[0] through" in log
 
 
-@pytest.mark.slow
 def test_a_daemon_that_is_killed_and_started_again_does_not_disturb_the_step(
     cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:
@@ -295,7 +293,6 @@ def test_a_daemon_that_is_killed_and_started_again_does_not_disturb_the_step(
     assert (code, step.result.read_text(), len(_names(cluster))) == (0, "42\n", 1), log
 
 
-@pytest.mark.slow
 def test_the_log_of_the_worker_that_failed_is_shown_when_another_one_was_followed(
     cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:

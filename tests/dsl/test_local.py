@@ -87,7 +87,6 @@ def _tree(root: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 def test_a_decorated_steps_outputs_are_those_of_the_plain_one(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     outputs, trees = [], []
     for name in ("plain", "decorated"):
@@ -104,7 +103,6 @@ def test_a_decorated_steps_outputs_are_those_of_the_plain_one(cluster: EmbeddedC
     assert job.status.phase is Phase.SUCCEEDED
 
 
-@pytest.mark.slow
 def test_a_container_component_runs_though_kfp_local_takes_only_python(
     cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:
@@ -120,7 +118,6 @@ def test_a_container_component_runs_though_kfp_local_takes_only_python(
     assert sorted(path.read_text() for path in (tmp_path / "root").rglob("out")) == ["0\n1\n", "0\n1\n2\n"]
 
 
-@pytest.mark.slow
 def test_a_step_that_nobody_decorated_runs_through_the_quota_when_it_asks_for_gpus(cluster: EmbeddedCluster) -> None:
     @lightweight
     def held() -> str:
@@ -137,7 +134,6 @@ def test_a_step_that_nobody_decorated_runs_through_the_quota_when_it_asks_for_gp
     assert asking(gpus=2).outputs == {"Output": "2"}
 
 
-@pytest.mark.slow
 def test_routed_steps_in_loops_conditions_and_exit_handlers(
     cluster: EmbeddedCluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +190,6 @@ def test_a_failing_step_fails_its_pipeline_and_shows_the_traceback(
     assert "gpuquota: failed with exit code 1: worker 0 ended with exit code 1" in log
 
 
-@pytest.mark.slow
 def test_kfps_own_retry_runs_a_failed_step_again(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     @gpuquota.component(gpus=1)
     @lightweight

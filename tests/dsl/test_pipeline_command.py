@@ -113,7 +113,6 @@ def test_a_check_says_which_cluster_did_not_answer(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_check_shows_quotas_and_ends_with_2_when_something_is_wrong(cli: Cli) -> None:
     cli("project set team-a --limit 1")
     answer = cli.run("pipeline", "check", str(GOLDEN / "sizes.yaml"))
@@ -137,7 +136,6 @@ def test_a_pipeline_runs_here_and_its_outputs_are_shown(cli: Cli, file: Path, tm
     assert (tmp_path / "root").is_dir()
 
 
-@pytest.mark.slow
 def test_a_pipeline_that_somebody_compiled_runs_here(cli: Cli, file: Path, tmp_path: Path) -> None:
     compiled = tmp_path / "compiled.yaml"
     cli("pipeline", "route", str(file), "-o", str(compiled))
@@ -191,7 +189,6 @@ def test_a_run_is_submitted_to_a_kfp_server(cli: Cli, file: Path) -> None:
     assert {"name": "GPUQUOTA_PROJECT", "value": "team-b"} in container["env"]
 
 
-@pytest.mark.slow
 def test_a_kfp_server_that_refuses_or_is_not_there_gets_a_sentence(cli: Cli) -> None:
     pipeline = str(GOLDEN / "lightweight.yaml")
     with kfp_server() as (url, _):

@@ -143,7 +143,6 @@ def test_nothing_is_lost_with_a_worker(
     assert [row["size"] for row in evaluated(tmp_path, others[0]) if row["step"] != 18] == [3, 2, 2]
 
 
-@pytest.mark.slow
 def test_who_comes_and_who_goes_waits_for_the_evaluations_end(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, Any]]]
 ) -> None:

@@ -33,6 +33,9 @@ QUICK = [
     ("lazy_layers", "fast"),
     ("loss_that_is_a_sum", "fast"),
     ("log_that_only_the_first_leader_has", "exact"),
+    ("scheduler_that_was_not_given", "fast"),
+    ("running_mean_that_is_no_buffer", "fast"),
+    ("split_without_a_seed", "exact"),
     ("sharded_layers", "fast"),
     ("sharded_beside_a_count_that_is_not_restored", "fast"),
 ]

@@ -43,7 +43,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return undisturbed(PLAN, tmp_path_factory.mktemp("reference"))
 
 
-@pytest.mark.slow
 def test_a_sharded_job_grows_shrinks_and_is_replaced_and_holds_its_part_only(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -71,7 +70,6 @@ def report(directory: Path, index: int, event: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["event"] == event]
 
 
-@pytest.mark.slow
 def test_a_lost_shard_takes_all_back_to_the_last_checkpoint_and_says_so(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -148,7 +146,6 @@ def test_a_job_that_is_told_to_go_in_a_step_that_never_ends_saves_the_steps_begi
     assert report(tmp_path, 2, "restored")[0]["step"] == 8
 
 
-@pytest.mark.slow
 def test_what_is_saved_in_the_middle_of_a_step_has_its_buffers_and_types_of_the_beginning(tmp_path: Path) -> None:
     body = partial(train, long_step=8)
     plan = Plan(body=body, max_batch=None, normalise=True, epochs=1, options={"sharded": "mixed"})
@@ -190,7 +187,6 @@ def test_uneven_shares_count_right(tmp_path: Path, plan: Plan) -> None:
         cluster.check_result(undisturbed(plan, tmp_path / "alone"))
 
 
-@pytest.mark.slow
 def test_mixed_precision_passes_through_and_buffers_follow_rank_0(tmp_path: Path) -> None:
     plan = Plan(body=train, normalise=True, epochs=1, options={"sharded": "mixed"})
     with Cluster(tmp_path, plan) as cluster:

@@ -179,7 +179,6 @@ def test_the_state_may_be_the_iterators(tmp_path: Path, monkeypatch: pytest.Monk
     assert rest == both[-len(rest) :]
 
 
-@pytest.mark.slow
 def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path("examples/train_stream.py", run_name="__main__")
     losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]

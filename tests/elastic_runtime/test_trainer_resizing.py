@@ -103,7 +103,6 @@ def test_it_stops_early_at_the_same_step_on_all_whoever_came_and_was_lost(
             torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.slow
 def test_patience_goes_on_from_the_jobs_checkpoint(tmp_path: Path, alone: dict[str, Any]) -> None:
     with Cluster(tmp_path, replace(Plan(), body=train), checkpoints=True) as cluster:
         cluster.start(0, 1, step=17)

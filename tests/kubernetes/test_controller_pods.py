@@ -339,7 +339,6 @@ def test_a_pod_that_nobody_would_make_anew_is_not_moved_to_make_room(controlled:
     assert controlled.bound(team) == {"small", *(f"on-{node}" for node in nodes)}
 
 
-@pytest.mark.slow
 def test_a_pod_whose_place_was_taken_is_made_anew_by_its_owner_and_sent_elsewhere(controlled: Controlled) -> None:
     nodes = sorted(controlled.add_nodes(2, gpus=1))
     team = controlled.team(guaranteed=2)

@@ -33,8 +33,7 @@ def settles(controlled: Controlled, team: str, pods: int) -> None:
     controlled.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_call_may_fail_and_the_cluster_comes_out_right(controlled: Controlled, tmp_path: Path, seed: int) -> None:
     controlled.add_nodes(3, gpus=4)
     borrower, owner = controlled.team("borrower", guaranteed=2), controlled.team("owner", guaranteed=6)
@@ -146,7 +145,6 @@ def test_an_api_server_that_is_away_delays_and_loses_nothing(
     controlled.until_bound(controlled.pod(team, "after"))
 
 
-@pytest.mark.slow
 def test_a_store_that_stands_still_delays_and_loses_nothing(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=4)
     team = controlled.team(guaranteed=4)

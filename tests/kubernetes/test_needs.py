@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage, NonGpuPods
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ResourceRequests, resource_requests_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
+    ResourceRequests,
+    millicores,
+    resource_requests_of,
+    whole_bytes,
+)
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, PodSpec
 from kfp_gpuquota.scheduler.state.intake import request_of
 
@@ -105,3 +110,8 @@ def test_what_is_taken_is_what_those_who_are_there_take(moves: list[tuple[int, s
         for name in "ab":
             here = [cpu for at, cpu in there.values() if at == name]
             assert books.on(name) == NodeUsage(sum(here), 2 * sum(here), len(here))
+
+
+def test_an_amount_that_cannot_be_read_or_is_negative_counts_for_nothing() -> None:
+    assert [millicores(text) for text in ("1500m", "0.0001", "-2", "much")] == [1500, 1, 0, 0]
+    assert [whole_bytes(text) for text in ("1Ki", "-1Ki", "much")] == [1024, 0, 0]

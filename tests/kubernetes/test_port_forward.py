@@ -1,7 +1,9 @@
-"""`kubectl port-forward` as a program that starts late, fails, or ignores its end."""
+"""`kubectl port-forward` as a program that starts late, fails, or ignores its end, and what reads through it."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -9,11 +11,16 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.operations import port_forward
 from kfp_gpuquota.cluster.kubernetes.operations.port_forward import forwarded
-from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
+from kfp_gpuquota.dsl.pipelines import port_forward as kfp
+from kfp_gpuquota.errors import ClusterUnavailableError, NotFoundError, UsageError
+from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from tools.devcluster import DevCluster
 
 
 @pytest.fixture
@@ -88,3 +95,19 @@ def test_without_kubectl_the_message_says_what_needs_it(tmp_path: Path, monkeypa
         forwarded("", "system", "svc/page", 80, needed_by="gpuquota ui"),
     ):
         pytest.fail("it is not reached")
+
+
+def test_kfps_server_is_forwarded_from_its_service_with_a_token_of_the_profiles_account(
+    kubectl: Callable[[str], Path], cluster: DevCluster, namespace: str
+) -> None:
+    folder = kubectl("echo 'Forwarding from 127.0.0.1:99 -> 8888'; exec sleep 60")
+    with kfp.forwarded("", "kubeflow") as url:
+        assert url == "http://127.0.0.1:99"
+    assert (folder / "arguments").read_text().split()[-2:] == ["svc/ml-pipeline", ":8888"]
+    calls = Calls(connection_of(cluster.kubeconfig), retry_for_s=10)
+    claims = kfp.profile_token(calls, namespace, "default").split(".")[1]
+    content = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
+    assert content["aud"] == ["pipelines.kubeflow.org"]
+    assert content["sub"] == f"system:serviceaccount:{namespace}:default"
+    with pytest.raises(NotFoundError, match="nobody"):
+        kfp.profile_token(calls, namespace, "nobody")

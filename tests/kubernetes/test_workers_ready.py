@@ -142,7 +142,6 @@ def test_one_worker_more_that_does_not_come_up_is_given_back_and_the_job_goes_on
     assert alive(controlled, team) == {"elastic-0"}, "it does not grow again at once, under another controller either"
 
 
-@pytest.mark.slow
 def test_the_next_worker_goes_to_another_node_where_the_others_have_come_up(controlled: Controlled) -> None:
     nodes = controlled.add_nodes(3, gpus=1)
     team = controlled.team(guaranteed=2)

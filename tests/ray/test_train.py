@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig,
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_workers, limit_workers
+from elastic_runtime.integrations.ray.datasets import shards_of
 from elastic_runtime.integrations.ray.leave import drain, is_empty
 from tests.polling import until
 from tests.ray.conftest import FEW_PROCESSES
@@ -171,6 +173,21 @@ def test_an_error_of_the_loop_is_that_of_fit_and_the_next_attempt_begins_at_the_
     failures = [line for line in seen.read_text().splitlines() if line.startswith("failed")]
     began = [line.partition("began at ")[2].partition("'")[0].partition("_")[0] for line in failures]
     assert began == ["None", "checkpoint"]
+
+
+def test_a_node_without_an_actor_is_empty_when_it_drains(raylets: Any) -> None:
+    node = raylets.add_node(**NODE)
+    drain(raylets.address, node.node_id, 60.0)
+    assert is_empty(node.node_id)
+    raylets.remove_node(node)
+
+
+def test_a_ray_dataset_is_computed_once_and_its_rows_are_read_by_number(raylets: Any) -> None:
+    shards = shards_of({"train": lambda: ray.data.from_items([{"x": number} for number in range(20)])})
+    rows = shards.get_dataset_shard(SimpleNamespace(dataset_name="train"))
+    assert sorted(rows[number]["x"].item() for number in range(len(rows))) == list(range(20))
+    with pytest.raises(UsageError, match=r"get_dataset_shard\('test'\): datasets=.* of the trainer has \['train'\]"):
+        shards.get_dataset_shard(SimpleNamespace(dataset_name="test"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,33 @@
+"""How a rehearsal starts its own command a second time."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from elastic_runtime.errors import UsageError
+from elastic_runtime.rehearsal.second_worker import start_again
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_it_is_the_same_command_with_another_environment_and_its_output_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, sys; print(os.environ['REHEARSED'], sys.argv, sys.stdin.read()); print('no', file=sys.stderr)"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-S", "-c", code, "a"])
+    process = start_again({**os.environ, "REHEARSED": "join:x"}, tmp_path / "output")
+    process.stdin.close()  # type: ignore[attr-defined]
+    assert process.wait(60) == 0
+    assert sorted((tmp_path / "output").read_text().splitlines()) == ["join:x ['-c', 'a'] ", "no"]
+
+
+def test_an_interactive_session_is_told_to_save_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(UsageError, match="ELASTIC_REHEARSE=1 python FILE"):
+        start_again({}, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
