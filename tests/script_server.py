@@ -142,6 +142,8 @@ def begin(request: dict[str, Any], files: list[int]) -> NoReturn:
         run(request["arguments"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
     except BaseException as error:  # noqa: BLE001  (what a script does not catch ends it)
         traceback.print_exc()
         code = getattr(error, "exit_code", 1)

@@ -65,7 +65,8 @@ def test_a_script_has_its_arguments_directory_environment_and_exit_code(
 
 
 def test_code_and_modules_run_as_with_the_interpreter(forked_python: tuple[str, ...]) -> None:
-    assert run(*forked_python, "-c", "import sys; print(sys.argv); sys.exit('no')", "a") == (1, "['-c', 'a']\n")
+    failing = (*forked_python, "-c", "import sys; print(sys.argv, flush=True); sys.exit('no')", "a")
+    assert run(*failing, stderr=subprocess.STDOUT) == (1, "['-c', 'a']\nno\n")
     assert run(*forked_python, "-m", "tests.polling") == (0, "")
     assert run(*forked_python, "-c", "raise ValueError", stderr=subprocess.DEVNULL) == (1, "")
 

@@ -168,7 +168,6 @@ def test_a_worker_is_notified_on_its_pod_before_it_is_deleted(ray: Ray) -> None:
     ray.until(lambda: len(notified()) == 1)
 
 
-@pytest.mark.slow  # 20 s in which KubeRay may delete them
 def test_workers_that_an_operator_does_not_delete_are_evicted(ray: Ray) -> None:
     ray.controlled.add_nodes(1, gpus=2)
     lender, team = ray.controlled.team(guaranteed=1), ray.team(guaranteed=1)

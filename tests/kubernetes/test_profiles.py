@@ -63,7 +63,6 @@ def test_a_profiles_quota_is_mirrored_and_its_pods_wait_for_it(controlled: Contr
     controlled.wait(lambda: len(controlled.bound(name)) == 3)
 
 
-@pytest.mark.slow
 def test_a_quota_that_could_not_be_written_is_written_later(controlled: Controlled, tmp_path: Path) -> None:
     with FaultyProxy(controlled.cluster, tmp_path, 0.0, seed=1) as proxy:
         controlled.kubeconfig = proxy.kubeconfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -74,6 +75,20 @@ class RayCluster:
 
     def _shape(self, gpus: int) -> dict[str, Any]:
         return {"num_cpus": 0, "num_gpus": gpus, **FEW_PROCESSES, **self._everywhere}
+
+
+@contextlib.contextmanager
+def ray_driver(address: str, **more: Any) -> Iterator[Any]:
+    """This process as a driver of the Ray cluster; yields `ray`. Ray's handler of SIGTERM goes with it."""
+    import ray  # noqa: PLC0415 (takes a second)
+
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(address, log_to_driver=False, **more)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kfp_gpuquota.cluster.kubernetes.user_client.connection import Response
+
 Object = dict[str, Any]
 Headers = list[tuple[str, str]]  # not a dict: Impersonate-Group may come several times
 
@@ -157,21 +159,31 @@ class Api:
     def watch(
         self, collection: str, query: dict[str, str] | None = None, timeout_s: float = WATCH_S
     ) -> Iterator[tuple[str, Object]]:
-        """(ADDED, MODIFIED or DELETED, object) until `timeout_s` is over; what exists comes first."""
+        """(ADDED, MODIFIED or DELETED, object) until `timeout_s` is over; what exists comes first.
+
+        Repeated, as `request` is, while a server that has just started reads its storage.
+        """
         deadline = time.monotonic() + timeout_s
         whole = {**(query or {}), "watch": "1", "timeoutSeconds": str(int(timeout_s) + 1)}
         target = url(collection, whole)
-        with (
-            contextlib.suppress(ClusterUnavailableError),  # no event within the time
-            self._connection.send("GET", target, self._headers, timeout_s=timeout_s) as answer,
-        ):
-            if answer.status >= http.client.BAD_REQUEST:
-                raise ApiError(answer.status, _decoded(answer.read()))
-            for line in answer.lines():
-                event = json.loads(line)
-                yield event["type"], event["object"]
-                if time.monotonic() > deadline:
-                    return
+        with contextlib.suppress(ClusterUnavailableError):  # no event within the time
+            while True:
+                with self._connection.send("GET", target, self._headers, timeout_s=timeout_s) as answer:
+                    if answer.status != http.client.TOO_MANY_REQUESTS or time.monotonic() > deadline:
+                        yield from self._events(answer, deadline)
+                        return
+                    answer.read()
+                time.sleep(PROBE_EVERY_S)
+
+    @staticmethod
+    def _events(answer: Response, deadline: float) -> Iterator[tuple[str, Object]]:
+        if answer.status >= http.client.BAD_REQUEST:
+            raise ApiError(answer.status, _decoded(answer.read()))
+        for line in answer.lines():
+            event = json.loads(line)
+            yield event["type"], event["object"]
+            if time.monotonic() > deadline:
+                return
 
     def request(
         self,
