@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.client.process import forked
 from kfp_gpuquota.cluster.kubernetes.client.process.forked import MEMORY, computed, free_memory
 from kfp_gpuquota.errors import ClusterUnavailableError
 from tests.polling import TIMEOUT_S, until
@@ -77,6 +78,21 @@ def test_a_child_that_fails_is_an_error_and_not_an_empty_answer() -> None:
 
     with pytest.raises(ClusterUnavailableError, match="the computation failed"):
         asyncio.run(computed(fails, TIMEOUT_S))
+
+
+def test_a_child_that_cannot_even_log_its_failure_ends_and_never_goes_on_as_its_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(forked.log, "exception", out_of_memory)
+    try:
+        with pytest.raises(ClusterUnavailableError, match="the process ended with status 256"):
+            asyncio.run(computed(lambda: b"x" * (2 * MEMORY), TIMEOUT_S))
+    finally:
+        (tmp_path / str(os.getpid())).touch()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_a_child_that_needs_too_much_memory_fails() -> None:

@@ -118,7 +118,8 @@ async def _content(pipe: int) -> bytes:
 
 
 def _compute(compute: Callable[[], bytes], answer: int, limit_s: float, allowed: int) -> NoReturn:
-    """Compute in the child, write, and end it."""
+    """Compute in the child, write, and end it, whatever happens: it must never return into the parent's event loop."""
+    code = 1
     try:
         gc.disable()  # a collection would touch, and so copy, all memory
         signal.set_wakeup_fd(-1)  # signals of this process are not the parent's
@@ -134,10 +135,11 @@ def _compute(compute: Callable[[], bytes], answer: int, limit_s: float, allowed:
         content = memoryview(compute())
         while content:
             content = content[os.write(answer, content) :]
+        code = 0
     except BaseException:
-        log.exception("a computation in a child process failed")
-        os._exit(1)
-    os._exit(0)
+        log.exception("a computation in a child process failed")  # without memory, this may fail too
+    finally:
+        os._exit(code)
 
 
 def _pages(column: int) -> int:
