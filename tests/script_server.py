@@ -147,11 +147,13 @@ def begin(request: dict[str, Any], files: list[int]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001  (what a script does not catch ends it)
         traceback.print_exc()
         code = getattr(error, "exit_code", 1)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()  # the last reports are sent there
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()  # the last reports are sent there
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def run(arguments: list[str]) -> None:

@@ -36,7 +36,7 @@ def test_an_operation_is_repeated_once_over_a_new_connection_and_a_coordinator_t
         assert store.get("key") == b"value"
     with StandaloneCoordinator(Notes(), port=first.port) as second:
         serve(second)
-        assert not store.check(["key"]), "the connection ended with the first, and the second one knows nothing"
+        assert not store.check(["key"]), "the second coordinator's store is empty"
         assert store.clone().add("number", 2) == 2
     with pytest.raises(dist.DistStoreError, match="the coordinator's store is away"):
         store.num_keys()

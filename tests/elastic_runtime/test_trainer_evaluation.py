@@ -119,7 +119,7 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
     torch.save({"model": model.state_dict(), "step": trainer.job.step, "lr": 0.0}, directory / f"final-{index}.pt")
 
 
-@pytest.mark.parametrize(("victim", "batchwise", "loader_workers"), [(0, False, 1), (2, True, 0)])
+@pytest.mark.parametrize(("victim", "batchwise", "loader_workers"), [(0, False, 2), (2, True, 0)])
 def test_figures_are_those_of_one_worker_and_survive_a_loss(
     tmp_path: Path, victim: int, batchwise: bool, loader_workers: int
 ) -> None:

@@ -20,7 +20,7 @@ from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, job
 from tools.devcluster import DevCluster, Options, binaries, built_images
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
@@ -159,6 +159,20 @@ def kubelet_system(kubelet_cluster: DevCluster) -> DevCluster:
     kubelet_cluster.make_namespace("gpuquota-reservations", RESTRICTED)
     kubelet_cluster.make_namespace("gpuquota-node-agents")
     return kubelet_cluster
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Make a shell script the only kubectl; it notes its arguments and its pid in files of the returned directory."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def write(script: str) -> Path:
+        program = tmp_path / "kubectl"
+        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho $$ > {tmp_path}/pid\n{script}\n')
+        program.chmod(0o755)
+        return tmp_path
+
+    return write
 
 
 def address_of(cluster: DevCluster) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +26,11 @@ from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.errors import UnauthorizedError
 from kfp_gpuquota.scheduler import planner
 from kfp_gpuquota.scheduler.dump import decode_dump, replay, take_dump
-from tests import forked, programs
+from tests.kubernetes.test_uninstall import gpuquota
 from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.kubernetes.controlled import Controlled
     from tools.devcluster import DevCluster
@@ -119,25 +118,20 @@ def test_the_state_is_read_by_whom_rbac_allows_and_explains_what_users_see(
 
 
 def test_the_command_prints_what_the_leaders_pod_answers_and_simulate_replays_it(
-    with_rights: DevCluster, controlled: Controlled, tmp_path: Path
+    with_rights: DevCluster, controlled: Controlled, kubectl: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Through a program in place of kubectl: the controller runs beside the cluster, in no pod that it could reach."""
     controlled.start("--leader-elect", f"--namespace={SYSTEM}")
     url, token = url_of(controlled), debug_state.token_of(Calls(connection_of(with_rights.kubeconfig)))
     controlled.wait(lambda: status_of(url, f"Bearer {token}") == 200, "a leader")
-    port = url.rpartition(":")[2]
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f"#!/bin/sh\necho 'Forwarding from 127.0.0.1:{port} -> 8080'\nexec sleep 60\n")
-    kubectl.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUQUOTA_CONTEXT": "."}
-    environment |= {"KUBECONFIG": str(with_rights.kubeconfig), "HOME": str(tmp_path)}
-    printed = forked.run(programs.gpuquota, "debug", "state", environment=environment)
-    assert printed.returncode == 0, printed.stderr
-    (tmp_path / "state.json").write_text(printed.stdout)
-    replayed = forked.run(programs.gpuquota, "simulate", "--state", str(tmp_path / "state.json"))
-    assert "The cluster makes the same plan of this state." in replayed.stdout, replayed
-    asked = forked.run(programs.gpuquota, "what-if", "--without-node", "nowhere", environment=environment)
-    assert (asked.returncode, "node 'nowhere' does not exist" in asked.stderr) == (2, True), asked
+    kubectl(f"echo 'Forwarding from {url.removeprefix('http://')} -> 8080'; exec sleep 60")
+    code, shown = gpuquota(with_rights, tmp_path, "debug", "state")
+    assert code == 0, shown
+    (tmp_path / "state.json").write_text(shown)
+    code, shown = gpuquota(with_rights, tmp_path, "simulate", "--state", str(tmp_path / "state.json"))
+    assert "The cluster makes the same plan of this state." in shown
+    code, shown = gpuquota(with_rights, tmp_path, "what-if", "--without-node", "nowhere")
+    assert (code, "node 'nowhere' does not exist" in shown) == (2, True), shown
 
 
 def test_a_replica_that_does_not_lead_has_no_state(with_rights: DevCluster, controlled: Controlled) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examin
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.version import __version__
-from tests import forked, programs
 from tests.kubernetes.installation import MANIFESTS
+from tests.kubernetes.test_uninstall import gpuquota
 from tests.kubernetes.users import connection_of
 from tests.polling import until
 
@@ -241,8 +240,7 @@ def test_who_may_not_read_the_cluster_is_shown_what_was_not_checked(crds_cluster
 def test_the_command_shows_what_it_found_and_ends_with_1_where_a_check_fails(
     crds_cluster: DevCluster, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, "KUBECONFIG": str(crds_cluster.kubeconfig), "HOME": str(tmp_path)}
-    done = forked.run(programs.gpuquota, "doctor", environment={**environment, "GPUQUOTA_CONTEXT": "."})
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "RESULT" in done.stdout
-    assert "FAIL" in done.stdout.upper()
+    code, shown = gpuquota(crds_cluster, tmp_path, "doctor")
+    assert code == 1, shown
+    assert "RESULT" in shown
+    assert "FAIL" in shown.upper()

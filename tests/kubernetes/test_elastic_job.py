@@ -34,6 +34,14 @@ def alive(controlled: Controlled, team: str) -> dict[str, dict[str, Any]]:
     return {n: p for n, p in controlled.pods(team).items() if not is_over(p) and not is_leaving(p)}
 
 
+@pytest.fixture
+def workers(controlled: Controlled, tmp_path: Path) -> RunningWorkers:
+    """The programs of the pods that a test starts."""
+    running = RunningWorkers(controlled.cluster, tmp_path)
+    controlled.on_close.append(running.stop)
+    return running
+
+
 def path_of(team: str, pod: str) -> str:
     return f"/api/v1/namespaces/{team}/pods/{pod}"
 
@@ -288,15 +296,13 @@ def test_a_restarted_controller_remembers_who_had_finished(controlled: Controlle
 
 @pytest.mark.parametrize("deleted", [True, False])
 def test_a_restarted_controller_knows_a_released_worker_from_one_that_has_finished(
-    controlled: Controlled, tmp_path: Path, *, deleted: bool
+    controlled: Controlled, workers: RunningWorkers, *, deleted: bool
 ) -> None:
     """A released worker ends with 0 too, perhaps before its pod's deletion and the new generation were stored."""
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)
     controlled.start()
     job = controlled.job(team, "two", gpus=1, maxGpus=2, minGpus=1, coolDownSeconds=0, gracePeriodSeconds=1)
-    workers = RunningWorkers(controlled.cluster, tmp_path)
-    controlled.on_close.append(workers.stop)
 
     def start(name: str) -> Worker:
         return workers.start(controlled.until(path_of(team, name), _runs))
@@ -323,15 +329,13 @@ def test_a_restarted_controller_knows_a_released_worker_from_one_that_has_finish
 
 
 def test_a_worker_that_was_killed_while_no_controller_ran_is_replaced_and_the_others_train_on(
-    controlled: Controlled, tmp_path: Path
+    controlled: Controlled, workers: RunningWorkers
 ) -> None:
     """The lost one is the oldest: it is listed before those that are alive."""
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)
     controlled.start()
     job = controlled.job(team, "two", gpus=2, gpusPerWorker=1, minGpus=1, maxGpus=2, gracePeriodSeconds=1)
-    workers = RunningWorkers(controlled.cluster, tmp_path)
-    controlled.on_close.append(workers.stop)
     started = [workers.start(controlled.until(path_of(team, f"two-{n}"), _runs)) for n in (0, 1)]
     controlled.until(job, lambda j: len(j["status"].get("ranks", ())) == 2)
     controlled.kill()
@@ -345,14 +349,12 @@ def test_a_worker_that_was_killed_while_no_controller_ran_is_replaced_and_the_ot
 
 
 def test_a_jobs_progress_is_its_first_workers_and_after_the_last_step_it_gets_no_worker_more(
-    controlled: Controlled, tmp_path: Path
+    controlled: Controlled, workers: RunningWorkers
 ) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=2)
     controlled.start()
     job = controlled.job(team, "two", gpus=1, maxGpus=2, minGpus=1, coolDownSeconds=0, gracePeriodSeconds=1)
-    workers = RunningWorkers(controlled.cluster, tmp_path)
-    controlled.on_close.append(workers.stop)
     first = workers.start(controlled.until(path_of(team, "two-0"), _runs))
     controlled.until(job, lambda j: j["status"].get("ranks") == [0])
     first.report("ProgressReported", step=7, epoch=1, total_steps=9, metrics={"loss": 0.5})

@@ -27,7 +27,7 @@ POD = "/api/v1/namespaces/team/pods/worker"
 
 
 class Node:
-    """What the server knows of one pod. `logs` are the parts of the log that successive streams have."""
+    """The pod that the server has. `logs` are what successive streams of its log contain."""
 
     def __init__(self, phase: str, *logs: bytes) -> None:
         self.phase, self.logs = phase, list(logs)

@@ -23,20 +23,10 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
 
 
-@pytest.fixture
-def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Make a shell script the only kubectl; it notes its arguments and its pid in files of the returned directory."""
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_forward, "_STARTS_WITHIN_S", 2.0)
     monkeypatch.setattr(port_forward, "_STOPS_WITHIN_S", 0.2)
-
-    def write(script: str) -> Path:
-        program = tmp_path / "kubectl"
-        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho $$ > {tmp_path}/pid\n{script}\n')
-        program.chmod(0o755)
-        return tmp_path
-
-    return write
 
 
 def ended(folder: Path) -> bool:

@@ -159,31 +159,21 @@ class Api:
     def watch(
         self, collection: str, query: dict[str, str] | None = None, timeout_s: float = WATCH_S
     ) -> Iterator[tuple[str, Object]]:
-        """(ADDED, MODIFIED or DELETED, object) until `timeout_s` is over; what exists comes first.
-
-        Repeated, as `request` is, while a server that has just started reads its storage.
-        """
+        """(ADDED, MODIFIED or DELETED, object) until `timeout_s` is over; what exists comes first."""
         deadline = time.monotonic() + timeout_s
         whole = {**(query or {}), "watch": "1", "timeoutSeconds": str(int(timeout_s) + 1)}
         target = url(collection, whole)
-        with contextlib.suppress(ClusterUnavailableError):  # no event within the time
-            while True:
-                with self._connection.send("GET", target, self._headers, timeout_s=timeout_s) as answer:
-                    if answer.status != http.client.TOO_MANY_REQUESTS or time.monotonic() > deadline:
-                        yield from self._events(answer, deadline)
-                        return
-                    answer.read()
-                time.sleep(PROBE_EVERY_S)
-
-    @staticmethod
-    def _events(answer: Response, deadline: float) -> Iterator[tuple[str, Object]]:
-        if answer.status >= http.client.BAD_REQUEST:
-            raise ApiError(answer.status, _decoded(answer.read()))
-        for line in answer.lines():
-            event = json.loads(line)
-            yield event["type"], event["object"]
-            if time.monotonic() > deadline:
-                return
+        with (
+            contextlib.suppress(ClusterUnavailableError),  # no event within the time
+            self._sent("GET", target, self._headers, timeout_s=timeout_s) as answer,
+        ):
+            if answer.status >= http.client.BAD_REQUEST:
+                raise ApiError(answer.status, _decoded(answer.read()))
+            for line in answer.lines():
+                event = json.loads(line)
+                yield event["type"], event["object"]
+                if time.monotonic() > deadline:
+                    return
 
     def request(
         self,
@@ -194,19 +184,10 @@ class Api:
         content_type: str = JSON,
         query: dict[str, str] | None = None,
     ) -> Object:
-        """One request. Raises ApiError for every answer that is not a success.
-
-        Repeated while a server that has just started reads its storage; not where an eviction is put off.
-        """
+        """One request. Raises ApiError for every answer that is not a success."""
         target = url(path, query or {})
         content = None if body is None else json.dumps(body).encode()
-        headers = [*self._headers, ("Content-Type", content_type)]
-        deadline = time.monotonic() + BUSY_S
-        while True:
-            status, answer = self._exchange(method, target, content, headers)
-            if status != http.client.TOO_MANY_REQUESTS or path.endswith("/eviction") or time.monotonic() > deadline:
-                break
-            time.sleep(PROBE_EVERY_S)
+        status, answer = self._exchange(method, target, content, [*self._headers, ("Content-Type", content_type)])
         if status >= http.client.BAD_REQUEST:
             raise ApiError(status, _decoded(answer))
         return _decoded(answer)
@@ -214,10 +195,28 @@ class Api:
     def _exchange(self, method: str, target: str, body: bytes | None, headers: Headers) -> tuple[int, bytes]:
         """Return status and body. Raises ConnectionError."""
         try:
-            with self._connection.send(method, target, headers, body, timeout_s=WATCH_S) as answer:
+            with self._sent(method, target, headers, body) as answer:
                 return answer.status, answer.read()
         except ClusterUnavailableError as error:
             raise ConnectionError(error.message) from error
+
+    @contextlib.contextmanager
+    def _sent(
+        self, method: str, target: str, headers: Headers, body: bytes | None = None, *, timeout_s: float = WATCH_S
+    ) -> Iterator[Response]:
+        """Yield the answer to a request, which is repeated while a server that has just started reads its storage.
+
+        Not where an eviction is put off: that has the same status, and is an answer.
+        """
+        deadline, eviction = time.monotonic() + BUSY_S, target.partition("?")[0].endswith("/eviction")
+        while True:
+            with self._connection.send(method, target, headers, body, timeout_s=timeout_s) as answer:
+                busy = answer.status == http.client.TOO_MANY_REQUESTS and not eviction
+                if not busy or time.monotonic() > deadline:
+                    yield answer
+                    return
+                answer.read()
+            time.sleep(PROBE_EVERY_S)
 
 
 def _impersonation(user: str, groups: list[str]) -> list[tuple[str, str]]:
