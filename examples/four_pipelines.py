@@ -1,14 +1,15 @@
 """Four concurrent pipelines, two teams, two GPUs: which one waits, borrows or releases GPUs.
 
-    python examples/four_pipelines.py [STEPS]
+    python examples/four_pipelines.py
 
 Each team is guaranteed one GPU. Team A's first pipeline runs alone and borrows team B's. B's first one takes the GPU
 back, and now each team's second one waits, for its team's GPU or for one that is idle. A table at the end shows what
 became of each. The four are processes, as four people would start them: `gpuquota pipeline run` with this very
-file. Where the machine has no GPUs two CPU slots stand for them, and the steps only pretend to work. The first pipeline
-has 100 STEPS unless others are given: on a slow machine it needs more, to be training still when the second one starts.
+file. Where the machine has no GPUs two CPU slots stand for them, and the steps only pretend to work. On a slow
+machine the first pipeline needs more --steps, to be training still when the second one starts.
 """
 
+import argparse
 import contextlib
 import re
 import signal
@@ -136,8 +137,11 @@ def row(run: Run, job: Job) -> list[str]:
     ]
 
 
-def main(steps: int = LONG) -> int:
-    """Run all four, the first for so many steps; returns 0 when every one has succeeded."""
+def main() -> int:
+    """Run all four; returns 0 when every one has succeeded."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=LONG, help="of the first pipeline")
+    steps = parser.parse_args().steps
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same cleanup as for Ctrl-C
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(own_cluster(OUT, TEAMS, GPUS))
@@ -164,6 +168,6 @@ def main(steps: int = LONG) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(*map(int, sys.argv[1:])))
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)

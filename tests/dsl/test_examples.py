@@ -159,7 +159,7 @@ def test_a_notebooks_session_keeps_its_gpu_and_what_was_left_in_it_is_the_steps_
 
 @pytest.mark.slow
 def test_four_pipelines_share_the_gpus_of_two_teams(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "four_pipelines.py"), "300"]
+    command = [sys.executable, str(EXAMPLES / "four_pipelines.py"), "--steps=300"]
     environment = {**os.environ, "COLUMNS": "100"}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
