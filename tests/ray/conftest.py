@@ -113,14 +113,14 @@ def cluster_on(nodes: RayCluster, **more: object) -> Iterator[EmbeddedCluster]:
             yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not longer: Ray's client in this process does not survive the forks of other tests
 def nodes() -> Iterator[RayCluster]:
     """Two raylets with two GPUs each."""
     with ray_nodes(2, 2) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_cluster(nodes: RayCluster) -> Iterator[EmbeddedCluster]:
     """This project's cluster on these raylets, with two teams."""
     with cluster_on(nodes) as cluster:
