@@ -78,20 +78,6 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def ray_driver(address: str, **more: Any) -> Iterator[Any]:
-    """This process as a driver of the Ray cluster; yields `ray`. Ray's handler of SIGTERM goes with it."""
-    import ray  # noqa: PLC0415 (takes a second)
-
-    before = signal.getsignal(signal.SIGTERM)
-    ray.init(address, log_to_driver=False, **more)
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
 def ray_nodes(*gpus: int, port: int | None = None) -> Iterator[RayCluster]:
     """A Ray cluster whose raylets have these numbers of GPUs, and whose head listens on `port`."""
     cluster = RayCluster()
@@ -111,6 +97,14 @@ def cluster_on(nodes: RayCluster, **more: object) -> Iterator[EmbeddedCluster]:
         config = ClusterConfig(ray=RayConfig(address=nodes.address, **options))  # type: ignore[arg-type]
         with running_cluster(root / "home", config) as cluster:
             yield cluster
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _own_sigterm() -> Iterator[None]:
+    """Ray's nodes and drivers handle this process's SIGTERM; tests after those on Ray have its own handler again."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="package")  # not longer: Ray's client in this process does not survive the forks of other tests

@@ -14,7 +14,7 @@ import pytest
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.conftest import processes_of
 from tests.polling import until
-from tests.ray.conftest import SILENCE_S, log_of, ray_driver, wait_for_nodes
+from tests.ray.conftest import SILENCE_S, log_of, wait_for_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,8 +56,11 @@ def actors(cluster: EmbeddedCluster) -> list[str]:
 @pytest.fixture(scope="module")
 def driver(nodes: RayCluster) -> Iterator[Any]:
     """Ray as other users of the same Ray cluster have it."""
-    with ray_driver(nodes.address, namespace="others") as driver:
-        yield driver
+    import ray  # noqa: PLC0415
+
+    ray.init(address=nodes.address, namespace="others", log_to_driver=False)
+    yield ray
+    ray.shutdown()
 
 
 def test_exit_code_log_and_gpus_of_a_worker_arrive(cluster: EmbeddedCluster) -> None:

@@ -23,7 +23,7 @@ from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_worker
 from elastic_runtime.integrations.ray.datasets import shards_of
 from elastic_runtime.integrations.ray.leave import drain, is_empty
 from tests.polling import until
-from tests.ray.conftest import FEW_PROCESSES, ray_driver
+from tests.ray.conftest import FEW_PROCESSES
 from tests.ray.train_loops import STEPS_PER_EPOCH, Seen, fail, over_rows, train
 
 if TYPE_CHECKING:
@@ -44,9 +44,10 @@ def raylets() -> Iterator[Any]:
     cluster = Cluster(initialize_head=True, head_node_args=NODE, shutdown_at_exit=True)
     try:
         cluster.add_node(**NODE)
-        with ray_driver(cluster.address):
-            yield cluster
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster
     finally:
+        ray.shutdown()
         cluster.shutdown()
 
 
