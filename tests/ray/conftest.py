@@ -107,7 +107,7 @@ def _own_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture(scope="package")  # not longer: Ray's client in this process does not survive the forks of other tests
+@pytest.fixture(scope="package")  # not longer: Ray's client, idle among other tests, was seen to hang in its next call
 def nodes() -> Iterator[RayCluster]:
     """Two raylets with two GPUs each."""
     with ray_nodes(2, 2) as cluster:
