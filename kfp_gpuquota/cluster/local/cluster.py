@@ -41,6 +41,8 @@ from kfp_gpuquota.scheduler.dump import take_dump
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.cluster.local.driver import Driver
     from kfp_gpuquota.cluster.local.home import Home
@@ -61,8 +63,16 @@ class LocalCluster:
     """The embedded cluster's answer to `server.backend.Backend`."""
 
     def __init__(
-        self, home: Home, store: Store, state: ClusterState, driver: Driver, config: ClusterConfig | None = None
+        self,
+        home: Home,
+        store: Store,
+        state: ClusterState,
+        driver: Driver,
+        config: ClusterConfig | None = None,
+        *,
+        new_uid: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
+        self._new_uid = new_uid
         self._home = home
         self._config = config or ClusterConfig()
         self._store = store
@@ -338,7 +348,7 @@ class LocalCluster:
 
     def _new_job(self, request: SubmitJob, set_by: dict[str, str]) -> JobRecord:
         return JobRecord(
-            uid=uuid.uuid4().hex,
+            uid=self._new_uid(),
             spec=request.spec,
             status=JobStatus(submitted_at=self._state.clock(), set_by=set_by),
             request_id=request.request_id,

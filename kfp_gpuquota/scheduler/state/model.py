@@ -15,6 +15,7 @@ from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.scheduler.state.events import Placement
 
 GPU: Final = 1_000_000
 """One whole device in micro-GPUs, the unit of shares."""
@@ -239,7 +240,9 @@ class Job:
     shrink. `throughput` is by number of workers, in one unit for all: samples per second if the training reports them
     (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
     `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
-    moved. Before `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`.
+    moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the placements
+    for which room was made, at `promised_at`. Before `deferred_until` it gets no workers above its minimum, for the
+    reason `deferred_for`.
     """
 
     uid: str
@@ -254,10 +257,13 @@ class Job:
     priority: int = 50
     preemptible: bool = True
     movable: bool = True
+    overlapping: bool = False
     submitted_at: float = 0.0
     suspended: bool = False
     completing: bool = False
     removed: bool = False
+    promised: tuple[Placement, ...] = ()
+    promised_at: float = 0.0
     tasks: dict[str, Task] = field(default_factory=dict)
     pending: list[Task] = field(default_factory=list)
     hosts: dict[Host, int] = field(default_factory=dict)
@@ -286,6 +292,11 @@ class Job:
     def saved_at(self) -> float:
         """The time from which work is lost if the job is stopped: its last checkpoint, else the start of this run."""
         return self.checkpoint_at if self.checkpoint_at > self.started_at else self.started_at
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its last run has ended, and its next one waits for the exit of that run's workers."""
+        return not self.overlapping and not self.active and bool(self.tasks)
 
     @property
     def resumable(self) -> bool:
