@@ -53,7 +53,7 @@ def test_a_job_is_moved_once_for_a_job_that_needs_its_whole_node() -> None:
             (4, 4),
             (Project(name="a", guaranteed=8),),
             (
-                (0.0, submit("fills", 2)),
+                (0.0, submit("fills", 2, kind=Kind.BUILD)),
                 (1.0, submit("blocks", 2)),
                 (1.0, submit("moved", 2, ELASTIC, min_gpus=1, max_gpus=2)),
                 (20.0, Delete((1,))),
