@@ -63,6 +63,7 @@ class _Named(msgspec.Struct):
 
 
 class _Body(_Named):
+    names: tuple[str, ...] = ()
     spec: _Named = msgspec.field(default_factory=_Named)
 
 
@@ -149,7 +150,7 @@ async def _target(request: web.Request) -> str:
     except (msgspec.DecodeError, web.HTTPException):
         return ""
     named = body.spec if body.spec.name else body
-    return "/".join(filter(None, (named.project, named.name)))
+    return "/".join(filter(None, (named.project, named.name or ",".join(body.names))))
 
 
 def _error(answer: web.StreamResponse) -> str:

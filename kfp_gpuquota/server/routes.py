@@ -21,6 +21,7 @@ from kfp_gpuquota.api.wire import (
     NodeView,
     Outlook,
     ProjectView,
+    StopJobs,
     SubmitJob,
     Supposition,
 )
@@ -163,6 +164,11 @@ async def _delete_job(backend: Backend, request: Request) -> object:
     return None
 
 
+async def _stop_jobs(backend: Backend, request: Request) -> object:
+    backend.stop_jobs(request.path["project"], request.body.names, request.body.action)
+    return None
+
+
 async def _suspend_job(backend: Backend, request: Request) -> object:
     return backend.suspend_job(request.path["project"], request.path["job"])
 
@@ -231,6 +237,7 @@ ROUTES: Final = (
     Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query=_LISTED),
     Route("GET", _JOB, "One job", _get_job, answer=Job),
     Route("DELETE", _JOB, "Stop a job and forget it", _delete_job),
+    Route("POST", "/v1/projects/{project}/stop-jobs", "Stop several jobs at once", _stop_jobs, StopJobs),
     Route("POST", f"{_JOB}/cancel", "Stop a job", _cancel_job, answer=Job),
     Route("POST", f"{_JOB}/suspend", "Stop a job and keep it out of the queue", _suspend_job, answer=Job),
     Route("POST", f"{_JOB}/resume", "Put a suspended job back into the queue", _resume_job, answer=Job),

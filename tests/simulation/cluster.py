@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.api.wire import JobUpdate, SubmitJob
+from kfp_gpuquota.api.wire import JobUpdate, StopAction, SubmitJob
 from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.driver import Driver
@@ -188,10 +188,11 @@ class SimulatedCluster:
                 self._change(job, happening)
 
     def _delete(self, chosen: tuple[int, ...]) -> None:
-        found = list({job.uid: job for job in map(self._job, chosen) if job}.values())
-        self.requested = {job.uid for job in found}
-        for job in found:
-            self.cluster.delete_job(job.spec.project, job.spec.name)
+        found = {job.uid: job for job in map(self._job, chosen) if job}
+        self.requested = set(found)
+        for project in {job.spec.project: None for job in found.values()}:
+            names = [job.spec.name for job in found.values() if job.spec.project == project]
+            self.cluster.stop_jobs(project, names, StopAction.DELETE)
 
     def _fail(self, process: Process, how: h.Crash | h.Silence) -> None:
         if isinstance(how, h.Crash):

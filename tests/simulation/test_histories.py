@@ -65,3 +65,18 @@ def test_a_job_is_moved_once_for_a_job_that_needs_its_whole_node() -> None:
     assert records["big"].status.phase is Phase.RUNNING
     assert records["moved"].attempt == 2
     assert records["moved"].status.moves == 2
+
+
+def test_jobs_deleted_together_cost_no_other_job_anything() -> None:
+    """Between the two deletions a plan would clear the device for the job that is deleted next."""
+
+    def submit(name: str, **more: object) -> Submit:
+        spec = JobSpec(name=name, project="a", command=("works",), **more)  # type: ignore[arg-type]
+        return Submit(spec, (0.3, 0.0, None, 1.0))
+
+    shares = [(0.5, submit(f"s{i}", gpu_fraction=0.25)) for i in range(4)]
+    others = ((0.5, submit("held", gpus=1, kind=Kind.BUILD)), (1.0, submit("whole", gpus=1)), (5.0, Delete((0, 5))))
+    cluster = play(History((1, 1), (Project(name="a", guaranteed=2),), (*shares, *others)))
+    assert {j.spec.name: (j.attempt, j.status.moves) for j in cluster.state.jobs.values()} == {
+        "s1": (1, 0), "s2": (1, 0), "s3": (1, 0), "held": (1, 0)
+    }  # fmt: skip
