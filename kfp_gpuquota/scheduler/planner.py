@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.garbage import collector_paused
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
-from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.explain import sentences
-from kfp_gpuquota.scheduler.explain.waiting import waits
+from kfp_gpuquota.scheduler.explain.waiting import Promised, waits
+from kfp_gpuquota.scheduler.state.events import Placement
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Queue
     from kfp_gpuquota.scheduler.state.state import State
 
 
@@ -86,7 +88,7 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
             nominate.append(_nominate(job, outcome.nominate))
         if not before and not outcome.start:
             idle.add(job.uid)
-    waiting = _waiting(state, cycle, outcomes)
+    waiting = _waiting(state, cycle, outcomes, _promised(cycle.ledger, outcomes.values()))
     waiting.update((n.job, n.reason) for n in nominate if n.job in idle)
     return Plan(
         tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting, promises, cycle.again_at
@@ -176,14 +178,28 @@ def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
     return {t.job for t in tasks} | set(queue.running)
 
 
-def _waiting(state: State, cycle: Cycle, placed: Container[Job]) -> dict[str, Reason]:
+def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
+    """Return what is promised to jobs and not held by them yet."""
+    tasks = [task for outcome in outcomes for task in (*outcome.nominate, *outcome.hold)]
+    amounts: dict[Queue, list[float]] = {}
+    idle = 0
+    for task in tasks:
+        for queue in task.job.queue.path:
+            found = amounts.setdefault(queue, [0.0, 0.0, 0.0])
+            amounts[queue] = [a + b for a, b in zip(found, ledger.amount(task), strict=True)]
+        if task.node is not None and task.request.whole:
+            idle += sum(not any(task.node.taken[device][:2]) for device in task.devices)
+    return Promised(amounts, idle)
+
+
+def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promised) -> dict[str, Reason]:
     reasons: dict[str, Reason] = {}
     for queue in cycle.ledger.queues.values():
         for shape, entries in queue.waiting.items():
             if shape.starts:
                 jobs = [job for _, job in entries if not job.active and job not in placed]
                 jobs = [job for job in jobs if job not in cycle.losers]
-                _explain_alike(cycle, jobs, reasons, cycle.held_off.get((queue, shape)))
+                _explain_alike(cycle, jobs, reasons, promised, cycle.held_off.get((queue, shape)))
     reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
@@ -197,9 +213,11 @@ def _deferred(state: State, now: float) -> Iterator[tuple[str, Reason]]:
             yield uid, job.deferred_for
 
 
-def _explain_alike(cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], held_off: float | None) -> None:
+def _explain_alike(
+    cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], promised: Promised, held_off: float | None
+) -> None:
     """Set the reason of all jobs of one shape, which is the same for all."""
     if jobs:
         delay = None if held_off is None else held_off - cycle.now
-        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), delay)
+        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), promised, delay)
         reasons.update(dict.fromkeys([job.uid for job in jobs], reason))

@@ -183,3 +183,16 @@ def test_the_last_loss_is_remembered_with_why_the_cluster_killed_the_worker() ->
     assert going_on.status.last_failure.reason.message == (
         "worker 1 was killed by signal 9 (it did not answer for 5 s); restart 1 of at most 2"
     )
+
+
+@pytest.mark.parametrize(("others", "intent"), [(True, Intent.RUN), (False, Intent.REQUEUE)])
+def test_a_lost_node_is_not_charged_to_the_job(others: bool, intent: Intent) -> None:
+    lost = msgspec.structs.replace(worker(1, KILLED, rank=1), lost_with="node n2 was lost")
+    record = with_status(job(managed=True), restarts=2)  # which is its max_restarts
+    after = after_worker_exited(record, lost, [lost, *([worker(0, rank=0)] if others else [])], NOW)
+    assert (after.status.restarts, after.incident_at) == (2, None)
+    assert after.intent is intent or after.status.phase is Phase.PENDING
+    assert after.status.last_failure is not None
+    assert after.status.last_failure.reason.code is ReasonCode.NODE_LOST
+    then = "the others go on" if others else "the job goes back to the queue"
+    assert after.status.last_failure.reason.message == f"worker 1 was lost: node n2 was lost; {then}"

@@ -169,9 +169,9 @@ class SimulatedCluster:
         match happening:
             case h.Submit(spec, pace, steps):
                 self.processes.paces[spec.name] = Pace(*pace)
-                job = self.cluster.submit(SubmitJob(spec=spec, request_id=spec.name))
+                submitted = self.cluster.submit(SubmitJob(spec=spec, request_id=spec.name))
                 if steps is not None:
-                    self.processes.finished_steps[job.uid] = steps
+                    self.processes.finished_steps[submitted.uid] = steps
             case h.SetQuota(project):
                 self._disturb()
                 self.cluster.set_project(project)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
 
 EPSILON = 1e-6
+MOST_LOST_S = 60.0
+IDLE = re.compile(r"; (\d+) (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
+HOLDS = re.compile(
+    r"project (\w+) holds ([\d.]+)(?: \(and [\d.]+ promised\))? of its [a-z ]+[\d.]+(?: \(([\d.]+) more)?"
+)
 EXPANDED = re.compile(r"expanded from (\d+) to (\d+) GPUs: (\d+) GPUs? (?:is|are) idle")
 
 
@@ -98,13 +103,35 @@ class Invariants:
                 self.fail(f"{new.spec.name} starts with {len(workers)} workers")
         if new.status.moves > old.status.moves and new.status.last_move is not None:
             self._count_restart(new, new.status.last_move.reason.beneficiary)
+            self._check_move(old, new.status.last_move.reason.beneficiary)
         if new.status.evictions > old.status.evictions and new.status.last_eviction is not None:
             self._count_restart(new, new.status.last_eviction.reason.beneficiary)
+        if new.status.restarts > old.status.restarts:
+            self._check_charge(new, change)
         added = new.status.resizes[len(old.status.resizes) :]
         last = old.status.resizes[-1] if old.status.resizes else None
         for resize in added:
             self._check_resize(new, last, resize)
             last = resize
+
+    def _check_move(self, moved: JobRecord, beneficiary: str) -> None:
+        """A job that loses work is not moved for one that would hold more than its project's guarantee."""
+        state = self.cluster.state
+        served, started = state.jobs.get(beneficiary), moved.status.started_at
+        if served is None or started is None or moved.managed or state.clock() - started <= MOST_LOST_S:
+            return
+        project = state.projects[served.spec.project]
+        names = [r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == project.name]
+        held = sum(record.worker.gpus for record in names if not record.released)
+        needs = served.spec.smallest * min(1.0, served.spec.share_of(0))
+        if not state.alive_of(beneficiary) and held + needs > project.guaranteed + EPSILON:
+            self.fail(f"{moved.spec.name} loses its work for {served.spec.name}, which borrows")
+
+    def _check_charge(self, job: JobRecord, change: Change) -> None:
+        """Only an end that is the job's own counts as a restart."""
+        ended = [w.worker.id for w in change.workers.values() if w.worker.job_uid == job.uid and not w.alive]
+        if any(self.cluster.processes.all[worker].lost for worker in ended if worker in self.cluster.processes.all):
+            self.fail(f"{job.spec.name} is charged for a lost node")
 
     def _count_restart(self, job: JobRecord, beneficiary: str) -> None:
         """A job is restarted at most once for the next workers of its beneficiary; all that stops at once is one."""
@@ -197,6 +224,26 @@ class Invariants:
         for kind in ("bind", "resize", "evict", "move", "nominate", "promises", "waiting"):
             if getattr(decided, kind) != getattr(afresh, kind):
                 self.fail(f"{kind}: {getattr(decided, kind)}, and after a restart {getattr(afresh, kind)}")
+
+    def check_reasons(self) -> None:
+        """The figures in the reasons of waiting jobs are those that the views show."""
+        state = self.cluster.state
+        plan = scheduler.plan(state.scheduler, state.clock())
+        if not plan.empty:
+            return
+        unused = sum(len(view.node.devices) - len(view.used) for view in state.list_nodes() if view.node.ready)
+        held = {view.project.name: view.allocated for view in state.list_projects()}
+        for uid, reason in plan.waiting.items():
+            name = state.jobs[uid].spec.name
+            if found := IDLE.search(reason.message):
+                idle = int(found[1]) + int(found[2] or 0)
+                if not self.cluster.lost and idle != unused:
+                    self.fail(f"{name}: {unused} GPUs are unused, but {reason.message!r}")
+            if found := HOLDS.search(reason.message):
+                surplus = float(found[3] or 0)
+                leaving = state.scheduler.ledger.queues[found[1]].leaving[0] / 1e6
+                if abs(float(found[2]) + surplus + leaving - held[found[1]]) > EPSILON:
+                    self.fail(f"{name}: project {found[1]} holds {held[found[1]]}, but {reason.message!r}")
 
     def check_rest(self) -> None:
         """When nothing happens any more, no plan has anything to do and no waiting job can start."""

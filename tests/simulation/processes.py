@@ -256,10 +256,10 @@ class Processes:
         if worker is None or not worker.connected:
             return
         worker.connected = False
-        if self.driver is not None and (job := self.driver.membership._jobs.get(process.job.uid)):
-            slot = job.slots.get(worker.id)
-            if isinstance(slot, Slot):
-                self.driver.membership._close_slot(process.job.uid, worker.id, slot)  # type: ignore[arg-type]
+        service = self.driver.membership if self.driver is not None else None
+        job = service._jobs.get(process.job.uid) if service is not None else None
+        if service is not None and job is not None and worker.id in job.slots:
+            service._close_slot(process.job.uid, worker.id, job.slots[worker.id])
 
     def engine_stopped(self) -> None:
         """Every connection breaks."""

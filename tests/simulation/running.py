@@ -69,6 +69,7 @@ class Playing:
         self.cluster.loop.call_later(LOOK_S, self._look)
         if self.cluster.up:
             self._invariants.check_restart()
+            self._invariants.check_reasons()
 
     def _rest(self) -> None:
         assert self._invariants is not None

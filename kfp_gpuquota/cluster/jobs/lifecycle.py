@@ -12,6 +12,7 @@
 | killed after the training, others are left   | continues: another worker has or will have its result           |
 | failed by itself after the training          | fails with its exit code, the other workers are stopped         |
 | ended because the machine was restarted      | returns to the queue, also if not managed; not counted          |
+| lost with its node                           | continues while others train, else as above; not counted        |
 
 Restarts are counted by incident: workers that are lost within `INCIDENT_S` of each other are one incident, so that the
 failure of a node with several workers counts once. After `WINDOW_S` without an incident the count starts again at 0.
@@ -50,6 +51,8 @@ def after_worker_exited(job: JobRecord, exited: WorkerRecord, workers: Sequence[
 
 def _after_own_end(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
     code = exited.worker.exit_code or 0
+    if exited.lost_with:
+        return _after_loss(job, exited, workers, now)
     if code == 0:
         return msgspec.structs.replace(job, completing=True)
     others = any(worker.alive or finished(worker) for worker in workers)
@@ -69,6 +72,20 @@ def _after_own_end(job: JobRecord, exited: WorkerRecord, workers: Sequence[Worke
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
     return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
+
+
+def _after_loss(job: JobRecord, lost: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """Return the job after the loss of a worker's machine, which is no failure of its own and is not counted."""
+    others = any(worker.alive or finished(worker) for worker in workers)
+    goes_on = job.managed and others
+    then = "the others go on" if goes_on else "the job goes back to the queue"
+    why = Reason(
+        code=ReasonCode.NODE_LOST,
+        message=f"worker {lost.worker.index} was lost: {lost.lost_with}; {then}",
+        details={"worker": lost.worker.id},
+    )
+    job = _with_failure(with_status(job, reason=why), lost, why, now)
+    return job if goes_on else msgspec.structs.replace(job, intent=Intent.REQUEUE)
 
 
 def _is_failed_growth(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> bool:

@@ -67,7 +67,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `released`: it was asked to leave, so that its exit does not affect the job; `released_at` in seconds since the
     epoch. `started_for` and `released_for` are the reasons of these decisions, `killed_for` is why its membership had
-    it killed.
+    it killed. `lost_with`: it ended with its machine, for this cause, and not by itself.
     """
 
     worker: Worker
@@ -77,6 +77,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     started_for: Reason | None = None
     released_for: Reason | None = None
     killed_for: str = ""
+    lost_with: str = ""
 
     @property
     def alive(self) -> bool:

@@ -230,7 +230,7 @@ class LocalCluster:
         self.stop_jobs(project, (name,), StopAction.DELETE)
 
     def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
-        """Stop all of these jobs in one change, so that the next plan sees none of them; of one that has ended, nothing.
+        """Stop all of these jobs in one change, so that the next plan sees none of them; ended ones stay as they are.
 
         Raises NotFoundError for any of them, ConflictError where one that has ended is to be suspended.
         """

@@ -333,22 +333,13 @@ class Driver:
                 self._loop.call_later(RETRY_S, self._recover_worker, record)
 
     def worker_lost(self, worker: str, why: str) -> None:
-        """Record that the worker ended with its node: its job returns to the queue, unless others of it train on."""
+        """Record that the worker ended with its node, which is no failure of its job."""
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
         log.warning("worker %s is lost: %s", worker, why)
-        job = self._state.jobs[record.worker.job_uid]
-        others = any(other.worker.id != worker for other in self._state.alive_of(job.uid))
-        if job.intent is Intent.RUN and not record.released and not (job.managed and others):
-            reason = Reason(code=ReasonCode.WORKER_FAILED, message=f"{why}; the job goes back to the queue")
-            try:
-                with self.decide() as recorder:
-                    recorder.stop(job, Intent.REQUEUE, reason)
-            except StateFileError as error:
-                log.error("the loss of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
-                self._loop.call_later(RETRY_S, self.worker_lost, worker, why)
-                return
+        with self._noting(worker) as recorder:
+            recorder.change.workers[worker] = msgspec.structs.replace(record, lost_with=why)
         self.worker_ended(worker, shims.EXIT_SHIM_LOST)
 
     def nodes_changed(self, nodes: Iterable[Node], taken: Mapping[str, tuple[int, ...]]) -> None:

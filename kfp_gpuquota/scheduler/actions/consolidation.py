@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import domains, placement
 from kfp_gpuquota.scheduler.state.groups import below, loose
-from kfp_gpuquota.scheduler.state.model import Host, Job, Request, Status, Task
+from kfp_gpuquota.scheduler.state.model import UNLIMITED, Host, Job, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.model import Queue
 
 Candidate = tuple[tuple[int, float, int, int, float, int, str], Host, list[Task]]
+
+BORROWERS_COST_S: Final = 60.0
+"""The work in seconds that a job may lose at most when it is moved for one above its project's guarantee."""
 
 _TRIES: Final = 16
 """How many hosts are tried for one task, the cheapest first; others rarely succeed where these fail."""
@@ -32,10 +35,12 @@ class MoveCache:
     """Cache of one cycle: the moves that would free a host, by the host's version, and which requests fit elsewhere.
 
     That a request fits nowhere else is kept for the rest of the cycle: moves rarely change it. `now` is its time.
+    `most_lost_s` is the work that a moved job may lose for the job that is served.
     """
 
     now: float = 0.0
-    candidates: dict[tuple[Host, Request], tuple[int, Candidate | None]] = field(default_factory=dict)
+    most_lost_s: float = UNLIMITED
+    candidates: dict[tuple[Host, Request, float], tuple[int, Candidate | None]] = field(default_factory=dict)
     mobile: dict[tuple[Queue, Request], bool] = field(default_factory=dict)
 
     def may_move(self, ledger: Ledger, task: Task) -> bool:
@@ -67,6 +72,12 @@ def _consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, shelte
 def may_return(job: Job, now: float) -> bool:
     """Return whether a worker of the job that is stopped now can start again elsewhere."""
     return job.movable and not job.completing and job.deferred_until <= now
+
+
+def lost_work_s(job: Job, now: float) -> float:
+    """Return the time since which the job's work is lost if its workers are stopped, in seconds."""
+    trains_on = bool(job.throughput) and job.active > job.gang
+    return 0.0 if trains_on else max(0.0, now - job.saved_at)
 
 
 def resettle(ledger: Ledger, evicted: Sequence[Task], now: float) -> None:
@@ -102,10 +113,11 @@ def _candidates(ledger: Ledger, task: Task, cache: MoveCache, sheltered: Collect
     for host in ledger.hosts.values():
         if not host.ready or not host.tasks or not placement.may_use(host, task):
             continue
-        version, candidate = cache.candidates.get((host, task.request), (-1, None))
+        key = (host, task.request, cache.most_lost_s)
+        version, candidate = cache.candidates.get(key, (-1, None))
         if version != host.version:
             candidate = _candidate(ledger, host, task, cache, sheltered)
-            cache.candidates[host, task.request] = (host.version, candidate)
+            cache.candidates[key] = (host.version, candidate)
         if candidate is not None:
             found.append(candidate)
     return found
@@ -117,6 +129,7 @@ def _candidate(
     movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
     movable = [t for t in movable if may_return(t.job, cache.now) and t.job not in sheltered]
     movable = [t for t in movable if not domains.bound_to_domain(t.job)]
+    movable = [t for t in movable if lost_work_s(t.job, cache.now) <= cache.most_lost_s]
     moves = _moves(host, task, [t for t in movable if cache.may_move(ledger, t)])
     if not moves:
         return None
@@ -129,14 +142,16 @@ def _candidate(
 def _units(movable: list[Task]) -> list[tuple[Task, ...]]:
     """Return the sets of workers that can be moved together: one above its job's gang, or all of a job.
 
-    Moving a part of a gang would leave the rest waiting, or fail, until the moved workers have started again.
+    Moving a part of a gang would leave the rest waiting, or fail, until the moved workers have started again. Pods of
+    other controllers are moved one by one: their controllers replace each as it goes (`overlapping`).
     """
     by_job: dict[Job, list[Task]] = {}
     for task in movable:
         by_job.setdefault(task.job, []).append(task)
     units: list[tuple[Task, ...]] = []
     for job, tasks in by_job.items():
-        units.extend((task,) for task in loose(job, sorted(tasks, key=_youngest)))
+        ordered = sorted(tasks, key=_youngest)
+        units.extend((task,) for task in (ordered if job.overlapping else loose(job, ordered)))
         if len(tasks) == job.active and not below(job) and units[-1:] != [tuple(tasks)]:
             units.append(tuple(tasks))
     return units

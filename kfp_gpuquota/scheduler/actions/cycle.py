@@ -18,7 +18,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler.actions.consolidation import MoveCache, consolidate
+from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.promises import keep
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
@@ -229,6 +229,8 @@ class Cycle:
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
             return False
+        entitled = all(quota.within_guarantee(queue, amount) for queue in job.queue.path[:1])
+        self.moves.most_lost_s = UNLIMITED if entitled else BORROWERS_COST_S
         return consolidate(self.ledger, tasks, self.moves, self.sheltered)
 
     def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:

@@ -121,8 +121,8 @@ class Queue:
 
     `held` is what tasks will hold after leaving ones have exited: running, bound and nominated ones. `leaving` still
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
-    requests of elastic jobs, `fixed` the part that cannot be preempted. `used` is its decayed over-quota usage in
-    GPU-seconds up to `used_until`.
+    requests of elastic jobs, `fixed` the part that cannot be preempted. `granted` bounds `deserved` for a cycle.
+    `used` is its decayed over-quota usage in GPU-seconds up to `used_until`.
     """
 
     name: str
@@ -143,6 +143,7 @@ class Queue:
     used: float = 0.0
     used_until: float = 0.0
     share: Amount = NOTHING
+    granted: Amount = BOUNDLESS
     keeps: Amount = NOTHING
     path: tuple[Queue, ...] = ()
     version: int = 0
@@ -155,6 +156,11 @@ class Queue:
         """The queue's name for messages."""
         return f"{self.name} (node pool {self.pool})" if self.pool else self.name
 
+    @property
+    def guarantee(self) -> Amount:
+        """What it is guaranteed in this cycle: `deserved`, or the part that higher priorities leave of the nodes."""
+        return Amount(*map(min, self.deserved, self.granted))
+
     def claim(self, r: int) -> float:
         """Return the amount of resource `r` that the queue holds, without lent workers."""
         return self.held[r] - self.lent[r]
@@ -162,7 +168,7 @@ class Queue:
     def set_share(self, share: Amount) -> None:
         """Set the fair share for a cycle, and `keeps`, which reclaim by others does not take."""
         self.share = share
-        self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.deserved, share, self.limit, strict=True)))
+        self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.guarantee, share, self.limit, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
