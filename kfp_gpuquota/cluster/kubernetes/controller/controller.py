@@ -32,7 +32,7 @@ from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
@@ -326,7 +326,7 @@ class Controller:
         if not self.snapshot.started:
             return
         here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
-        for pod in [pod for pod in here if pod.stage is Stage.WAITING]:
+        for pod in list(here):
             self._put_pod(pod)
         self.elastic.limits_changed(namespace)
 
