@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Queue, Shape
     from kfp_gpuquota.scheduler.state.state import State
 
 
@@ -32,22 +34,29 @@ class Outcome:
     move: list[Task] = field(default_factory=list)
 
 
-def plan(state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: bool = False) -> Plan:
+Shapes = Mapping["Queue", Collection["Shape"]]
+"""The shapes of waiting jobs that a plan considers, for queues with more than one plan can; others have all."""
+
+
+def plan(
+    state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: bool = False, shapes: Shapes | None = None
+) -> Plan:
     """Return the plan for this state at `now` (seconds since the epoch). Pure: the same history gives the same plan.
 
-    With `strict` no job overtakes another: the first job in the order that cannot be served ends the action.
+    With `strict` no job overtakes another: the first job in the order that cannot be served ends the action. Waiting
+    jobs of other shapes than `shapes` keep waiting, and `Plan.waiting` has no reason for them.
     """
     ledger = state.ledger
     ledger.settle()
     mark = ledger.mark()
     with collector_paused():  # over a large state a pass takes a fifth of the time and frees nothing
         try:
-            return _read(state, _decide(state, now, actions, strict=strict), mark)
+            return _read(state, _decide(state, now, actions, strict=strict, shapes=shapes), mark)
         finally:
             ledger.rollback(mark)
 
 
-def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool) -> Cycle:
+def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool, shapes: Shapes | None) -> Cycle:
     """Run a cycle in which no worker is stopped for a job that would not start."""
     cycle = Cycle(
         state.ledger,
@@ -57,6 +66,7 @@ def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool) -
         now=now,
         in_order=strict,
         strict=strict,
+        shapes=shapes,
     )
     cycle.run(actions)
     while lost := would_not_start(cycle):
@@ -174,8 +184,8 @@ def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
 def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
     reasons: dict[str, Reason] = {}
     for queue in cycle.ledger.queues.values():
-        for shape, entries in queue.waiting.items():
-            if shape.starts:
+        for shape in cycle.shapes.get(queue, queue.waiting):
+            if shape.starts and (entries := queue.waiting.get(shape)):
                 jobs = [job for _, job in entries if not job.active and job not in cycle.touched]
                 jobs = [job for job in jobs if job not in cycle.losers]
                 _explain_alike(cycle, jobs, reasons, cycle.held_off.get((queue, shape)))
