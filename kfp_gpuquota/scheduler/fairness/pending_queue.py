@@ -144,7 +144,7 @@ class QueueGroups:
         self._heap = entries
 
     def _find_first(self) -> tuple[Group, Job] | None:
-        """Return the first open group's first job. An entry's first job may have been taken since: its key only grows."""
+        """Return the first job of the open groups. An entry's job may have been taken since: its key only grows."""
         heap = self._heap
         while heap:
             key, number, group = heap[0]

@@ -67,7 +67,7 @@ class Snapshot:
         self.state, self.allocator, self.emitted_nodes = cluster.state, cluster.allocator, cluster.emitted_nodes
         self.nodes, self.pods = cluster.nodes, cluster.pods
         self.quotas, self.projects = cluster.quotas, cluster.projects
-        self.emit, self._wake = cluster.emit, cluster.wake
+        self.emit, self._apply, self._wake = cluster.emit, cluster.apply, cluster.wake
         self.plain = PlainPods(self.emit, self.allocator, rules)
         self.refused_quotas: dict[str, str] = {}
         self._jobs: dict[str, ElasticJob] = {}  # until everything is listed
@@ -228,7 +228,7 @@ class Snapshot:
         try:
             project = quotas.project_of(self.quotas[name])
             if self.projects.get(name) != project:
-                self.state.apply(scheduler.QuotaChanged(project))
+                self._apply(scheduler.QuotaChanged(project))
         except GpuQuotaError as error:
             self.refused_quotas[name] = error.message
             return

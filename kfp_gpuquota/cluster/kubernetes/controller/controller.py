@@ -1,8 +1,8 @@
-"""The controller: watches the cluster, plans on changes, and carries out the plans, in one asyncio process.
+"""The controller: watches the cluster, requests plans on changes, and carries them out, in one asyncio process.
 
-    reflectors ─► snapshot ─► plan ─► writes
-         ▲                              │
-         └────────── API server ◄───────┘
+    reflectors ─► snapshot ─► planner's process ─► plan ─► writes
+         ▲                                                   │
+         └──────────────────── API server ◄──────────────────┘
 
 A change is planned at once if there was no recent plan, else together with the changes of a short interval: a single
 pod does not wait, and thousands of pods do not cause thousands of plans.
@@ -18,7 +18,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota import scheduler
+import msgspec
+
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of
 from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
@@ -41,6 +42,7 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
@@ -58,15 +60,19 @@ from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.errors import PlanningFailedError
 from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.scheduler.actions.revalidate import still_valid
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
+    from kfp_gpuquota import scheduler
+    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 LONGEST_REST_S: Final = 0.5
@@ -85,7 +91,7 @@ class Controller:
 
     `tls` is the TLS context of the membership service; None serves without TLS, for a trusted network. `fence` is
     checked before each write, and `epoch` is the leader's (`leaseTransitions`). `page_url` is the address
-    of the web page. `clock` gives the time of records and plans, in seconds since 1970.
+    of the web page. `clock` gives the time of records and plans, in seconds since 1970. `planner(state)` makes plans.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Controller:
         epoch: int = 0,
         page_url: str = "",
         clock: Callable[[], float] | None = None,
+        planner: Callable[[scheduler.State], Planner] = InlinePlanner,
     ) -> None:
         self._now = clock or SteadyClock()
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
@@ -110,7 +117,9 @@ class Controller:
         self._writer = Writer(connection, fence=fence)
         self.health = PlanningHealth(self._loop.time)
         self._planning_failed = asyncio.Event()
-        self._planning: asyncio.Handle | None = None
+        self._planning: asyncio.Handle | asyncio.Task[None] | None = None
+        self._carrying_out = self._changed_meanwhile = False
+        self._reasons: dict[str, Reason] = {}
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
@@ -124,6 +133,8 @@ class Controller:
             "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_deleted, recover=recovered_pod
         )
         cluster = ClusterObjects(self.wake)
+        self._planner = planner(cluster.state)
+        cluster.feed = self._planner.feed
         self.reservations = Reservations(
             cluster.allocator,
             cluster.nodes,
@@ -195,6 +206,7 @@ class Controller:
         """Run until cancelled. Raises PlanningFailedError when plans fail repeatedly."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._writer.close)
+            stack.push_async_callback(self._planner.close)
             stack.callback(self._stop_timers)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             watching = [group.create_task(reflector.run()) for reflector in self.reflectors]
@@ -398,41 +410,62 @@ class Controller:
     # Planning
 
     def wake(self) -> None:
-        """Plan soon, after a change."""
-        if self._planning is None and self.snapshot.complete and not self._planning_failed.is_set():
+        """Plan soon, after a change. Changes by a plan's own decisions need no further plan."""
+        if self._planning is not None:
+            self._changed_meanwhile |= not self._carrying_out
+        elif self.snapshot.complete and not self._planning_failed.is_set():
             self.health.requested()
             rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes at most a third of the time
             pause = self._planned_at + max(rest, self.health.pause_s) - self._loop.time()
             # Even without a pause, changes that arrive in one chunk are planned together: all of them are processed
             # before the event loop's next iteration.
             later = self._loop.call_later
-            self._planning = later(pause, self._plan) if pause > 0 else self._loop.call_soon(self._plan)
+            self._planning = later(pause, self._begin) if pause > 0 else self._loop.call_soon(self._begin)
 
-    def _plan(self) -> None:
+    def _begin(self) -> None:
+        self._changed_meanwhile = False
+        self._planning = self._loop.create_task(self._plan())
+
+    async def _plan(self) -> None:
         started = self._loop.time()
         try:
-            again_s = self._plan_once(started)
+            again_s = await self._plan_once(started)
         except Exception:  # noqa: BLE001 - a single job must not end planning for all others
             again_s = self._plan_failed()
         else:
             self.health.succeeded()
-        self._planning = None  # changes by this plan itself need no further plan
+        self._planning = None
         self._planned_at = self._loop.time()
         self._plan_s = self._planned_at - started
         self.metrics.plans.observe(self._plan_s)
         self._plan_again(again_s)
+        if self._changed_meanwhile:
+            self.wake()
         if self._quotas_timer is None:
             self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
 
-    def _plan_once(self, started: float) -> float | None:
+    async def _plan_once(self, started: float) -> float | None:
         """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
         now = self._now()
         self.snapshot.catch_up()
+        self._changed_meanwhile = False  # what has caught up is in this plan
         self.metrics.account(self.snapshot)
-        plan = scheduler.plan(self.snapshot.state, now)
-        with because_of(f"{self._name}-{next(self._numbers)}"):
-            log_plan(plan, self._loop.time() - started)
-            self._carry_out(plan)
+        planned = await self._planner.plan(now)
+        self._reasons.update(planned.changed)
+        for uid in planned.gone:
+            self._reasons.pop(uid, None)
+        plan = msgspec.structs.replace(planned.plan, waiting=self._reasons)
+        if self._planner.outdated:
+            plan = still_valid(self.snapshot.state, plan)
+        self._carrying_out = True
+        try:
+            with because_of(f"{self._name}-{next(self._numbers)}"):
+                log_plan(plan, self._loop.time() - started)
+                self._carry_out(plan)
+        finally:
+            self._carrying_out = False
+        if planned.more:
+            return 0.0
         return None if plan.again_at is None else plan.again_at - now
 
     def _plan_failed(self) -> float | None:

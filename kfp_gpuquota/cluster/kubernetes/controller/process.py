@@ -34,6 +34,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as mem
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerProcess
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
@@ -238,6 +239,7 @@ class Replica:
             fence=election.validity if options.leader_elect else NO_FENCE,
             epoch=election.epoch,
             page_url=options.page_url,
+            planner=PlannerProcess,
         )
 
     async def _certificates(self, connection: Connection) -> server.Certificates:
