@@ -105,7 +105,7 @@ def test_one_that_died_or_hangs_is_replaced_and_the_failure_is_counted(number: s
             pid = process.pid
             feeding(world, process)(JobRemoved("held-0"))
             os.kill(pid, number)
-            with pytest.raises(PlannerError, match="has ended|has not answered"):
+            with pytest.raises(PlannerError, match=r"has ended|has not answered"):
                 await process.plan(100.0)
             assert is_gone(pid)
             after = await process.plan(100.0)

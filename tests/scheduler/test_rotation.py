@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.cluster.kubernetes.planner.bounded import BoundedPlanner
 from kfp_gpuquota.scheduler import NodeChanged, plan
-from kfp_gpuquota.scheduler.fairness.rotation import FEWEST, Chosen, Rotation
+from kfp_gpuquota.scheduler.fairness.rotation import Chosen, Rotation
 from tests.scheduler.world import World
 
 SIZE = 8
@@ -38,7 +38,7 @@ def considered(world: World, rotation: Rotation, size: int = SIZE) -> Chosen:
 def test_every_team_is_in_every_plan_whatever_another_one_submits(world: World) -> None:
     zoned(world, "a", 200)
     world.submit("own", "b", node_selector={"zone": "here"})
-    rotation = Rotation()
+    rotation = Rotation(fewest=2)
     for _ in range(5):
         chosen = rotation.choose(world.state.ledger, SIZE)
         assert {queue.name: len(shapes) for queue, shapes in chosen.items()} == {"a": SIZE - 1}
@@ -49,17 +49,17 @@ def test_equal_parts_and_what_a_team_does_not_use_is_for_the_others(world: World
     zoned(world, "a", 50)
     zoned(world, "b", 50)
     zoned(world, "c", 1)
-    chosen = Rotation().choose(world.state.ledger, 9)
+    chosen = Rotation(fewest=2).choose(world.state.ledger, 9)
     assert {queue.name: len(shapes) for queue, shapes in chosen.items()} == {"a": 4, "b": 4}
-    fewest = Rotation().choose(world.state.ledger, 1)
-    assert {len(shapes) for shapes in fewest.values()} == {FEWEST}
+    fewest = Rotation(fewest=2).choose(world.state.ledger, 1)
+    assert {len(shapes) for shapes in fewest.values()} == {2}
 
 
 def test_each_shape_is_considered_within_one_round_and_the_first_ones_in_every_plan(world: World) -> None:
     for number in range(40):  # possible, but the node is full
         world.submit(f"a-{number}", "a", 8, cpu=1.0 + number)
     world.node("n0", 8, cpu=64.0)
-    rotation, seen = Rotation(), set()
+    rotation, seen = Rotation(fewest=2), set()
     for _ in range(2 * 40 // SIZE):
         (shapes,) = considered(world, rotation).values()
         first = min(world.state.ledger.queues["a"].waiting.values())[0][1].uid
@@ -72,12 +72,14 @@ def test_each_shape_is_considered_within_one_round_and_the_first_ones_in_every_p
 
 def test_what_no_node_can_hold_is_considered_again_only_after_a_node_has_changed(world: World) -> None:
     zoned(world, "a", 20)
-    rotation = Rotation()
-    for _ in range(10):
-        considered(world, rotation)
-    assert considered(world, rotation) == {world.state.ledger.queues["a"]: []}
+    rotation = Rotation(fewest=2)
+    queue = world.state.ledger.queues["a"]
+    while len(queue.waiting) > 2:
+        assert considered(world, rotation, 2)
+    assert len(queue.shelved) >= 18
     world.state.apply(NodeChanged(world.machines["n0"]))  # as it was
-    assert considered(world, rotation) == {world.state.ledger.queues["a"]: []}
+    rotation.choose(world.state.ledger, SIZE)
+    assert len(queue.shelved) >= 18
     world.node("n1", 1, labels={"zone": "z7"})
     starts = [bind.job for _ in range(6) for bind in plan(world.state, 0.0, shapes=considered(world, rotation)).bind]
     assert "a-7" in starts
@@ -99,7 +101,7 @@ def test_when_nothing_is_due_a_plan_of_all_shapes_starts_nothing_more(
     for number, (team, gpus, cpu) in enumerate(jobs):
         world.submit(f"j{number}", team, gpus, cpu=float(cpu))
     planner = BoundedPlanner(world.state, lambda: 0.0)
-    planner._size = size
+    planner._size, planner._rotation = size, Rotation(fewest=2)
     planner._adapt = lambda *_, **__: None  # type: ignore[method-assign]
     waiting: dict[str, object] = {}
     for _ in range(200):
@@ -110,7 +112,8 @@ def test_when_nothing_is_due_a_plan_of_all_shapes_starts_nothing_more(
         if not planned.plan.empty:
             world.carry_out(planned.plan)
             world.release()
-            planner.changed()
+            planner._rotation.changed()
+            planner._perhaps_gone.update(world.specs)
         elif not planned.more:
             break
     else:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Job, Queue, Shape
 
-FEWEST: Final = 2
-"""The smallest part of a queue: one of its first shapes, and one of the others."""
+FEWEST: Final = 16
+"""The smallest part of a queue: a team with no more shapes has all of them in every plan, whatever others have."""
 
 IMPOSSIBLE: Final = frozenset({ReasonCode.TOO_LARGE, ReasonCode.NODE_AFFINITY, ReasonCode.NO_SUCH_NODE})
 """Reasons that only a change of a node can end."""
@@ -45,11 +45,13 @@ Chosen = dict["Queue", list["Shape"]]
 class Rotation:
     """The shapes considered so far. `unvisited`: the number that no plan has considered since the last change."""
 
-    def __init__(self) -> None:
+    def __init__(self, fewest: int = FEWEST) -> None:
+        self._fewest = fewest
         self._plans = self._changed_at = 1
         self._epoch = 0
-        self._last: dict[Queue, dict[Shape, int]] = {}  # the plan that last considered a shape
-        self._impossible: dict[Queue, set[Shape]] = {}
+        self._last: dict[
+            Queue, dict[int, int]
+        ] = {}  # the plan that last considered a shape, by its id: hashes are slow
         self._nominated: dict[Queue, dict[Shape, None]] = {}
         self.unvisited = 0
 
@@ -61,21 +63,13 @@ class Rotation:
         """Return the shapes of the queues that do not have all of theirs in the next plan."""
         if ledger.epoch != self._epoch:
             self._epoch = ledger.epoch
-            self._impossible.clear()
-        waiting = {queue: self._possible(queue) for queue in ledger.queues.values() if queue.waiting}
-        parts = _parts({queue: len(shapes) for queue, shapes in waiting.items()}, size)
-        chosen: Chosen = {}
-        self._last = {queue: last for queue, last in self._last.items() if queue in waiting}
+            _take_up(ledger)
+        waiting = [queue for queue in ledger.queues.values() if queue.waiting]
+        parts = self._parts(waiting, size)
+        self._last = {queue: last for queue, last in self._last.items() if queue in parts}
         self._plans += 1
         self.unvisited = 0
-        for queue, shapes in waiting.items():
-            if len(shapes) <= parts[queue]:
-                self._last.pop(queue, None)
-                if len(shapes) < len(queue.waiting):
-                    chosen[queue] = shapes
-            else:
-                chosen[queue] = self._turn(queue, shapes, parts[queue])
-        return chosen
+        return {queue: self._turn(queue, part) for queue, part in parts.items()}
 
     def considered(self, chosen: Chosen, reasons: Mapping[str, Reason], nominated: Iterable[Job] = ()) -> None:
         """Record the result of the plan: the nominated jobs, and why others wait: which shapes no node can hold."""
@@ -88,34 +82,36 @@ class Rotation:
                 entries = queue.waiting.get(shape)
                 reason = reasons.get(entries[0][1].uid) if entries else None
                 if reason is not None and reason.code in IMPOSSIBLE:
-                    self._impossible.setdefault(queue, set()).add(shape)
+                    queue.shelved[shape] = queue.waiting.pop(shape)
 
-    def _possible(self, queue: Queue) -> list[Shape]:
-        impossible = self._impossible.get(queue)
-        if not impossible:
-            return list(queue.waiting)
-        impossible.intersection_update(queue.waiting)
-        return [shape for shape in queue.waiting if shape not in impossible]
+    def _parts(self, waiting: list[Queue], size: int) -> dict[Queue, int]:
+        """Return how many shapes are considered of the queues that have more: equal parts of what others leave."""
+        parts: dict[Queue, int] = {}
+        left = size
+        for done, queue in enumerate(sorted(waiting, key=lambda queue: (len(queue.waiting), queue.name, queue.pool))):
+            part = max(self._fewest, left // (len(waiting) - done))
+            left -= min(part, len(queue.waiting))
+            if len(queue.waiting) > part:
+                parts[queue] = part
+        return parts
 
-    def _turn(self, queue: Queue, shapes: list[Shape], part: int) -> list[Shape]:
+    def _turn(self, queue: Queue, part: int) -> list[Shape]:
         """Return the queue's first shapes, those of nominated jobs, and those that were considered longest ago."""
-        ordered = sorted(shapes, key=lambda shape: queue.waiting[shape][0][0])
+        ordered = [shape for shape, _ in sorted(queue.waiting.items(), key=lambda item: item[1][0][0])]
         last = self._last.get(queue, {})
         nominated = [shape for shape in self._nominated.get(queue, ()) if shape in queue.waiting]
-        fixed = dict.fromkeys([*ordered[: part // 2], *nominated])
-        others = [shape for shape in ordered if shape not in fixed]
-        others.sort(key=lambda shape: last.get(shape, 0))  # stable: of equals the first in order
-        turn = [*fixed, *others[: max(1, part - len(fixed))]]
-        self._last[queue] = last = {s: last.get(s, 0) for s in shapes} | dict.fromkeys(turn, self._plans)
+        fixed = {id(shape): shape for shape in (*ordered[: part // 2], *nominated)}
+        others = [shape for shape in ordered if id(shape) not in fixed]
+        others.sort(key=lambda shape: last.get(id(shape), 0))  # stable: of equals the first in order
+        turn = [*fixed.values(), *others[: max(1, part - len(fixed))]]
+        self._last[queue] = last = {id(shape): last.get(id(shape), 0) for shape in ordered}
+        last.update(dict.fromkeys(map(id, turn), self._plans))
         self.unvisited += sum(at <= self._changed_at for at in last.values())
         return turn
 
 
-def _parts(counts: Mapping[Queue, int], size: int) -> dict[Queue, int]:
-    """Return how many shapes of each queue are considered: equal parts, of which the rest goes to larger queues."""
-    parts: dict[Queue, int] = {}
-    left = size
-    for done, (queue, count) in enumerate(sorted(counts.items(), key=lambda item: (item[1], item[0].name))):
-        parts[queue] = min(count, max(FEWEST, left // (len(counts) - done)))
-        left -= parts[queue]
-    return parts
+def _take_up(ledger: Ledger) -> None:
+    """Consider all shelved jobs again."""
+    for queue in ledger.queues.values():
+        queue.waiting.update(queue.shelved)
+        queue.shelved.clear()

@@ -63,9 +63,12 @@ class _Copier:
         queue.parent = None if queue.parent is None else self.queues[queue.parent]
         queue.children = {name: self.queues[child] for name, child in queue.children.items()}
         queue.path = tuple(self.queues[above] for above in queue.path)
-        queue.waiting = {
-            shape: [(key, self.jobs[job]) for key, job in entries] for shape, entries in queue.waiting.items()
-        }
+        for name in ("waiting", "shelved"):
+            filed = {
+                shape: [(key, self.jobs[job]) for key, job in entries]
+                for shape, entries in getattr(queue, name).items()
+            }
+            setattr(queue, name, filed)
         queue.running = {self.jobs[job]: None for job in queue.running}
         queue.priorities = dict(queue.priorities)
         for name in ("held", "leaving", "lent", "fixed", "requested"):

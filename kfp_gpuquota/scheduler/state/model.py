@@ -121,7 +121,8 @@ class Queue:
     `held` is what tasks will hold after leaving ones have exited: running, bound and nominated ones. `leaving` still
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
     requests of elastic jobs, `fixed` the part that cannot be preempted. `used` is its decayed over-quota usage in
-    GPU-seconds up to `used_until`.
+    GPU-seconds up to `used_until`. `waiting` has the jobs that plans consider, by shape and in order; `shelved` those
+    that no plan considers until a node changes, because no node can hold them (rotation.py).
     """
 
     name: str
@@ -146,6 +147,7 @@ class Queue:
     path: tuple[Queue, ...] = ()
     version: int = 0
     waiting: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
+    shelved: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
     running: dict[Job, None] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
 

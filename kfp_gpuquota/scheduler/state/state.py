@@ -20,7 +20,9 @@ from kfp_gpuquota.scheduler.state.model import (
     Amount,
     Host,
     Job,
+    OrderKey,
     Queue,
+    Shape,
     Status,
     Task,
 )
@@ -331,18 +333,23 @@ def _key(name: str, pool: str) -> str:
 
 def _file(job: Job, tasks: list[Task]) -> None:
     job.filed = (shape_of(job, tasks), job_key(job))
-    insort(job.queue.waiting.setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
+    insort(_shelf(job.queue, job.filed[0]).setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
 
 
 def _unfile(job: Job) -> None:
     if job.filed is None:
         return
     shape, key = job.filed
-    entries = job.queue.waiting[shape]
+    shelf = _shelf(job.queue, shape)
+    entries = shelf[shape]
     del entries[bisect_left(entries, key, key=lambda e: e[0])]
     if not entries:
-        del job.queue.waiting[shape]
+        del shelf[shape]
     job.filed = None
+
+
+def _shelf(queue: Queue, shape: Shape) -> dict[Shape, list[tuple[OrderKey, Job]]]:
+    return queue.shelved if shape in queue.shelved else queue.waiting
 
 
 def _request(job: Job, ledger: Ledger, *, considered: bool) -> None:

@@ -246,7 +246,8 @@ class Snapshot:
             here = queue.held[0] + queue.leaving[0]
             held, borrowed = held + here, borrowed + max(0.0, here - queue.deserved[0])
             requested += queue.requested[0]
-            waiting += sum(len(jobs) for shape, jobs in queue.waiting.items() if shape.starts)
+            filed = (*queue.waiting.items(), *queue.shelved.items())
+            waiting += sum(len(jobs) for shape, jobs in filed if shape.starts)
         return ProjectUsage(as_number(held / GPU), as_number(borrowed / GPU), as_number(requested / GPU), int(waiting))
 
     # ElasticJobs

@@ -122,7 +122,8 @@ class Controller:
         self._reasons: dict[str, Reason] = {}
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
-        self._planned_at = self._plan_s = 0.0
+        self._planned_at = self._rests_until = 0.0
+        self._continues = False  # the plan is for shapes that the one before has not considered, not for a change
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.events = Recorder(self._writer)
         self._pod_events = PodEventRecorder(self.events)
@@ -411,12 +412,15 @@ class Controller:
 
     def wake(self) -> None:
         """Plan soon, after a change. Changes by a plan's own decisions need no further plan."""
+        self._wake(continues=False)
+
+    def _wake(self, *, continues: bool) -> None:
         if self._planning is not None:
             self._changed_meanwhile |= not self._carrying_out
         elif self.snapshot.complete and not self._planning_failed.is_set():
             self.health.requested()
-            rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes at most a third of the time
-            pause = self._planned_at + max(rest, self.health.pause_s) - self._loop.time()
+            self._continues = continues
+            pause = max(self._rests_until, self._planned_at + self.health.pause_s) - self._loop.time()
             # Even without a pause, changes that arrive in one chunk are planned together: all of them are processed
             # before the event loop's next iteration.
             later = self._loop.call_later
@@ -436,9 +440,12 @@ class Controller:
             self.health.succeeded()
         self._planning = None
         self._planned_at = self._loop.time()
-        self._plan_s = self._planned_at - started
-        self.metrics.plans.observe(self._plan_s)
-        self._plan_again(again_s)
+        plan_s = self._planned_at - started
+        rest_s = min(LONGEST_REST_S, 2 * plan_s)  # so that planning takes at most a third of the time
+        if not self._continues:  # a change does not rest after the plans for what others submitted before
+            self._rests_until = self._planned_at + rest_s
+        self.metrics.plans.observe(plan_s)
+        self._plan_again(rest_s if again_s == 0.0 else again_s, continues=again_s == 0.0)
         if self._changed_meanwhile:
             self.wake()
         if self._quotas_timer is None:
@@ -480,10 +487,11 @@ class Controller:
             return None
         return self.health.pause_s
 
-    def _plan_again(self, delay_s: float | None) -> None:
+    def _plan_again(self, delay_s: float | None, *, continues: bool) -> None:
         if self._again:
             self._again.cancel()
-        self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), self.wake)
+        again = partial(self._wake, continues=continues)
+        self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), again)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
         self.elastic.decisions.plan(plan)

@@ -1,5 +1,8 @@
 """Makes plans that take about BUDGET_S: it measures them, and lets the next one consider fewer or more shapes.
 
+Only teams with more shapes than rotation.FEWEST are ever limited, so a plan takes longer than the budget where many
+teams need it.
+
 The plan itself is a pure function of the state and of the shapes that it considers (scheduler/fairness/rotation.py).
 """
 
@@ -14,11 +17,11 @@ from kfp_gpuquota.api import Reason
 from kfp_gpuquota.scheduler.fairness.rotation import Rotation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 
-BUDGET_S: Final = 0.25
-FIRST_SIZE: Final = 512
+BUDGET_S: Final = 0.02
+FIRST_SIZE: Final = 64
 SMALLEST_SIZE: Final = 16
 LARGEST_SIZE: Final = 1 << 14
 
@@ -44,11 +47,16 @@ class BoundedPlanner:
         self._state, self._clock, self._budget_s = state, clock, budget_s
         self._rotation = Rotation()
         self._size = FIRST_SIZE
-        self._reasons: Mapping[str, Reason] = {}
+        self._reasons: dict[str, Reason] = {}
+        self._perhaps_gone: set[str] = set()
 
-    def changed(self) -> None:
-        """Record that events have changed the state."""
+    def applied(self, event: scheduler.Event) -> None:
+        """Record an event that the state has applied."""
         self._rotation.changed()
+        if isinstance(event, scheduler.JobRemoved | scheduler.JobCompleting):
+            self._perhaps_gone.add(event.uid)
+        elif isinstance(event, scheduler.WorkerStarted):
+            self._perhaps_gone.add(event.job)
 
     def plan(self, now: float) -> Planned:
         """Return the plan at `now`, in seconds since the epoch."""
@@ -57,12 +65,13 @@ class BoundedPlanner:
         plan = scheduler.plan(self._state, now, shapes=chosen) if chosen else scheduler.plan(self._state, now)
         nominated = [self._state.jobs[one.job] for one in plan.nominate]
         self._rotation.considered(chosen, plan.waiting, nominated)
+        gone = self._gone(plan)
+        changed = {uid: reason for uid, reason in plan.waiting.items() if self._reasons.get(uid) != reason}
+        self._reasons.update(changed)
+        for uid in gone:
+            del self._reasons[uid]
         seconds = self._clock() - started
         self._adapt(seconds, limited=bool(chosen))
-        reasons = {**self._kept(plan), **plan.waiting} if chosen else plan.waiting
-        before, self._reasons = self._reasons, reasons
-        changed = {uid: reason for uid, reason in reasons.items() if before.get(uid) != reason}
-        gone = [uid for uid in before if uid not in reasons]
         bare = msgspec.structs.replace(plan, waiting={})
         return Planned(bare, changed, gone, seconds, more=self._rotation.unvisited > 0)
 
@@ -73,12 +82,16 @@ class BoundedPlanner:
         elif limited and seconds < self._budget_s / 2:
             self._size = min(LARGEST_SIZE, 2 * self._size)
 
-    def _kept(self, plan: scheduler.Plan) -> dict[str, Reason]:
-        """Return the reasons of jobs that this plan has not considered, and that still wait."""
+    def _gone(self, plan: scheduler.Plan) -> list[str]:
+        """Return the jobs that wait no more: those that start, and those whose events say so.
+
+        Rejected: a comparison with all reasons, which costs the number of waiting jobs for each plan.
+        """
         started = {bind.job for bind in plan.bind}
-        jobs = self._state.jobs
-        return {
-            uid: reason
-            for uid, reason in self._reasons.items()
-            if uid in jobs and not jobs[uid].active and not jobs[uid].removed and uid not in started
-        }
+        ended = {uid for uid in self._perhaps_gone if not self._waits(uid)}
+        self._perhaps_gone = set()
+        return [uid for uid in started | ended if uid in self._reasons and uid not in plan.waiting]
+
+    def _waits(self, uid: str) -> bool:
+        job = self._state.jobs.get(uid)
+        return job is not None and not job.active and not job.removed and not job.completing

@@ -99,8 +99,7 @@ def _answer(state: scheduler.State, planner: BoundedPlanner, request: Request) -
         state.ledger.reclaim_shelter_s = request.reclaim_shelter_s
         for event in request.events:
             _apply(state, event)
-        if request.events:
-            planner.changed()
+            planner.applied(event)
         return planner.plan(request.now)
     except Exception:  # noqa: BLE001 - the controller logs it, and decides what follows
         return Failed(traceback.format_exc())

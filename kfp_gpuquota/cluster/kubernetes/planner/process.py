@@ -68,8 +68,7 @@ class InlinePlanner:
 
     def feed(self, event: scheduler.Event) -> None:
         """Record that the state has changed."""
-        del event
-        self._planner.changed()
+        self._planner.applied(event)
 
     async def plan(self, now: float) -> Planned:
         """Return the plan at `now`."""
