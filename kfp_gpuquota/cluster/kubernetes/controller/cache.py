@@ -329,7 +329,8 @@ class Snapshot:
 
     def _is_foreign(self, pod: PodView) -> bool:
         """Return whether the pod holds GPUs outside of any project."""
-        ours = pod.gate is not None or pod.devices is not None or pod.namespace in self.projects
+        admitted = pod.devices is not None or bool(pod.reserved_on)
+        ours = pod.gate is not None or admitted or pod.namespace in self.projects
         return not ours
 
     def _put_foreign(self, pod: PodView) -> None:

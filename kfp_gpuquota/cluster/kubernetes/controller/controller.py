@@ -32,6 +32,7 @@ from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
+from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
@@ -47,6 +48,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
+from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
@@ -124,6 +126,10 @@ class Controller:
             "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_deleted, recover=recovered_pod
         )
         cluster = ClusterObjects(self.wake)
+        self._repulsions = PodRepulsions()
+        self.unpinned = UnpinnedPods(
+            cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self._put_pod
+        )
         self.reservations = Reservations(
             cluster.allocator,
             cluster.nodes,
@@ -171,6 +177,7 @@ class Controller:
             self._pod_events,
             self.pods,
             self.ray,
+            self.unpinned,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events)
@@ -185,6 +192,7 @@ class Controller:
             self._pod_events,
             self._not_ready,
             ready.timeout_s,
+            self.unpinned,
         )
         conditions: dict[str, tuple[core_types.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
@@ -294,6 +302,8 @@ class Controller:
 
     def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)
+        self.unpinned.drop(uid)
+        self._repulsions.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
         self.evictions.drop(uid)
@@ -302,6 +312,7 @@ class Controller:
         if self.reservations.see(pod):
             return
         view = counted_view(pod)
+        self._repulsions.put(view.uid, () if view.stage is Stage.ENDED else view.repels)
         if view.problem:
             self.quarantine.put(Subject("Pod", view.name, view.namespace, view.uid), view.problem)
         else:
@@ -310,7 +321,9 @@ class Controller:
             self._put_pod(joined)
 
     def _put_pod(self, view: PodView) -> None:
+        view = self.unpinned.apply(view)
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
+        self.unpinned.note_bound(view)
         self.evictions.note(view)
         self._recovery.note(view)
 
@@ -427,6 +440,7 @@ class Controller:
     def _plan_once(self, started: float) -> float | None:
         """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
         now = self._now()
+        self.unpinned.reserve_again()
         self.snapshot.catch_up()
         self.metrics.account(self.snapshot)
         plan = scheduler.plan(self.snapshot.state, now)

@@ -14,6 +14,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import terms_of, within
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import ONE_POD, is_unmodelled
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Volumes:
     def __init__(self, changed: Callable[[str, str], None]) -> None:
         self._changed = changed
         self._claims: dict[tuple[str, str], tuple[str, str]] = {}  # (namespace, claim) -> (uid, volume)
+        self._of_one_pod: set[str] = set()  # uids of claims
+        self._unmodelled: set[str] = set()  # names of volumes
         self._claim_keys: dict[str, tuple[str, str]] = {}
         self._terms: dict[
             str, tuple[NodeTerm, ...]
@@ -45,12 +48,15 @@ class Volumes:
         key, value = (meta.namespace, meta.name), (meta.uid, claim.spec.volume_name)
         before, self._claims[key] = self._claims.get(key), value
         self._claim_keys[meta.uid] = key
+        if ONE_POD in claim.spec.access_modes:
+            self._of_one_pod.add(meta.uid)
         if (before is None or before[1] != value[1]) and value[1] in self._terms:
             self._changed(*key)
 
     def drop_claim(self, uid: str) -> None:
         """Remove a deleted claim."""
         key = self._claim_keys.pop(uid, None)
+        self._of_one_pod.discard(uid)
         if key is not None and self._claims[key][0] == uid:
             del self._claims[key]
 
@@ -58,6 +64,8 @@ class Volumes:
         """Add or update a volume."""
         name, affinity = volume.metadata.name, volume.spec.node_affinity
         self._volume_names[volume.metadata.uid] = name
+        if is_unmodelled(volume):
+            self._unmodelled.add(name)
         try:
             terms = terms_of(affinity.required) if affinity is not None else ()
         except InvalidFieldError as error:
@@ -71,7 +79,9 @@ class Volumes:
 
     def drop_volume(self, uid: str) -> None:
         """Remove a deleted volume."""
-        self._terms.pop(self._volume_names.pop(uid, ""), None)
+        name = self._volume_names.pop(uid, "")
+        self._terms.pop(name, None)
+        self._unmodelled.discard(name)
 
     def terms(self, namespace: str, claims: Iterable[str]) -> tuple[NodeTerm, ...]:
         """Return the terms of which a node must satisfy one so that all claims can be mounted; () for any node."""
@@ -83,6 +93,14 @@ class Volumes:
                 log.warning("%s: volumes with %d node selector terms are ignored in the plan", namespace, len(found))
                 return ()
         return found
+
+    def unmodelled(self, namespace: str, claims: Iterable[str]) -> bool:
+        """Return whether kube-scheduler checks more of a claim than its volume's nodes, as of one that is not bound."""
+        for claim in claims:
+            uid, volume = self._claims.get((namespace, claim), ("", ""))
+            if not volume or volume in self._unmodelled or uid in self._of_one_pod:
+                return True
+        return False
 
     def apply(self, pod: PodView) -> PodView:
         """Return the pod restricted to nodes on which its volumes can be mounted."""

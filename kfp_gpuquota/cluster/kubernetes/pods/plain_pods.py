@@ -181,6 +181,7 @@ class PlainPods:
     def _move(self, member: Member, stage: Stage) -> None:
         was, member.reported = member.reported, stage
         if was is stage:
+            self._relocate(member)
             return
         match stage:
             case Stage.WAITING if was >= Stage.ASSIGNED:
@@ -236,6 +237,13 @@ class PlainPods:
         node, wanted = member.sent_to or (view.node, view.devices)
         devices = self._allocator.take(view.uid, node, view.gpus, wanted, part=bool(view.share))
         self._emit(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created, member.part))
+
+    def _relocate(self, member: Member) -> None:
+        """Hold devices of another node after kube-scheduler has chosen it, or the reservation has moved there."""
+        held = self._allocator.held(member.view.uid)
+        if member.reported is Stage.ASSIGNED and member.sent_to is None and held and held[0] != member.view.node:
+            self._release(member)
+            self._hold(member, Stage.WAITING)
 
     def _release(self, member: Member) -> None:
         self._allocator.release(member.view.uid)

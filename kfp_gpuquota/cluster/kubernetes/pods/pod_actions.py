@@ -13,6 +13,7 @@ import msgspec
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
+    from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
@@ -55,17 +57,21 @@ class PodActions:
         recorder: PodEventRecorder,
         written_pods: WrittenPods,
         ray: RayUnits,
+        unpinned: UnpinnedPods,
     ) -> None:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
-        self._evictions, self._ray = evictions, ray
+        self._evictions, self._ray, self._unpinned = evictions, ray, unpinned
         self._pod = msgspec.json.Decoder(Pod)
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
         """Admit a waiting pod of the job for each placement."""
         for pod, placement in self._pods.paired(job, placements):
             self._pods.assume_sent(pod.uid, placement.node, placement.devices)
-            admission = requests.admission(pod, placement.node, placement.devices, reason.message)
+            pinned = self._unpinned.may_be_pinned(pod)
+            admission = requests.admission(pod, placement.node, placement.devices, reason.message, pinned=pinned)
+            if not pinned and not pool_of(placement.node):
+                self._unpinned.release(pod.uid)
             if pod.share:
                 self._prepare(pod, admission)
             else:
@@ -125,6 +131,7 @@ class PodActions:
     def _admission_failed(self, pod: PodView, error: Exception) -> None:
         """Undo the assumptions after a pause, in which the watch reports the pod's state."""
         log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
+        self._unpinned.drop(pod.uid)
         self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
