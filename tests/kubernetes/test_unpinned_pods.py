@@ -122,8 +122,9 @@ def test_no_pod_is_pinned_while_another_one_may_take_its_place(controlled: Contr
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=3)
     controlled.start()
-    apart = {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [TERM]}}}
-    waits = controlled.pod(team, "waits", **apart)  # kube-scheduler does not find what it wants to be near
+    waits = controlled.pod(
+        team, "waits", affinity={"podAffinity": REQUIRED}
+    )  # kube-scheduler does not find what it wants to be near
     controlled.until(waits, lambda pod: pod["status"].get("conditions", [{}])[0].get("reason") == "Unschedulable")
     second = controlled.until_bound(controlled.pod(team, "second"))
     assert "requiredDuringScheduling" not in str(second["spec"]["affinity"])

@@ -52,6 +52,7 @@ OF_THE_PLAN: Final = (
     labels.RECLAIMED_AT,
     labels.OPENED,
     labels.RESERVED_ON,
+    labels.GANG,
 )
 _NOTHING: Final[dict[str, str]] = {}
 

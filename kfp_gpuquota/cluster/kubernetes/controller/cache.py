@@ -317,6 +317,8 @@ class Snapshot:
             self.ray.pods.put(pod)
         else:
             self.plain.put(self.ray.pods.ungrouped(pod))
+            if pod.stage is Stage.WAITING and pod.group:
+                self._wake()  # also of an incomplete group, which the scheduler does not see: users see why it waits
 
     def _forget(self, uid: str) -> None:
         self.pods.pop(uid, None)

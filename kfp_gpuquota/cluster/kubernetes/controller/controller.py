@@ -180,7 +180,7 @@ class Controller:
             self.unpinned,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
-        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events)
+        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs.refresh)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
             snapshot.pods,
@@ -238,6 +238,8 @@ class Controller:
             await reflector.synced.wait()
         await self.gangs.settled()
         await self.snapshot.start(self.gangs.join)
+        for job in self.snapshot.plain.jobs:
+            self.actions.watch_rest(job)
         self.reservations.start()
         self.profiles.start()
         self.default_quotas.start()

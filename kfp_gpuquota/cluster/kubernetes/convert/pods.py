@@ -20,9 +20,10 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.api.validation import MAX_PRIORITY
+from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import MAX_GROUP, gang_note
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints, constraints_of
-from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, owner_kind, owner_of
+from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, Rest, owner_kind, owner_of
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import Repulsion, repulsions_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
@@ -49,7 +50,6 @@ NODE_NAME_FIELD: Final = "metadata.name"
 RAY_NODE_TYPE: Final = "ray.io/node-type"
 RAY_GROUP: Final = "ray.io/group"
 MAX_TIME_S: Final = 10**12
-MAX_GROUP: Final = 10_000  # pods that start together
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
 NOWHERE: Final = "(no node)"  # no node has such a name: devices there count against the quota only
 KILLED: Final = 137  # 128 + SIGKILL: a shell's exit code of a killed process
@@ -131,6 +131,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptible: bool | None = None
     group: str = ""
     group_size: int = 0
+    rest: tuple[Rest, ...] = ()
     controller_uid: str = ""
     controller_kind: str = ""
     job_uid: str = ""
@@ -273,7 +274,7 @@ def pod_view(pod: Pod) -> PodView:
         reserved_on=reserved_on,
         repels=repulsions_of(spec, meta.namespace),
         labels=meta.labels,
-        **_wishes(meta.labels, meta.annotations or {}),
+        **{**_wishes(meta.labels, meta.annotations or {}), **(_gang(pod) if gate is None and not elastic else {})},
     )
 
 
@@ -397,6 +398,16 @@ def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[st
         "attempt": bounded_number(given.get(labels.ATTEMPT, "")) or 0,
         "pool": pool if (pool := given.get(labels.POOL, "")) == short_name(pool) else "",
     }
+
+
+def _gang(pod: Pod) -> dict[str, Any]:
+    """Return the fields of the gang with which an admitted pod was admitted, as annotated."""
+    meta, owner = pod.metadata, owner_of(pod)
+    note = gang_note((meta.annotations or {}).get(labels.GANG, ""))
+    if not note.size:
+        return {}
+    group = meta.labels.get(labels.POD_GROUP, "") or (owner.group if owner is not None else "")
+    return {"group": group, "group_size": note.size, "rest": note.rest}
 
 
 def _group_size(text: str) -> int:

@@ -1,7 +1,8 @@
 """Assigns waiting pods to their owner's group; the owner is read once, when its first pod arrives.
 
 Owners are not watched: a cluster may have very many Jobs, and their gang size is needed only for some seconds, until
-their pods have been created. So a response is cached for a short time, and read again for pods that arrive later.
+their pods have been created. So a response is cached for a short time, and read again for pods that arrive later, and
+for groups that stay incomplete: a resumed Job creates fewer pods than it did at first, and a size may be changed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 CACHED_S: Final = 30.0
 RETRY_S: Final = 5.0
+LONGEST_PAUSE_S: Final = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +39,25 @@ class Gangs:
         self._pods, self._put, self._writer = pods, put, writer
         self._sizes: dict[Owner, tuple[GangSize, float]] = {}
         self._waiting: dict[Owner, dict[str, PodView]] = {}
+        self._joined: dict[Owner, set[str]] = {}  # uids of pods whose group depends on the owner
+        self._again: dict[Owner, tuple[float, float]] = {}  # when an incomplete group is read again, and the pause
         self._all_read = asyncio.Event()
         self._all_read.set()
 
     def join(self, pod: PodView) -> PodView | None:
         """Return the pod with its group; None if its owner has to be read first, after which the pod is put."""
-        owner = pod.owner
-        if pod.stage is not Stage.WAITING:
+        owner, before = pod.owner, self._pods.get(pod.uid)
+        waits = pod.stage is Stage.WAITING
+        if not waits:
             self.drop(pod.uid)
-        if owner is None or pod.group_size or (pod.stage is not Stage.WAITING and owner not in self._sizes):
+        if owner is None or pod.group_size:
             return pod
-        before = self._pods.get(pod.uid)
-        if before is not None and before.stage is Stage.WAITING:
-            return _grouped(pod, GangSize(before.group_size, before.group_size) if before.group_size else ALONE)
+        if pod.stage is not Stage.ENDED:
+            self._joined.setdefault(owner, set()).add(pod.uid)
+        if before is not None and (before.group_size or (waits and before.stage is Stage.WAITING)):
+            return _grouped(pod, GangSize(before.group_size, before.group_size, before.rest))
+        if not waits and owner not in self._sizes:
+            return pod
         size = self._cached_size(owner)
         if size is not None:
             return _grouped(pod, size)
@@ -63,6 +71,23 @@ class Gangs:
         """Remove a deleted pod, perhaps before its owner was read."""
         for pods in self._waiting.values():
             pods.pop(uid, None)
+        if (pod := self._pods.get(uid)) is not None and pod.owner is not None:
+            joined = self._joined.get(pod.owner, set())
+            joined.discard(uid)
+            if not joined:
+                self._joined.pop(pod.owner, None)
+                self._again.pop(pod.owner, None)
+
+    def refresh(self, owner: Owner) -> None:
+        """Read the owner of an incomplete group again, if its pause is over; the pauses grow."""
+        now = asyncio.get_running_loop().time()
+        at, pause_s = self._again.setdefault(owner, (now + RETRY_S, RETRY_S))
+        if now < at or owner in self._waiting:
+            return
+        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        self._again[owner] = now + pause_s, pause_s
+        self._waiting[owner] = {}
+        self._read(owner)
 
     async def settled(self) -> None:
         """Wait until no owner is being read."""
@@ -96,15 +121,25 @@ class Gangs:
         now = asyncio.get_running_loop().time()
         self._sizes = {one: found for one, found in self._sizes.items() if now - found[1] < CACHED_S}
         self._sizes[owner] = answer, now
-        for pod in self._waiting.pop(owner, {}).values():
+        known = (self._pods.get(uid) for uid in self._joined.get(owner, ()))
+        changed = [pod for pod in known if pod is not None and _differs(pod, answer)]
+        for pod in (*changed, *self._waiting.pop(owner, {}).values()):
             self._put(_grouped(pod, answer))
         if not self._waiting:
             self._all_read.set()
 
 
+def _differs(pod: PodView, answer: GangSize) -> bool:
+    """Return whether the owner's answer gives a known pod another group, also one that was admitted without one."""
+    after = _grouped(pod, answer)
+    return (pod.group, pod.group_size, pod.rest) != (after.group, after.group_size, after.rest)
+
+
 def _grouped(pod: PodView, answer: GangSize) -> PodView:
     """Return the pod in its labelled group, else in its owner's group, with the owner's gang size."""
-    size = answer.labelled if pod.group else answer.pods
-    if pod.owner is None or size <= 1:
-        return pod
-    return msgspec.structs.replace(pod, group=pod.group or pod.owner.group, group_size=size)
+    given = "" if pod.owner is not None and pod.group == pod.owner.group else pod.group
+    size = answer.labelled if given else answer.pods
+    if pod.owner is None or (size <= 1 and not answer.rest):
+        return msgspec.structs.replace(pod, group=given, group_size=0, rest=())
+    group = given or pod.owner.group
+    return msgspec.structs.replace(pod, group=group, group_size=max(1, size), rest=answer.rest)

@@ -15,9 +15,10 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
@@ -38,10 +39,12 @@ class Reported(NamedTuple):
 
 
 class WaitEvents:
-    """Waiting pods and their last events."""
+    """Waiting pods and their last events. `refresh(owner)` is called for the owners of incomplete groups."""
 
-    def __init__(self, pods: PlainPods, ray: RayUnits, recorder: PodEventRecorder) -> None:
-        self._pods, self._ray, self._recorder = pods, ray, recorder
+    def __init__(
+        self, pods: PlainPods, ray: RayUnits, recorder: PodEventRecorder, refresh: Callable[[Owner], None]
+    ) -> None:
+        self._pods, self._ray, self._recorder, self._refresh = pods, ray, recorder, refresh
         self._reasons: Mapping[str, Reason] = {}
         self._reported: dict[str, Reported] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -49,7 +52,7 @@ class WaitEvents:
     def note(self, reasons: Mapping[str, Reason]) -> None:
         """Update the reasons why jobs wait, from the newest plan."""
         self._reasons = reasons
-        if self._timer is None and (reasons or self._pods.gathering):
+        if self._timer is None and (reasons or any(self._pods.incomplete())):
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def close(self) -> None:
@@ -75,16 +78,15 @@ class WaitEvents:
         for uid, reason in self._reasons.items():
             if pods := self._pods.waiting_of(uid) or self._ray.pods.waiting_of(uid):
                 yield pods[0], reason.code.value, reason.message
-        for gathered in self._pods.gathering.values():
-            views = [member.view for member in gathered.values()]
-            if views:
-                first = min(views, key=lambda view: (view.created, view.uid))
-                have, size = len(views), views[-1].group_size
-                yield (
-                    first,
-                    "gathering",
-                    f"{have} of the {size} pods of group {first.group} exist; they start together",
-                )
+        for views in self._pods.incomplete():
+            if views[0].owner is not None:
+                self._refresh(views[0].owner)
+            first, size = views[0], max(view.group_size for view in views)
+            yield (
+                first,
+                "gathering",
+                f"{len(views)} of the {size} pods of group {first.group} exist; they start together",
+            )
 
     def _is_due(self, uid: str, code: str, message: str, now: float) -> bool:
         last = self._reported.get(uid)
