@@ -7,6 +7,7 @@ Does not belong here: clocks, I/O, logging, randomness. docs/scheduler.md has th
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.events import (
+    ConstraintsChanged,
     Event,
     JobCompleting,
     JobDeferred,
@@ -31,6 +32,7 @@ from kfp_gpuquota.scheduler.whatif import WhatIf, what_if
 
 __all__ = [
     "Bind",
+    "ConstraintsChanged",
     "Event",
     "Evict",
     "JobCompleting",

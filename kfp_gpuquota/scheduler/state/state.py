@@ -11,7 +11,7 @@ from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler.state import events, progress, usage
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
-from kfp_gpuquota.scheduler.state.intake import bar, new_job, update
+from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import Ledger
 from kfp_gpuquota.scheduler.state.model import (
     BOUNDLESS,
@@ -166,6 +166,12 @@ class State:
     def _(self, event: events.NodesBarred) -> None:
         job = self._job(event.uid)
         bar(job, frozenset(event.nodes))
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.ConstraintsChanged) -> None:
+        job = self._job(event.uid)
+        constrain(job, event.spec, self._worker(event.worker) if event.worker else None)
         self._changed(job)
 
     @_apply.register

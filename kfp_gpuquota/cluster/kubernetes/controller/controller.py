@@ -341,7 +341,7 @@ class Controller:
         if not self.snapshot.started:
             return
         here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
-        for pod in [pod for pod in here if pod.stage is Stage.WAITING]:
+        for pod in list(here):
             self._put_pod(pod)
         self.elastic.limits_changed(namespace)
 

@@ -59,6 +59,16 @@ class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
         terms = tuple(NodeTerm((*term.requirements, exclusion)) for term in self.terms or (NodeTerm(()),))
         return NodeConstraints(self.selector, terms, self.tolerations)
 
+    def unpinned(self) -> NodeConstraints:
+        """Return the constraints without the pin of an admission, which is the last field of every term.
+
+        Constraints without the pin are returned as they are.
+        """
+        if not self.terms or not all(term.requirements and _is_pin(term.requirements[-1]) for term in self.terms):
+            return self
+        terms = tuple(NodeTerm(term.requirements[:-1]) for term in self.terms)
+        return _shared(NodeConstraints(self.selector, () if terms == (NodeTerm(()),) else terms, self.tolerations))
+
     def within(self, terms: tuple[NodeTerm, ...]) -> NodeConstraints:
         """Return the constraints restricted to nodes that satisfy one of these terms as well."""
         return NodeConstraints(self.selector, within(self.terms, terms), self.tolerations)
@@ -75,6 +85,10 @@ def constraints_of(spec: core_types.PodSpec) -> NodeConstraints:
         terms = terms_of(affinity.required)
     tolerations = tuple(t for t in map(_toleration, spec.tolerations) if t is not None)
     return _shared(NodeConstraints(tuple(sorted(spec.node_selector.items())), terms, tolerations))
+
+
+def _is_pin(last: Requirement) -> bool:
+    return last.key == NODE_NAME and last.operator is Operator.IN and len(last.values) == 1
 
 
 @lru_cache(4096)

@@ -2,6 +2,11 @@
 
 A pod becomes a `PodView`, which holds what decisions need and is kept as long as the pod exists; the decoded object is
 dropped at once.
+
+Invariant: the view is a function of the object alone, and what a pod requests is the same at every stage of its life:
+a controller that starts later sees what one that admitted the pod saw. So the constraints are read from every pod, and
+the part of them that the admission added (the pin to a node, the pool of a stand-in) is left out. Rejected: constraints
+of waiting pods only, as "the others have a node". A restarted controller then moved pods to nodes that they exclude.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.affinity import NodeTerm
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.api.validation import MAX_PRIORITY
@@ -42,7 +48,6 @@ from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.api.affinity import NodeTerm
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import NodeSelectorTerm, OwnerReference
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
@@ -105,10 +110,11 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     memory, `pool` is the requested node pool, `owner` determines its gang size. `prepared`: its sandbox (volumes and
     network) is ready, so that only image pulls and init containers remain. `controller_uid` is the uid of its managing
     owner, `controller_kind` that owner's API group and kind, from which quota_policy.py derives whether it creates
-    another pod. `excluded_nodes` are nodes on which another pod of its owner did not fit. `grace_s` is its grace
-    period, `ends_at` when the grace period of its deletion ends, `reclaimed_at` when an earlier controller began to
-    reclaim its GPUs; both are 0 if that has not happened. `stand_in` is the stand-in of an autoscaled pool whose
-    devices it holds (autoscaled_pools.py). `ray_group` is the group of its Ray cluster that it belongs to.
+    another pod. `volume_terms` are terms of the nodes on which its volumes can be mounted, `excluded_nodes` are nodes
+    on which another pod of its owner did not fit. `grace_s` is its grace period, `ends_at` when the grace period of its
+    deletion ends, `reclaimed_at` when an earlier controller began to reclaim its GPUs; both are 0 if that has not
+    happened. `stand_in` is the stand-in of an autoscaled pool whose devices it holds (autoscaled_pools.py). `ray_group`
+    is the group of its Ray cluster that it belongs to.
 
     `unmodelled` are its constraints that only kube-scheduler checks. `reserved_on` is the annotated node of a pod that
     was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pods/unpinned.py).
@@ -141,6 +147,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     start_failure: str = ""
     prepared: bool = False
     constraints: NodeConstraints = NodeConstraints()
+    volume_terms: tuple[NodeTerm, ...] = ()
     share: tuple[tuple[str, Any], ...] = ()
     needs: ResourceRequests = ResourceRequests()
     pool: str = ""
@@ -260,8 +267,8 @@ def pod_view(pod: Pod) -> PodView:
         start_failure=_trouble(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
-        constraints=constraints_of(spec) if gate is not None else NodeConstraints(),
-        claims=claims_of(spec) if gate is not None else (),
+        constraints=_own_constraints(pod, gate),
+        claims=claims_of(spec),
         needs=resource_requests_of(spec),
         owner=None if elastic else owner_of(pod),
         requested=requested,
@@ -351,14 +358,33 @@ def _terms(pod: Pod) -> tuple[NodeSelectorTerm, ...] | None:
 
 
 def _sent_to(pod: Pod) -> str:
-    """Return the node that the pod was admitted to, which is in all its node selector terms; "" if none."""
+    """Return the node that the pod was admitted to, which is the last field of all its node selector terms; "" if none.
+
+    The user's own fields come before it, and may name other nodes.
+    """
     terms = _terms(pod)
     if not terms or labels.DEVICES not in (pod.metadata.annotations or {}):
         return ""
-    for match in terms[0].match_fields:
-        if match.key == NODE_NAME_FIELD and match.operator == "In" and len(match.values) == 1:
-            return match.values[0]
-    return ""
+    last = terms[0].match_fields[-1:]
+    pins = (m.values[0] for m in last if m.key == NODE_NAME_FIELD and m.operator == "In" and len(m.values) == 1)
+    return next(pins, "")
+
+
+def _own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
+    """Return the constraints that the pod was created with, without those of its admission.
+
+    The pool that a label requests is left out at every stage: the plan considers only nodes of that pool anyway, and an
+    admission to a stand-in adds it to the node selector, where it may have been before.
+    """
+    spec, annotations = pod.spec, pod.metadata.annotations or {}
+    selector = spec.node_selector
+    if selector.get(labels.POOL) and selector[labels.POOL] == pod.metadata.labels.get(labels.POOL):
+        selector = {key: value for key, value in selector.items() if key != labels.POOL}
+        spec = msgspec.structs.replace(spec, node_selector=selector)
+    constraints = constraints_of(spec)
+    not_pinned = labels.OPENED in annotations or labels.RESERVED_ON in annotations
+    pinned = gate is None and labels.DEVICES in annotations and not not_pinned
+    return constraints.unpinned() if pinned else constraints
 
 
 def _opened_on(annotations: Mapping[str, str]) -> str:
@@ -488,7 +514,8 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
     Pods of one template differ only in their names, so the expensive validation of their requests is cached.
     """
     quality = view.kind, view.priority, view.preemptible, view.pool
-    constraints = view.constraints.excluding(view.excluded_nodes) if view.excluded_nodes else view.constraints
+    constraints = view.constraints.within(view.volume_terms) if view.volume_terms else view.constraints
+    constraints = constraints.excluding(view.excluded_nodes) if view.excluded_nodes else constraints
     spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, constraints, quality))
     msgspec.structs.force_setattr(spec, "name", short_name(view.group.partition("/")[2] or view.group or view.name))
     return spec

@@ -14,6 +14,7 @@ pod is created that takes its placeholder's part of the job, or until a pod of t
 | waiting      | assigned    | WorkerStarted                                                   |
 | assigned     | waiting     | WorkerGone: the write that admitted it has failed               |
 | waiting      | ended       | JobRemoved; the rest of a gang gathers again                    |
+| assigned     | assigned    | ConstraintsChanged, if a volume that it mounts was bound        |
 | assigned     | terminating | WorkerLeaving; its job is closed                                |
 | assigned     | ended       | WorkerGone; its job is closed, or removed with its last pod     |
 
@@ -138,12 +139,15 @@ class PlainPods:
         if view.stage is not Stage.WAITING:
             member.sent_to = None  # the watch has reported the result
         changed = view.stage is Stage.WAITING and _request(member.view) != _request(view)
+        moved = _nodes_of(member.view) != _nodes_of(view)
         member.view = view
         if not self._settled:
             return
         if changed and member.reported is Stage.WAITING:
             self._leave_queue(member)  # its labels have changed: it is submitted again
         self._advance(member)
+        if moved and member.reported >= Stage.ASSIGNED and member.job is not None:
+            self._emit(scheduler.ConstraintsChanged(member.job.uid, pod_job(view), view.uid))
 
     def drop(self, uid: str) -> None:
         """Remove a deleted pod."""
@@ -497,7 +501,7 @@ def _split(members: list[Member], rest: tuple[Rest, ...]) -> dict[str, JobSpec]:
     alike: dict[tuple[object, ...], list[Member]] = {}
     for member in sorted(members, key=_by_age):
         member.part = ""
-        alike.setdefault((member.view.gpus, member.view.needs, member.view.constraints), []).append(member)
+        alike.setdefault((member.view.gpus, member.view.needs, _nodes_of(member.view)), []).append(member)
     if len(alike) == 1 and not rest:
         return {}
     parts: dict[str, JobSpec] = {}
@@ -511,7 +515,12 @@ def _split(members: list[Member], rest: tuple[Rest, ...]) -> dict[str, JobSpec]:
     return parts
 
 
+def _nodes_of(view: PodView) -> tuple[object, ...]:
+    """Return the fields that determine which nodes a pod may use at any stage."""
+    return view.constraints, view.volume_terms
+
+
 def _request(view: PodView) -> tuple[object, ...]:
     """Return all fields of a waiting pod that determine its job."""
-    quality = view.kind, view.priority, view.preemptible, view.pool, view.constraints, view.excluded_nodes
+    quality = view.kind, view.priority, view.preemptible, view.pool, *_nodes_of(view), view.excluded_nodes
     return view.gpus, view.share, view.needs, *quality, view.group, view.group_size, view.rest

@@ -115,7 +115,7 @@ class UnpinnedPods:
 
     def _admits(self, name: str, pod: PodView) -> bool:
         node = self._nodes[name]
-        return node.ready and node.pool == pod.pool and pod.constraints.admit(node)
+        return node.ready and node.pool == pod.pool and pod.constraints.within(pod.volume_terms).admit(node)
 
     def _reserve(self, pod: PodView, node: str) -> None:
         if node == pod.node:
