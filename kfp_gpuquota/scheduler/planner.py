@@ -165,9 +165,7 @@ def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
         if other.status is Status.LEAVING and not set(task.devices).isdisjoint(other.devices)
     ]
     if not leaving:  # devices are idle, but CPU, memory or the pod limit may be used up
-        needs_more = [
-            t.node for t in tasks if t.node is not None and (t.request.cpu or t.request.memory or t.node.special)
-        ]
+        needs_more = [t.node for t in tasks if t.node is not None and (t.request.counted or t.node.special)]
         leaving = [other for node in needs_more for other in node.tasks if other.status is Status.LEAVING]
     if not leaving:
         # Nothing on its nodes leaves: the project's own leaving workers still count against its limit.

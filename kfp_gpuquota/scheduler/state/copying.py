@@ -50,6 +50,7 @@ class _Copier:
         host.taken = {device: list(columns) for device, columns in host.taken.items()}
         used, leaving, nominated = host.other
         host.other = (list(used), list(leaving), list(nominated))
+        host.counted = {name: list(amounts) for name, amounts in host.counted.items()}
         host.tasks = {self.tasks[task]: None for task in host.tasks}
 
     def _relink_job(self, job: Job) -> None:

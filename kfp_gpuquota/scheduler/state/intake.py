@@ -7,6 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.scheduler.state.model import (
     GPU,
     MILLI,
@@ -95,6 +96,7 @@ def request_of(spec: JobSpec) -> Request:
         memory=(spec.memory_mib or 0) * MIB,
         nodes=None if spec.node is None else frozenset({spec.node}),
         rules=NO_RULES if rules == NO_RULES else rules,
+        resources=spec.resources if isinstance(spec, CountedJobSpec) else (),
     )
 
 

@@ -74,6 +74,7 @@ class Ledger:
             self._unindex(old)
             self._count_capacity(old, -1)
             host.taken, host.other, host.tasks = old.taken, old.other, old.tasks
+            host.counted = old.counted
             host.shared = old.shared
             self.shared_hosts.pop(old, None)
             self._note_shared(host)
@@ -205,9 +206,9 @@ class Ledger:
         self.touched_hosts.append(host)
         request = task.request
         if old is not None:
-            _count_other(host.other[old], request, -1)
+            _count_other(host, old, request, -1)
         if new is not None:
-            _count_other(host.other[new], request, 1)
+            _count_other(host, new, request, 1)
         if (old is None) != (new is None):
             _note_present(task, host, 1 if old is None else -1)
             if not request.whole:
@@ -266,7 +267,10 @@ class Ledger:
                     boundless[r] += sign
 
 
-def _count_other(column: list[float], request: Request, sign: int) -> None:
+def _count_other(host: Host, at: int, request: Request, sign: int) -> None:
+    column = host.other[at]
+    for resource, amount in request.resources:
+        host.counted.setdefault(resource, [0, 0, 0])[at] += sign * amount
     if request.cpu or request.memory:
         column[0] += sign * request.cpu
         column[1] += sign * request.memory
@@ -347,4 +351,11 @@ def _offers_more(host: Host, old: Host) -> bool:
     if kind != (old.labels, old.taints, old.pool, old.devices, old.gpu_memory_mib):
         return True
     more = host.cpu > old.cpu or host.memory > old.memory or host.max_tasks > old.max_tasks
-    return more or (host.ready and not old.ready)
+    more = more or (host.ready and not old.ready)
+    return more or (host.resources != old.resources and _has_more(host.resources, old.resources))
+
+
+def _has_more(resources: dict[str, int] | None, old: dict[str, int] | None) -> bool:
+    if resources is None or old is None:
+        return resources is None
+    return any(amount > old.get(name, 0) for name, amount in resources.items())

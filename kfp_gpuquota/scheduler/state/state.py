@@ -7,6 +7,7 @@ from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler.state import events, progress, usage
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
@@ -82,6 +83,7 @@ class State:
                 labels=node.labels,
                 taints=node.taints,
                 pool=node.pool,
+                resources=dict(node.resources) if isinstance(node, CountedNode) else None,
             )
         )
 

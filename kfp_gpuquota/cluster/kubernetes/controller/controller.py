@@ -33,7 +33,8 @@ from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, counted_view, recovered_pod
+from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
@@ -49,6 +50,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
+from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
@@ -77,6 +79,10 @@ if TYPE_CHECKING:
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
+PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
+FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})
+FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
+PROFILES_LOOKED_FOR_S: Final = 2.0
 KINDS: Final = {
     "PolicyObject": "WorkloadPolicy",
     "QuotaPolicyObject": "QuotaPolicy",
@@ -136,6 +142,10 @@ class Controller:
         cluster = ClusterObjects(self.wake)
         self._planner = planner(cluster.state)
         cluster.feed = self._planner.feed
+        self._repulsions = PodRepulsions()
+        self.unpinned = UnpinnedPods(
+            cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self._put_pod
+        )
         self.reservations = Reservations(
             cluster.allocator,
             cluster.nodes,
@@ -183,9 +193,10 @@ class Controller:
             self._pod_events,
             self.pods,
             self.ray,
+            self.unpinned,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
-        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events)
+        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
             snapshot.pods,
@@ -197,6 +208,7 @@ class Controller:
             self._pod_events,
             self._not_ready,
             ready.timeout_s,
+            self.unpinned,
         )
         conditions: dict[str, tuple[core_types.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
@@ -240,9 +252,15 @@ class Controller:
     async def _load(self) -> None:
         """List all objects, and emit them to the scheduler."""
         for reflector in self.reflectors:
-            await reflector.synced.wait()
+            if reflector.path in FOREIGN_KINDS:
+                if not await reflector.synced_or_unread(FOREIGN_S):
+                    log.error("%s cannot be listed: planning starts without it", reflector.path)
+            else:
+                await reflector.synced.wait()
         await self.gangs.settled()
         await self.snapshot.start(self.gangs.join)
+        for job in self.snapshot.plain.jobs:
+            self.actions.watch_rest(job)
         self.reservations.start()
         self.profiles.start()
         self.default_quotas.start()
@@ -254,11 +272,12 @@ class Controller:
             self._reflector(f"{ours}/gpuquotas", custom_types.GpuQuota, self._quota_changed, self._quota_deleted),
             self._reflector(f"{ours}/elasticjobs", custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job),
             self._reflector(
-                "/apis/kubeflow.org/v1/profiles",
+                PROFILES,
                 core_types.Profile,
                 profiles.put_profile,
                 profiles.drop_profile,
                 optional=True,
+                not_installed_s=PROFILES_LOOKED_FOR_S,
             ),
             self._reflector(
                 quota_policy.PATH, custom_types.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True
@@ -307,6 +326,8 @@ class Controller:
 
     def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)
+        self.unpinned.drop(uid)
+        self._repulsions.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
         self.evictions.drop(uid)
@@ -315,6 +336,7 @@ class Controller:
         if self.reservations.see(pod):
             return
         view = counted_view(pod)
+        self._repulsions.put(view.uid, () if view.stage is Stage.ENDED else view.repels)
         if view.problem:
             self.quarantine.put(Subject("Pod", view.name, view.namespace, view.uid), view.problem)
         else:
@@ -323,7 +345,9 @@ class Controller:
             self._put_pod(joined)
 
     def _put_pod(self, view: PodView) -> None:
+        view = self.unpinned.apply(view)
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
+        self.unpinned.note_bound(view)
         self.evictions.note(view)
         self._recovery.note(view)
 
@@ -401,6 +425,7 @@ class Controller:
 
     def _rules_changed(self) -> None:
         self.snapshot.state.ledger.reclaim_shelter_s = self.rules.rules.reclaim.max_min_run_time_s
+        self.snapshot.unseen.rules_changed()
         self.default_quotas.rules_changed()
         self.elastic.rules_changed()
         self.wake()
@@ -454,6 +479,7 @@ class Controller:
     async def _plan_once(self, started: float) -> float | None:
         """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
         now = self._now()
+        self.unpinned.reserve_again()
         self.snapshot.catch_up()
         self._changed_meanwhile = False  # what has caught up is in this plan
         self.metrics.account(self.snapshot)

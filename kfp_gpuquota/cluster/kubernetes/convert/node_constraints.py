@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api.affinity import NODE_NAME, NodeTerm, Operator, Requirement, Taint, TaintEffect, Toleration
+from kfp_gpuquota.api.affinity import (
+    NODE_NAME,
+    NodeTerm,
+    Operator,
+    Requirement,
+    Taint,
+    TaintEffect,
+    Toleration,
+    keeps_off,
+)
 from kfp_gpuquota.api.affinity import TolerationOperator as Tolerates
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.objects import core_types
 
 
@@ -34,6 +44,14 @@ class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
             "node_affinity": self.terms,
             "tolerations": self.tolerations,
         }
+
+    def admit(self, node: Node) -> bool:
+        """Return whether the node matches, and has no taint that is not tolerated."""
+        if any(node.labels.get(key) != value for key, value in self.selector):
+            return False
+        if self.terms and not any(term.admits(node.name, node.labels) for term in self.terms):
+            return False
+        return keeps_off(node.taints, self.tolerations) is None
 
     def excluding(self, nodes: tuple[str, ...]) -> NodeConstraints:
         """Return the constraints without these nodes. Terms are alternatives, so each of them excludes the nodes."""

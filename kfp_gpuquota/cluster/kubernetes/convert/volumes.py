@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import terms_of, within
+from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import ONE_POD, is_unmodelled
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Volumes:
     def __init__(self, changed: Callable[[str, str], None]) -> None:
         self._changed = changed
         self._claims: dict[tuple[str, str], tuple[str, str]] = {}  # (namespace, claim) -> (uid, volume)
+        self._of_one_pod: set[str] = set()  # uids of claims
+        self._unmodelled: set[str] = set()  # names of volumes
         self._claim_keys: dict[str, tuple[str, str]] = {}
         self._terms: dict[
             str, tuple[NodeTerm, ...]
@@ -45,12 +48,15 @@ class Volumes:
         key, value = (meta.namespace, meta.name), (meta.uid, claim.spec.volume_name)
         before, self._claims[key] = self._claims.get(key, ("", "")), value
         self._claim_keys[meta.uid] = key
+        if ONE_POD in claim.spec.access_modes:
+            self._of_one_pod.add(meta.uid)
         if self._terms.get(before[1], ()) != self._terms.get(value[1], ()):
             self._changed(*key)
 
     def drop_claim(self, uid: str) -> None:
         """Remove a deleted claim."""
         key = self._claim_keys.pop(uid, None)
+        self._of_one_pod.discard(uid)
         if key is not None and self._claims[key][0] == uid:
             _, volume = self._claims.pop(key)
             if self._terms.get(volume):
@@ -60,6 +66,8 @@ class Volumes:
         """Add or update a volume."""
         name, affinity = volume.metadata.name, volume.spec.node_affinity
         self._volume_names[volume.metadata.uid] = name
+        if is_unmodelled(volume):
+            self._unmodelled.add(name)
         try:
             terms = terms_of(affinity.required) if affinity is not None else ()
         except InvalidFieldError as error:
@@ -73,6 +81,7 @@ class Volumes:
     def drop_volume(self, uid: str) -> None:
         """Remove a deleted volume."""
         name = self._volume_names.pop(uid, "")
+        self._unmodelled.discard(name)
         if self._terms.pop(name, ()):
             self._volume_changed(name)
 
@@ -90,6 +99,14 @@ class Volumes:
                 log.warning("%s: volumes with %d node selector terms are ignored in the plan", namespace, len(found))
                 return ()
         return found
+
+    def unmodelled(self, namespace: str, claims: Iterable[str]) -> bool:
+        """Return whether kube-scheduler checks more of a claim than its volume's nodes, as of one that is not bound."""
+        for claim in claims:
+            uid, volume = self._claims.get((namespace, claim), ("", ""))
+            if not volume or volume in self._unmodelled or uid in self._of_one_pod:
+                return True
+        return False
 
     def apply(self, pod: PodView) -> PodView:
         """Return the pod restricted to nodes on which its volumes can be mounted, whether it waits or runs."""
