@@ -8,6 +8,7 @@ from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate
 from kfp_gpuquota.scheduler.actions.promises import changed_promises
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.events import (
+    ConstraintsChanged,
     Event,
     JobCompleting,
     JobDeferred,
@@ -34,6 +35,7 @@ from kfp_gpuquota.scheduler.whatif import WhatIf, what_if
 
 __all__ = [
     "Bind",
+    "ConstraintsChanged",
     "Event",
     "Evict",
     "JobCompleting",

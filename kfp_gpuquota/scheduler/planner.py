@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import Queue
+    from kfp_gpuquota.scheduler.state.model import Queue, Shape
     from kfp_gpuquota.scheduler.state.state import State
 
 
@@ -34,22 +35,29 @@ class Outcome:
     move: list[Task] = field(default_factory=list)
 
 
-def plan(state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: bool = False) -> Plan:
+Shapes = Mapping["Queue", Collection["Shape"]]
+"""The shapes of waiting jobs that a plan considers, for queues with more than one plan can; others have all."""
+
+
+def plan(
+    state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: bool = False, shapes: Shapes | None = None
+) -> Plan:
     """Return the plan for this state at `now` (seconds since the epoch). Pure: the same history gives the same plan.
 
-    With `strict` no job overtakes another: the first job in the order that cannot be served ends the action.
+    With `strict` no job overtakes another: the first job in the order that cannot be served ends the action. Waiting
+    jobs of other shapes than `shapes` keep waiting, and `Plan.waiting` has no reason for them.
     """
     ledger = state.ledger
     ledger.settle()
     mark = ledger.mark()
     with collector_paused():  # over a large state a pass takes a fifth of the time and frees nothing
         try:
-            return _read(state, _decide(state, now, actions, strict=strict), mark)
+            return _read(state, _decide(state, now, actions, strict=strict, shapes=shapes), mark)
         finally:
             ledger.rollback(mark)
 
 
-def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool) -> Cycle:
+def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool, shapes: Shapes | None) -> Cycle:
     cycle = Cycle(
         state.ledger,
         state.growable.values(),
@@ -59,6 +67,7 @@ def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool) -
         now=now,
         in_order=strict,
         strict=strict,
+        shapes=shapes,
     )
     cycle.run(actions)
     return cycle
@@ -162,9 +171,7 @@ def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
         if other.status is Status.LEAVING and not set(task.devices).isdisjoint(other.devices)
     ]
     if not leaving:  # devices are idle, but CPU, memory or the pod limit may be used up
-        needs_more = [
-            t.node for t in tasks if t.node is not None and (t.request.cpu or t.request.memory or t.node.special)
-        ]
+        needs_more = [t.node for t in tasks if t.node is not None and (t.request.counted or t.node.special)]
         leaving = [other for node in needs_more for other in node.tasks if other.status is Status.LEAVING]
     if not leaving:
         # Nothing on its nodes leaves: the project's own leaving workers still count against its limit.
@@ -195,8 +202,8 @@ def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promised) -> dict[str, Reason]:
     reasons: dict[str, Reason] = {}
     for queue in cycle.ledger.queues.values():
-        for shape, entries in queue.waiting.items():
-            if shape.starts:
+        for shape in cycle.shapes.get(queue, queue.waiting):
+            if shape.starts and (entries := queue.waiting.get(shape)):
                 jobs = [job for _, job in entries if not job.active and job not in placed]
                 jobs = [job for job in jobs if job not in cycle.losers]
                 _explain_alike(cycle, jobs, reasons, promised, cycle.held_off.get((queue, shape)))

@@ -34,7 +34,7 @@ from kfp_gpuquota.scheduler.state.order import shape_amount
 from kfp_gpuquota.scheduler.state.progress import gain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape
@@ -49,7 +49,10 @@ ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale"
 
 
 class Cycle:
-    """The working state of one plan. `cause[job]` is the job for which a victim was taken, and how."""
+    """The working state of one plan. `cause[job]` is the job for which a victim was taken, and how.
+
+    Of a queue in `shapes` only waiting jobs of these shapes are considered.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,10 @@ class Cycle:
         now: float = 0.0,
         in_order: bool = False,
         strict: bool = False,
+        shapes: Mapping[Queue, Collection[Shape]] | None = None,
     ) -> None:
         self.ledger = ledger
+        self.shapes = shapes or {}
         self.below = below
         self.in_order = in_order
         self.strict = strict
@@ -127,7 +132,8 @@ class Cycle:
         return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
 
     def _each(self, action: str, attempt: Try) -> None:
-        pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=self._useful(action))
+        useful = self._useful(action)
+        pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes)
         if action == "allocate" and not self.strict:
             pending.close_where(lambda job: not self._can_be_placed(job))
         while (head := pending.next()) is not None:

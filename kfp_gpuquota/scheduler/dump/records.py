@@ -31,7 +31,7 @@ class AmountRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A node; its `devices` are indices. `workers` hold devices, CPU or memory of it."""
+    """A node; its `devices` are indices. `workers` hold devices, CPU, memory or other `resources` of it."""
 
     name: str
     devices: tuple[int, ...] = ()
@@ -43,6 +43,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     taints: tuple[Taint, ...] = ()
     pool: str = ""
+    resources: dict[str, int] | None = None
     workers: tuple[str, ...] = ()
 
 
@@ -83,6 +84,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     terms: tuple[NodeTerm, ...] = ()
     tolerations: tuple[Toleration, ...] = ()
     barred: tuple[str, ...] = ()
+    resources: tuple[tuple[str, int], ...] = ()
 
 
 class PendingRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

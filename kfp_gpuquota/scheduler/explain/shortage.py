@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.api.resources import PORT_PREFIX, capacity_of
 from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory
 from kfp_gpuquota.scheduler.placement import domains, placement
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
@@ -98,6 +99,8 @@ def _workers_on(host: Host, request: Request) -> float:
         each = GPU // share if share <= GPU else 0
         most.append(len(host.devices) * each // request.devices if each else 0)
     most += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
+    if host.resources is not None:
+        most += [capacity_of(host.resources, name) // need for name, need in request.resources]
     return min(most)
 
 
@@ -138,6 +141,11 @@ def _too_large(hosts: Iterable[Host], request: Request) -> Cause:
         return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {cpus(cpu)}")
     if request.memory > size:
         return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {memory(size)}")
+    for name, need in request.resources:
+        if need > (most := max(capacity_of(h.resources, name) for h in hosts)):
+            return Cause(
+                ReasonCode.TOO_LARGE, f"no node that it may use has {shown_resource(name, need)}: the most is {most:g}"
+            )
     return Cause(ReasonCode.TOO_LARGE, "no node that it may use has all of that together")
 
 
@@ -191,6 +199,10 @@ def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
             return Cause(
                 code, why, f"{show(need - most)} more {are(2)} released there", (("node", where),), binding=False
             )
+    for name, need in request.resources:
+        if need > max((host.left_of(name, future=False) for host in hosts), default=0):
+            why = f"where GPUs are idle, {shown_resource(name, need)} {are(need)} not left"
+            return Cause(ReasonCode.NODE_FULL, why, "more is released there", (("resource", name),), binding=False)
     return Cause(
         ReasonCode.NODE_FULL,
         "no node has room for all of that together",
@@ -198,6 +210,14 @@ def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
         (("nodes", len(hosts)),),
         binding=False,
     )
+
+
+def shown_resource(name: str, amount: int) -> str:
+    """Return an amount of another resource as text: '2 of rdma/hca', 'host port 80 (TCP)'."""
+    if not name.startswith(PORT_PREFIX):
+        return f"{amount} of {name}"
+    protocol, port, *_ = name.removeprefix(PORT_PREFIX).split("/")
+    return f"host port {port} ({protocol})"
 
 
 def _left(host: Host, r: int) -> float:

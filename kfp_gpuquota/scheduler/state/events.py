@@ -108,6 +108,18 @@ class NodesBarred(Event, frozen=True, tag=True):
     nodes: tuple[str, ...]
 
 
+class ConstraintsChanged(Event, frozen=True, tag=True):
+    """The workers of the job, or only `worker`, may use other nodes from now on: those that `spec` admits.
+
+    Running workers stay where they are, and nodes that are barred stay so. Only the constraints of `spec` are read: a
+    volume that was bound after the job started restricts its moves and its growth.
+    """
+
+    uid: str
+    spec: JobSpec
+    worker: str = ""
+
+
 class WorkerStarted(Event, frozen=True, tag=True):
     """The worker holds `devices` (indices on `node`). `worker` is never used again for another worker.
 

@@ -12,9 +12,11 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
+from kfp_gpuquota.api.resources import capacity_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.scheduler.state.events import Placement
 
 GPU: Final = 1_000_000
@@ -81,7 +83,8 @@ class Request:
     one number, the larger part, so neither is ever promised twice. Two numbers for each device were rejected: they
     would pack a little tighter, and make every comparison of free devices a partial order.
 
-    `cpu` is in milli-CPUs, `memory` in bytes. `plain`: only whole devices, of any node.
+    `cpu` is in milli-CPUs, `memory` in bytes, `resources` are other amounts that the node must have. `plain`: only
+    whole devices, of any node.
     """
 
     devices: int = 1
@@ -92,15 +95,21 @@ class Request:
     memory: int = 0
     nodes: frozenset[str] | None = None
     rules: Rules = NO_RULES
+    resources: Resources = ()
     whole: bool = field(init=False, compare=False)
     plain: bool = field(init=False, compare=False)
     _amount: Amount = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", self.share == GPU and not self.memory_mib)
-        free = not self.cpu and not self.memory and self.nodes is None and self.rules is NO_RULES
-        object.__setattr__(self, "plain", self.whole and free)
+        anywhere = self.nodes is None and self.rules is NO_RULES
+        object.__setattr__(self, "plain", self.whole and anywhere and not self.counted)
         object.__setattr__(self, "_amount", Amount(self.devices * self.share, self.cpu, self.memory))
+
+    @property
+    def counted(self) -> bool:
+        """Whether it needs more of its node than devices."""
+        return bool(self.cpu or self.memory or self.resources)
 
     def share_of(self, gpu_memory_mib: int) -> int:
         """Return the micro-GPUs of each device with that memory; more than GPU where it can never fit."""
@@ -122,7 +131,9 @@ class Queue:
     `held` is what tasks will hold after leaving ones have exited: running, bound and nominated ones. `leaving` still
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
     requests of elastic jobs, `fixed` the part that cannot be preempted. `granted` bounds `deserved` for a cycle.
-    `used` is its decayed over-quota usage in GPU-seconds up to `used_until`.
+    `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `waiting` has the jobs that plans
+    consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no node can
+    hold them (rotation.py).
     """
 
     name: str
@@ -148,6 +159,7 @@ class Queue:
     path: tuple[Queue, ...] = ()
     version: int = 0
     waiting: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
+    shelved: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
     running: dict[Job, None] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
 
@@ -325,7 +337,10 @@ class Job:
 
 @dataclass(slots=True, eq=False, order=False)
 class Host:
-    """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks."""
+    """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks.
+
+    `counted` are the amounts of other resources that these tasks hold; `resources` are the totals, None: unlimited.
+    """
 
     name: str
     devices: tuple[int, ...]
@@ -337,10 +352,12 @@ class Host:
     labels: dict[str, str] = field(default_factory=dict)
     taints: tuple[Taint, ...] = ()
     pool: str = ""
+    resources: dict[str, int] | None = None
     taken: dict[int, list[int]] = field(default_factory=dict)
     other: tuple[list[float], list[float], list[float]] = field(
         default_factory=lambda: ([0.0] * 3, [0.0] * 3, [0.0] * 3)
     )
+    counted: dict[str, list[int]] = field(default_factory=dict)
     tasks: dict[Task, None] = field(default_factory=dict)
     idle_whole: int = 0
     future_whole: int = 0
@@ -367,6 +384,11 @@ class Host:
     def countable(self) -> bool:
         """Whether no device is shared and pods are unlimited, so that counting whole devices decides what fits."""
         return not self.shared and self.max_tasks == UNLIMITED
+
+    def left_of(self, resource: str, *, future: bool) -> float:
+        """Return what is free of another resource now, or with `future` after leaving tasks have exited."""
+        used, leaving, nominated = self.counted.get(resource, (0, 0, 0))
+        return capacity_of(self.resources, resource) - used - (nominated if future else max(leaving, nominated))
 
     def idle(self, device: int) -> int:
         """Return the micro-GPUs of the device that are free now."""

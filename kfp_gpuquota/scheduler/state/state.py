@@ -7,10 +7,11 @@ from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler.state import events, progress, usage
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
-from kfp_gpuquota.scheduler.state.intake import bar, new_job, update
+from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import Ledger
 from kfp_gpuquota.scheduler.state.model import (
     BOUNDLESS,
@@ -20,7 +21,9 @@ from kfp_gpuquota.scheduler.state.model import (
     Amount,
     Host,
     Job,
+    OrderKey,
     Queue,
+    Shape,
     Status,
     Task,
 )
@@ -81,6 +84,7 @@ class State:
                 labels=node.labels,
                 taints=node.taints,
                 pool=node.pool,
+                resources=dict(node.resources) if isinstance(node, CountedNode) else None,
             )
         )
 
@@ -171,6 +175,12 @@ class State:
     def _(self, event: events.NodesBarred) -> None:
         job = self._job(event.uid)
         bar(job, frozenset(event.nodes))
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.ConstraintsChanged) -> None:
+        job = self._job(event.uid)
+        constrain(job, event.spec, self._worker(event.worker) if event.worker else None)
         self._changed(job)
 
     @_apply.register
@@ -333,18 +343,23 @@ def _key(name: str, pool: str) -> str:
 
 def _file(job: Job, tasks: list[Task]) -> None:
     job.filed = (shape_of(job, tasks), job_key(job))
-    insort(job.queue.waiting.setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
+    insort(_shelf(job.queue, job.filed[0]).setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
 
 
 def _unfile(job: Job) -> None:
     if job.filed is None:
         return
     shape, key = job.filed
-    entries = job.queue.waiting[shape]
+    shelf = _shelf(job.queue, shape)
+    entries = shelf[shape]
     del entries[bisect_left(entries, key, key=lambda e: e[0])]
     if not entries:
-        del job.queue.waiting[shape]
+        del shelf[shape]
     job.filed = None
+
+
+def _shelf(queue: Queue, shape: Shape) -> dict[Shape, list[tuple[OrderKey, Job]]]:
+    return queue.shelved if shape in queue.shelved else queue.waiting
 
 
 def _request(job: Job, ledger: Ledger, *, considered: bool) -> None:

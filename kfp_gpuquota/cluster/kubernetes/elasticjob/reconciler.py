@@ -254,7 +254,9 @@ class ElasticJobs:
             return
         after = msgspec.structs.replace(before, spec=spec)
         if self.book.alive_of(uid):
-            self.book.jobs[uid] = after  # the scheduler uses it from the job's next start on
+            # the scheduler uses its sizes from the job's next start on, and its constraints for the next worker
+            self.book.jobs[uid] = after
+            self.book.emit(scheduler.ConstraintsChanged(uid, spec))
             return
         self.book.commit(Change(jobs={uid: None}))
         self.book.commit(Change(jobs={uid: after}))

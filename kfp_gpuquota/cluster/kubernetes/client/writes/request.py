@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import CALL_TIMEOUT_S, JSON
 
 
 class Lane(StrEnum):
@@ -19,12 +19,13 @@ class Lane(StrEnum):
     CREATE = "create"  # creates a pod or an object that it mounts
     STATUS = "status"
     EVENT = "event"
+    LOOK_UP = "look-up"  # reads an object of a tenant, or of another project
     OTHER = "other"
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `about` is "namespace/name" of its object, or only a name. `level` is the level of its log line:
-    frequent writes are logged for debugging only.
+    frequent writes are logged for debugging only. An attempt may take `limit_s`.
     """
 
     verb: str
@@ -34,6 +35,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
     body: Any = None
     content_type: str = JSON
     level: int = logging.INFO
+    limit_s: float = CALL_TIMEOUT_S
 
     @property
     def namespace(self) -> str:
