@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.errors import ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Home:
 
     def coordinator_url(self, uid: str) -> str:
         """Return the address of the job's membership service for its workers."""
-        return f"unix://{self.socket_file}:/v1/membership/{uid}"
+        return join(f"unix://{self.socket_file}:/v1/membership", uid)
 
     def remove_job(self, uid: str) -> None:
         """Delete a job's logs, checkpoints and records."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.certificates import KeyPair, Material, check, expires_at, maintained
 from kfp_gpuquota.cluster.kubernetes.admission import pods
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, ApiError
@@ -113,7 +114,7 @@ class Certificates:
     ) -> None:
         self._connection, self._names, self.renewed = connection, tuple(names), renewed
         self._injects = inject
-        self._secrets = f"/api/v1/namespaces/{namespace}/secrets"
+        self._secrets = join("/api/v1/namespaces", namespace, "secrets")
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.material: Material | None = None
 
@@ -156,7 +157,7 @@ class Certificates:
 
     async def _read(self) -> tuple[Material | None, str]:
         try:
-            body = await self._connection.call("GET", f"{self._secrets}/{SECRET}")
+            body = await self._connection.call("GET", join(self._secrets, SECRET))
         except ApiError as error:
             if not error.not_found:
                 raise
@@ -168,7 +169,7 @@ class Certificates:
         """Write the material; return whether no other process was faster."""
         try:
             if version:
-                await self._connection.call("PUT", f"{self._secrets}/{SECRET}", _to_secret(material, version))
+                await self._connection.call("PUT", join(self._secrets, SECRET), _to_secret(material, version))
             else:
                 await self._connection.call("POST", self._secrets, _to_secret(material, version))
         except ApiError as error:
@@ -178,7 +179,7 @@ class Certificates:
         return True
 
     async def _inject(self, trusted: bytes) -> None:
-        path = f"{_WEBHOOKS}/{CONFIGURATION}"
+        path = join(_WEBHOOKS, CONFIGURATION)
         try:
             found = msgspec.json.decode(await self._connection.call("GET", path))
             operations = list(_injections(found.get("webhooks") or [], base64.b64encode(trusted).decode()))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
 from kfp_gpuquota.errors import RunError
@@ -41,10 +42,10 @@ class _Secret(msgspec.Struct):
 
 async def read_or_make_key(connection: Connection, namespace: str, current: bytes | None = None) -> bytes:
     """Return the key in the Secret; if there is no Secret, create it with the `current` or a new key."""
-    path = f"/api/v1/namespaces/{namespace}/secrets"
+    path = join("/api/v1/namespaces", namespace, "secrets")
     while True:
         try:
-            found = await connection.read(f"{path}/{SECRET}", _Secret)
+            found = await connection.read(join(path, SECRET), _Secret)
             return base64.b64decode(found.data["key"])
         except ApiError as error:
             if not error.not_found:
