@@ -20,6 +20,7 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
 from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, LimitedRunner, raise_descriptor_limit
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ async def serving(service: MembershipService, port: int, tls: ssl.SSLContext | N
     runner = LimitedRunner(app, WORKER_LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.SockSite(runner, listen(port), ssl_context=tls).start()
+        listener = listen(port)
+        site = LimitedSite(runner, listener, tls) if tls is not None else web.SockSite(runner, listener)
+        await site.start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
