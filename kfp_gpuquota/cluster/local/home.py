@@ -60,6 +60,7 @@ class Home:
         self.log_file = root / "daemon.log"
         self.audit_file = root / "audit.log"
         self.page_file = root / "page.json"
+        self.device_locks = root / "device-locks.json"
         self.jobs = root / "jobs"
         self._reserve = root / "reserve"
         self._lock_file = root / "daemon.lock"
