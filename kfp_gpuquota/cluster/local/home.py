@@ -87,7 +87,7 @@ class Home:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Be the one daemon of this directory; ConflictError when there is one."""
-        with self._lock_file.open("w") as file:
+        with open(self._lock_file, "w", opener=private) as file:
             if not _locked_within(file, fcntl.LOCK_EX, LOCK_TIMEOUT_S):
                 raise ConflictError(f"another daemon already runs on {self.root}")
             yield
@@ -106,7 +106,7 @@ class Home:
             return
         partial = self._reserve.with_name("reserve.tmp")
         try:
-            with partial.open("wb") as file:
+            with open(partial, "wb", opener=private) as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
             partial.rename(self._reserve)
         except OSError:
@@ -172,6 +172,18 @@ def _locked_within(file: IO[str], kind: int, timeout_s: float) -> bool:
             time.sleep(0.01)
         else:
             return True
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that only this user may read."""
+    return os.open(path, flags, PRIVATE_FILE)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user may enter, and those above it that do not exist."""
+    if not directory.is_dir():
+        make_private(directory.parent)
+        directory.mkdir(exist_ok=True, mode=PRIVATE_DIRECTORY)
 
 
 def write_private(path: Path, text: str) -> str:
