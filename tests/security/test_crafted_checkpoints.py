@@ -96,8 +96,8 @@ def test_a_part_of_version_0_2_is_read(folder: Path) -> None:
 
 
 def test_objects_are_unpickled_from_files_of_this_user_that_not_everybody_writes(folder: Path) -> None:
-    for write in (lambda state: part(folder, state), lambda state: checkpoint.save(str(folder), 2, state)):
-        path = write({"o": Opaque()})
+    for sharded in (True, False):
+        path = part(folder, {"o": Opaque()}) if sharded else checkpoint.save(str(folder), 2, {"o": Opaque()})
         assert (files.load_newest(str(folder)) or (0, {}))[1] == {"o": Opaque()}
         path.chmod(0o666)
         assert (files.load_newest(str(folder)) or (0, {}))[1] != {"o": Opaque()}

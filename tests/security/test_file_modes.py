@@ -7,6 +7,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from tests.conftest import running_cluster
+from tests.web.conftest import visitor_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ def test_every_file_of_a_cluster_is_its_users_alone(tmp_path: Path) -> None:
             umask = "import os; before = os.umask(0); print(f'umask {before:o}')"
             cluster.submit("job", command=("python3", "-c", umask), environment=secret)
             cluster.wait_for_phase("job", "Succeeded")
-            cluster.client.open_page()
+            visitor_of(cluster)
             assert sorted(opened_to_others(cluster.home.root)) == []
             assert b"umask 22" in b"".join(cluster.client.follow_log("team-a", "job")), "a job has the usual one"
     finally:
