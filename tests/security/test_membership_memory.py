@@ -243,6 +243,34 @@ def test_a_refused_worker_leaves_nothing_behind(hello: dict[str, str]) -> None:
     run(scenario)
 
 
+def test_a_token_is_valid_for_its_job_until_the_job_is_closed() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.open("other", "another-token", worker_prefix="other-")
+        caller = await bench.connect()
+        assert (await caller.ask("count"))[0] == 200
+        for token in ("another-token", TOKEN[:-1], f"{TOKEN}x", "", "\x00"):
+            assert (await (await bench.connect()).send("store/1/count", b"{}", token=token).answer())[0] in {400, 401}
+        in_query = (await bench.connect()).send(f"store/1/count?token={TOKEN}", b"{}", token="")
+        assert (await in_query.answer())[0] == 401
+        bench.service.close(JOB)
+        assert (await caller.send("store/1/count", b"{}").answer())[0] == 401, "also on a connection that was proven"
+
+    run(scenario)
+
+
+def test_a_worker_that_is_replayed_by_another_process_is_refused() -> None:
+    async def scenario(bench: Bench) -> None:
+        line = json.dumps({"event": "WorkerJoined", "worker": f"{JOB}-0"}).encode() + b"\n"
+        first = (await bench.connect()).send(f"workers/{JOB}-0?incarnation=mine", line)
+        assert b" 200 " in await first.reader.readuntil(b"\r\n")
+        for incarnation in ("", "other", "x" * 100):
+            replay = (await bench.connect()).send(f"workers/{JOB}-0?incarnation={incarnation}", line)
+            assert (await replay.answer())[0] in {409, 422}
+        assert bench.job.incarnations == {f"{JOB}-0": "mine"}
+
+    run(scenario)
+
+
 def test_workers_that_the_cluster_has_not_named_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_UNNAMED", 3)
 

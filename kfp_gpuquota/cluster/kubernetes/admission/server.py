@@ -21,8 +21,10 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.certificates import KeyPair, Material, check, expires_at, maintained
 from kfp_gpuquota.cluster.kubernetes.admission import pods
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.server.transport.tls import load_pair
 
@@ -204,7 +206,7 @@ async def serve(
     runner = LimitedRunner(build_app(controller, policies, rules, events), Limits(per_source=512), access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()
+        await LimitedSite(runner, listen(port), certificates.context).start()
         if events is not None:
             events.listens()
         await certificates.keep()

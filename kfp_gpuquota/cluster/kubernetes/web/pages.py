@@ -214,6 +214,7 @@ class UserPages:
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
         """Return a piece of a log (offsets are those of `PodLogs`). Raises ForbiddenError."""
+        await self.refresh()  # a log may be followed for days
         job = self.job(project, name)
         asked = Asked(self._user, "get", "pods", project, subresource="log", group="")
         if not await self._rights.may(asked):
