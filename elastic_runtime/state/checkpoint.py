@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 
 from elastic_runtime.errors import CheckpointError
 from elastic_runtime.state.codec import decode, encode
+from elastic_runtime.state.file_owner import is_own
 from elastic_runtime.state.packing import describe, pack, unpack
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def write_whole(target: Path, partial: Path, step: int, blocks: Iterable[bytes |
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~stat.S_IWOTH)  # see `file_owner`
             file.writelines(blocks)
             file.flush()
             os.fsync(file.fileno())
@@ -117,7 +120,7 @@ def _read(file: BufferedReader) -> tuple[int, Any]:
         checksum = zlib.crc32(part, checksum)
     if file.read() != checksum.to_bytes(4, "little"):
         raise CheckpointError(_WRONG_CHECKSUM)
-    return step, unpack(skeleton, tensors)
+    return step, unpack(skeleton, tensors, trusted=is_own(file))
 
 
 _WRONG_CHECKSUM = "its checksum is wrong"
@@ -128,7 +131,7 @@ def _head(file: BufferedReader, start: bytes, length: int) -> tuple[Any, int]:
     stored, raw = file.read(4), file.read(length)
     if stored != zlib.crc32(raw, zlib.crc32(start)).to_bytes(4, "little"):
         raise CheckpointError(_WRONG_CHECKSUM)
-    return decode(raw, trusted=True), zlib.crc32(raw, zlib.crc32(stored, zlib.crc32(start)))
+    return decode(raw, trusted=is_own(file)), zlib.crc32(raw, zlib.crc32(stored, zlib.crc32(start)))
 
 
 def _sync_directory(directory: Path) -> None:

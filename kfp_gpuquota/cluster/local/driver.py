@@ -24,7 +24,7 @@ from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
 from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_exited, progressed
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.jobs.size_changes import after_commit, after_processes_changed
-from kfp_gpuquota.cluster.local.home import Home, write_private
+from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
@@ -276,7 +276,7 @@ class Driver:
 
     def _open_membership(self, job: JobRecord) -> None:
         token_file = self._home.job_token_file(job.uid)
-        self._home.checkpoints(job.uid).mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self._home.checkpoints(job.uid))
         if not token_file.exists():
             write_private(token_file, secrets.token_urlsafe(32))
         self.membership.open(
