@@ -266,6 +266,7 @@ class Job:
         while not session.finished:
             while session.position.epoch < count:
                 epoch = session.position.epoch
+                session.begin_epoch()
                 yield epoch
                 session.leave_epoch(epoch)
             session.finish()
@@ -387,8 +388,7 @@ class Job:
         session = self._prepared
         if self._member.sharding:
             return work()
-        session.pause()
-        return session.rounds.run(work)
+        return session.repeat(work)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is

@@ -11,7 +11,7 @@ import atexit
 import sys
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.closures import Closures
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import Rounds
+from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from elastic_runtime.process.device_memory import MemoryFollower
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
+
+
+Result = TypeVar("Result")
 
 
 class Watch(Protocol):
@@ -66,6 +70,7 @@ class Session:
         self.watches: list[Watch] = []
         self.rounds = Rounds(state, member, self._recover_between_steps)
         self.closures = Closures(step, self)
+        self._epoch_start = EpochStart(state, mode.buffers, member.streams)
 
     def observe(self, observer: Observer) -> None:
         """Attach a rehearsal's observer."""
@@ -157,6 +162,8 @@ class Session:
             self._warm_up()
         self.started = True
         self._finish_at_exit()
+        if self._keeps_epochs:
+            self._epoch_start.capture()  # in the structure of the state that a joiner receives
         self._member.join(self._state, self._mode)
         self._memory.follow()
 
@@ -175,6 +182,27 @@ class Session:
             self._mode.reducer.attach()
             self._mode.restore()
 
+    @property
+    def _keeps_epochs(self) -> bool:
+        """Whether a worker may enter an epoch of the script's in its middle."""
+        return self._member.awaited and self.last_step is None
+
+    def begin_epoch(self) -> None:
+        """The script gets the next epoch, or one again that others, or a checkpoint, have begun."""
+        if self._keeps_epochs:
+            self._member.stable_state.end()
+            self._epoch_start.begin()
+
+    def repeat(self, work: Callable[[], Result]) -> Result:
+        """Do work of all workers, as `Job.repeat` does; in an epoch that others have begun, what it returned there."""
+        found: Result = self._epoch_start.next_result()
+        if found is not NOTHING:
+            return found
+        self.pause()
+        result = self.rounds.run(work)
+        self._epoch_start.note(result)
+        return result
+
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch. LoopError outside `job.epochs`."""
         if not self.started:
@@ -182,6 +210,7 @@ class Session:
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
             )
         self.abandon_iteration()
+        self._epoch_start.enter()
         self._catching_up, self._step.first = False, True
         self._change_membership()
         self._remember()
@@ -190,7 +219,7 @@ class Session:
         """The script is done with an epoch, unless others already are further."""
         self.abandon_iteration()
         if self.position.epoch == epoch:
-            self._state.position = self.position.after_epoch()
+            self._state.position, self._state.resumed = self.position.after_epoch(), False
 
     def finish(self) -> None:
         """End the training: wait for all workers, so that one which is a step behind can still receive the state."""
@@ -247,7 +276,7 @@ class Session:
         for watch in self.watches:
             watch.begin(micro_batch.size)
         self._step.begin(micro_batch, self.loader.stamp)
-        self._counted = self._catching_up = False
+        self._counted = self._catching_up = self._state.resumed = False
 
     def backward(
         self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool

@@ -78,10 +78,14 @@ class FollowedBuffers:
         return {b.path: b.tensor.detach() for b in self._buffers if not b.persistent}
 
     def load_transient(self, values: dict[str, torch.Tensor]) -> None:
-        """Set values that `transient` returned, in this process or another one."""
+        """Set values that `transient` or `values` returned, in this process or another one."""
         for buffer in self._buffers:
             if buffer.path in values:
                 buffer.write(values[buffer.path].to(buffer.tensor.device))
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of the values of all buffers that follow rank 0, by name."""
+        return {b.path: b.tensor.detach().clone() for b in self._buffers}
 
     def save(self) -> None:
         """Save the values at a step's beginning. UsageError if a shape or type has changed since the training began."""

@@ -60,7 +60,8 @@ class Mode:
         agreement: Agreement | None = None,
     ) -> None:
         """`make_reducer` gets the number of values in the tail."""
-        self._buffers, self._streams = buffers, streams
+        self.buffers = self._buffers = buffers
+        self._streams = streams
         self.tail = StepMetadata(buffers, agreement)
         self.reducer = make_reducer(self.tail.size)
 

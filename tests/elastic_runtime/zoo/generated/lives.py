@@ -1,0 +1,281 @@
+"""Plays a script through a history in forked processes: lives, which a stop of all workers ends and a resume follows."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime.loop import member
+from elastic_runtime.loop.session import Session
+from tests.elastic_runtime.zoo import catalogue
+from tests.elastic_runtime.zoo.generated.recipes import script_named
+from tests.elastic_runtime.zoo.generated.scripted import Change, ScriptedCoordinator
+from tests.elastic_runtime.zoo.parts import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_runtime.plan.batches import MicroBatch
+
+__all__ = ["Ended", "History", "catalogue", "play"]
+
+TIMEOUT_S = 60.0
+_GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class History:
+    """As text: words with numbers, like "with:2 kill:5:0 stop:9 join:13".
+
+    with:N — N workers begin (default 1). join:S, leave:S — after step S, with what the workers agree on. kill:S:R — rank
+    R dies in step S. stop:S, stop_before:E, stop_after:E — all are stopped in step S, between the code before epoch E's
+    loader and its first step, or after the code that follows it; one worker resumes.
+    """
+
+    words: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> History:
+        return cls(tuple(tuple(word.split(":")) for word in text.split()))
+
+    def __str__(self) -> str:
+        return " ".join(":".join(word) for word in self.words)
+
+    def lives(self) -> list[Life]:
+        """Return what happens between the stops."""
+        found = [Life(1)]
+        for name, *numbers in self.words:
+            values = [int(number) for number in numbers]
+            life = found[-1]
+            if name == "with":
+                found[-1] = Life(values[0])
+            elif name.startswith("stop"):
+                found[-1] = replace(life, stop=(name, values[0]))
+                found.append(Life(1))
+            else:
+                found[-1] = life.changed(name, *values)
+        return found
+
+
+@dataclass(frozen=True)
+class Life:
+    """`size` workers begin; `changes` of their number; how they are stopped, if they are."""
+
+    size: int
+    changes: tuple[Change, ...] = ()
+    stop: tuple[str, int] | None = None
+
+    @property
+    def workers(self) -> list[str]:
+        """All that take part at some time."""
+        sizes = [*self.first, *(worker for change in self.changes for worker in change.members)]
+        return sorted(set(sizes))
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The members of the first generation."""
+        return tuple(f"w{number}" for number in range(self.size))
+
+    @property
+    def alone(self) -> bool:
+        """Whether it needs no coordinator."""
+        return self.size == 1 and not self.changes
+
+    def changed(self, name: str, step: int, rank: int = -1) -> Life:
+        """Return the life with one more change of the members."""
+        now = self.changes[-1].members if self.changes else self.first
+        if name == "join":
+            change = Change("agreed", step, (*now, f"w{len(self.workers)}"))
+        elif name == "leave":
+            change = Change("agreed", step, now[:-1])
+        else:
+            change = Change("killed", step, tuple(worker for at, worker in enumerate(now) if at != rank))
+        return replace(self, changes=(*self.changes, change))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one worker of the last life ended. `model`: its values by name; None where it did not come so far."""
+
+    code: int
+    kind: str = ""
+    message: str = ""
+    model: dict[str, torch.Tensor] | None = None
+
+
+def play(name: str, reduction: str, history: History, directory: Path, options: dict[str, Any] | None = None) -> list[Ended]:
+    """Return how the workers ended that were not killed, of the last life that was played."""
+    ended: list[Ended] = []
+    checkpoints = directory / "checkpoints"
+    for number, life in enumerate(lives := history.lives()):
+        place = directory / f"life-{number}"
+        place.mkdir(parents=True)
+        saved = str(checkpoints) if len(lives) > 1 else ""
+        ended = _played(name, {"reduction": reduction, **(options or {})}, life, place, saved)
+        stopped = life.stop is not None and all(each.model is None and not each.kind for each in ended)
+        if number < len(lives) - 1 and not stopped:
+            return ended
+    return ended
+
+
+def _played(name: str, init: dict[str, Any], life: Life, place: Path, saved: str) -> list[Ended]:
+    (place / "token").write_text("secret")
+    pids = {worker: _fork(lambda worker=worker: _be(worker, name, init, life, place, saved)) for worker in life.workers}
+    codes = _wait(pids, place)
+    return [_result(worker, codes[worker], place) for worker in life.workers if codes[worker] != -signal.SIGKILL]
+
+
+def _fork(work: Callable[[], int]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        code = work()
+    finally:
+        os._exit(code)
+
+
+def _wait(pids: dict[str, int], place: Path) -> dict[str, int]:
+    """Return the exit codes. What is left when all the others have ended, like a joiner of a generation that does not
+    come, is killed after a while.
+    """
+    codes: dict[str, int] = {}
+    late, last = time.monotonic() + TIMEOUT_S, time.monotonic()
+    while len(codes) < len(pids):
+        for worker, pid in pids.items():
+            if worker in codes:
+                continue
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                (place / f"ended-{worker}").touch()
+                codes[worker], last = os.waitstatus_to_exitcode(status), time.monotonic()
+        idle = bool(codes) and time.monotonic() - last > _GRACE_S and len(codes) >= 1
+        if time.monotonic() > late or (idle and all((place / f"waits-{w}").exists() for w in pids if w not in codes)):
+            for worker in (worker for worker in pids if worker not in codes):
+                os.kill(pids[worker], signal.SIGKILL)
+                (place / f"hung-{worker}").touch()
+        time.sleep(0.002)
+    return codes
+
+
+def _result(worker: str, code: int, place: Path) -> Ended:
+    error = place / f"error-{worker}.json"
+    kind, message = json.loads(error.read_text()) if error.exists() else ("", "")
+    final = place / f"final-{worker}.pt"
+    return Ended(code, kind, message, torch.load(final) if final.exists() else None)
+
+
+def _be(worker: str, name: str, init: dict[str, Any], life: Life, place: Path, saved: str) -> int:
+    """Be one worker, in a forked process; returns its exit code."""
+    atexit._clear()
+    log = os.open(place / f"log-{worker}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.excepthook = sys.__excepthook__
+    if hasattr(sys, "last_type"):
+        del sys.last_type
+    os.environ["ELASTIC_CHECKPOINT_DIR"] = saved
+    if not life.alone:
+        os.environ |= {
+            "JOB_NAME": "generated",
+            "ELASTIC_COORDINATOR": "http://127.0.0.1:9/",
+            "ELASTIC_TOKEN_FILE": f"{place}/token",
+            "ELASTIC_WORKER_ID": worker,
+        }
+        ScriptedCoordinator.directory, ScriptedCoordinator.first = place, life.first
+        stop = (Change("stopped", -1, ()),) if life.stop else ()
+        ScriptedCoordinator.changes = (*life.changes, *stop)
+        member.Coordinator = ScriptedCoordinator  # type: ignore[misc, assignment]
+        member.CoordinatorStore = ScriptedCoordinator.store  # type: ignore[misc, assignment]
+    _hook(worker, life)
+    code = 0
+    try:
+        torch.set_num_threads(1)
+        torch.manual_seed(1)
+        modules = script_named(name).body(**init)
+        values = {key: value for key, value in flat(modules).items() if isinstance(value, torch.Tensor)}
+        torch.save(values, place / f"final-{worker}.pt")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException as error:  # noqa: BLE001  (whatever ends a script)
+        sys.last_type = type(error)  # as an interpreter does; a training that an exception ended is not finished
+        traceback.print_exc()
+        (place / f"error-{worker}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+        code = getattr(error, "exit_code", 1)
+    finally:
+        (place / f"waits-{worker}").touch()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
+
+
+def _hook(worker: str, life: Life) -> None:
+    """Let the life's events happen in this process."""
+    begin, enter, leave = Session.begin, Session.enter_epoch, Session.leave_epoch
+    stopping = [life.stop]
+
+    def coordinator(session: Session) -> ScriptedCoordinator:
+        found = session._member._coordinator
+        assert isinstance(found, ScriptedCoordinator)
+        return found
+
+    def stop(session: Session) -> None:
+        stopping[:] = [None]
+        if life.alone:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        coordinator(session).propose(len(life.changes) + 2)
+        _wait_for_vote(session)
+
+    def begun(session: Session, micro: MicroBatch) -> None:
+        step = session.position.step
+        if session._step.first and not life.alone:
+            _change(session, step)
+        if stopping[0] == ("stop", step) and session._step.first:
+            stop(session)
+        begin(session, micro)
+
+    def _change(session: Session, step: int) -> None:
+        generation = session._member.generation
+        if not 1 <= generation <= len(life.changes) or life.changes[generation - 1].step != step:
+            return
+        change = life.changes[generation - 1]
+        if change.kind == "agreed":
+            coordinator(session).propose(generation + 1)
+            _wait_for_vote(session)
+        elif worker not in change.members:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def entered(session: Session) -> None:
+        if stopping[0] == ("stop_before", session.position.epoch) and life.alone:
+            stop(session)
+        enter(session)
+
+    def left(session: Session, epoch: int) -> None:
+        if stopping[0] == ("stop_after", epoch) and life.alone:
+            stop(session)
+        leave(session, epoch)
+
+    Session.begin, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign]
+
+
+def _wait_for_vote(session: Session) -> None:
+    until = time.monotonic() + 20.0
+    while session._member.vote() is None and not session._member.must_recover and time.monotonic() < until:
+        time.sleep(0.001)
+
+
