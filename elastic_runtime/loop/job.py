@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
+import sys
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -22,10 +24,13 @@ from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
 from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
+from elastic_runtime.process.process_exit import end_with
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
 from elastic_runtime.validation.frozen_parameters import FrozenParameters
+from elastic_runtime.validation.new_parameters import NewParameters
+from elastic_runtime.validation.optimizer_attributes import OptimizerAttributes
 from elastic_runtime.validation.prepare_checks import (
     check_gradients,
     check_kinds,
@@ -56,6 +61,11 @@ Result = TypeVar("Result")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _coordinated: list[Job] = []  # the newest job that has a coordinator: what the process is for
 _trained: list[Job] = []  # the first job of this process whose loop began, if a coordinator manages it
+UNTRAINED = (
+    "the script called elastic_runtime.init() and ended without a step of job.epochs(...) or job.steps(...): nothing was "
+    "shared, each worker did the same work by itself, and job.is_leader was False on all of them; write: model, "
+    "optimizer, loader = job.prepare(model, optimizer, loader), iterate over job.epochs(N), and call job.backward(loss)"
+)
 _log = logging.getLogger("elastic_runtime")
 
 
@@ -77,6 +87,8 @@ class Job:
             keep_checkpoints=options.keep_checkpoints,
             progress=options.progress,
         )
+        if environment.coordinator:
+            atexit.register(self._check_trained)
         self._on_leader: list[Callable[[], None]] = []
         self._session: Session | None = None
         self._state: TrainingState | None = None
@@ -194,7 +206,9 @@ class Job:
             guard_class(scaler, ("update", "unscale_"), session.may_act)
             guard_class(scaler, ("step",), session.may_scale)
         watch_unprepared_optimizers(session, optimizers)
+        session.structure = NewParameters(whole, optimizers) if shard is None else None
         session.watches.append(LoaderWatch(models))
+        session.watches.append(OptimizerAttributes(optimizers))
         if shard is None and all(each is plain(each) for each in models):
             session.watches.append(CarriedState(models))
         if shard is None:
@@ -489,6 +503,16 @@ class Job:
         self._prepared.start(total_steps=total_steps, last_step=last_step)
         self._call_leader()
 
+    def _check_trained(self) -> None:
+        """At the exit of a cluster's worker: it fails where the loop never began, for each worker would have done all
+        the work by itself, and none would have been the one that saves.
+        """
+        began = self._session is not None and self._session.started
+        if began or self.leaving or hasattr(sys, "last_type") or _trained:
+            return
+        print(f"{UsageError.__name__}: {UNTRAINED}", file=sys.stderr, flush=True)  # noqa: T201  (there is no caller)
+        end_with(UsageError.exit_code)
+
     def _check_only_one(self) -> None:
         """UsageError for a second training in a process of a cluster, which has ended the job with the first one."""
         if _trained and _trained[0] is not self:
@@ -505,6 +529,7 @@ class Job:
         optimizers = [part for _, part in parts if isinstance(part, torch.optim.Optimizer)]
         for index, scheduler in find_schedulers(optimizers, [part for _, part in parts]):
             parts.append((f"scheduler of optimizer{index + 1}", scheduler))
+            session.compare(scheduler)
             guard_class(scheduler, ("step",), session.may_act)
             _log.info("%s was not given to prepare, and is carried along", type(scheduler).__name__)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from elastic_runtime.process.device_memory import MemoryFollower
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
+    from elastic_runtime.validation.new_parameters import NewParameters
 
 
 Result = TypeVar("Result")
@@ -55,6 +56,7 @@ class Session:
 
     loader: ElasticLoader  # set once it is made: the two need each other
     warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
+    structure: NewParameters | None = None  # what model and optimizers consist of; None: not watched
 
     def __init__(
         self, state: TrainingState, member: Member, mode: Mode, memory: MemoryFollower, step: GlobalStep
@@ -71,6 +73,10 @@ class Session:
         self.rounds = Rounds(state, member, self._recover_between_steps)
         self.closures = Closures(step, self)
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
+
+    def compare(self, scheduler: object) -> None:
+        """Compare the numbers of one more scheduler with those of the other workers."""
+        self._mode.tail.agreement.schedulers.append(scheduler)
 
     def observe(self, observer: Observer) -> None:
         """Attach a rehearsal's observer."""
@@ -152,6 +158,8 @@ class Session:
         if self.finished and self._member.coordinated:
             raise LoopError("the job's training has finished; what comes after it needs a job of its own")
         self.finished = self._released = False
+        if self.structure is not None:
+            self.structure.start()
         synchronize([self._state.model], self)
         self._mode.reducer.attach()
         self._member.check_state(self._state)
@@ -225,7 +233,7 @@ class Session:
         """End the training: wait for all workers, so that one which is a step behind can still receive the state."""
         self._catching_up = False
         step = self.position.step
-        while not self._member.all_here(self._state):
+        while not self._member.all_here(self._state, self._mode.tail.agreement):
             self._member.recover(self._state, None)
             if self.position.step < step:
                 return  # a shard was lost, and the steps since the checkpoint are to be trained again
@@ -242,6 +250,8 @@ class Session:
         """Leave model, optimizers and schedulers to the script, or to another job."""
         self._released = True
         release([self._state.model])
+        if self.structure is not None:
+            self.structure.end()
         for watch in self.watches:
             watch.end()
         self._mode.reducer.release()

@@ -385,7 +385,7 @@ class GlobalStep:
         mode.reducer.reduce()
         member.stable_state.end()
         keeps = rank == 0 or not self.computed  # between two passes a graph may still need the buffers as they are
-        agreed = mode.take_tail(micro, leader=keeps, workers=workers)
+        agreed = mode.take_tail(micro, leader=keeps, workers=workers, group=member.group)
         factor = self._losses.final(micro.step_samples, mode.tail.weight)
         if not self.computed:
             self._passes.complete_one()

@@ -13,6 +13,7 @@ from elastic_runtime.errors import LoopError
 from elastic_runtime.validation.agreement import Agreement
 
 if TYPE_CHECKING:
+    from elastic_runtime.membership.process_group import Group
     from elastic_runtime.reduction.buffers import FollowedBuffers
 
 _HEAD = 9
@@ -48,7 +49,8 @@ class StepMetadata:
     """
 
     def __init__(self, buffers: FollowedBuffers, agreement: Agreement | None = None) -> None:
-        self._buffers, self._agreement = buffers, agreement or Agreement()
+        self._buffers = buffers
+        self.agreement = self._agreement = agreement or Agreement()
         self._before_buffers = _HEAD + self._agreement.size
         self.size = self._before_buffers + buffers.size
         self._share = Share(0)
@@ -71,11 +73,15 @@ class StepMetadata:
         if self._buffers.size:
             self._buffers.fill(section[self._before_buffers :], leader=leader)
 
-    def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
+    def take(
+        self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int, group: Group | None = None
+    ) -> bool:
         """Read the sums; return whether all workers voted for the same generation. `keeps`: buffers are not set.
 
+        `group`: of all workers, for values that turn out to differ.
+
         LoopError if the workers are not at the same step, or their samples do not add up to it; ModelMismatchError if
-        learning rates or parameters differ.
+        hyperparameters or parameters differ here, CollectiveError if they do on another worker.
         """
         counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, self.loss, high, low = section[
             :_HEAD
@@ -93,7 +99,7 @@ class StepMetadata:
                 "loop over a dataset of the same length"
             )
         if self._agreement.size and workers > 1:
-            self._agreement.check(section[_HEAD : self._before_buffers], self._share.step)
+            self._agreement.check(section[_HEAD : self._before_buffers], self._share.step, workers, group)
         if not keeps and self._buffers.size:
             self._buffers.take(section[self._before_buffers :])
         vote = self._share.vote

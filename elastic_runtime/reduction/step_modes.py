@@ -20,11 +20,12 @@ from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.reduction.exact import ExactReducer
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import StepMetadata
-from elastic_runtime.validation.agreement import Agreement
+from elastic_runtime.validation.agreement import Agreement, scheduled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elastic_runtime.membership.process_group import Group
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.reduction.buffers import FollowedBuffers
     from elastic_runtime.reduction.gradients import GradientReducer
@@ -81,9 +82,10 @@ class Mode:
         """Write this worker's numbers, for the sum over all workers."""
         self.tail.fill(self.reducer.tail, share, leader=leader)
 
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
+    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums; return whether all workers voted for the switch that this one voted for."""
-        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
+        tail = self.reducer.tail
+        return self.tail.take(tail, keeps=leader, samples=micro.step_samples, workers=workers, group=group)
 
     def completed(self, step: int) -> None:
         """Called when the gradients are summed, before optimizer and scheduler act."""
@@ -164,7 +166,7 @@ def agreement_of(state: TrainingState) -> Agreement:
     parts = [part for _, part in state.parts]
     optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     scaler = next((part for part in parts if isinstance(part, torch.amp.GradScaler)), None)
-    return Agreement(list(state.parameters()), optimizers, scaler)
+    return Agreement(list(state.parameters()), optimizers, scaler, scheduled(parts))
 
 
 def use_deterministic_algorithms() -> None:

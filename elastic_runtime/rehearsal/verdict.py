@@ -41,7 +41,7 @@ class Finding:
 
 def findings_of(rows: Sequence[Row]) -> list[Finding]:
     """All findings, errors first."""
-    rules = (_errors, _repeated_steps, _changed_sizes, _states, _objects, _gathered, _checkpoint)
+    rules = (_errors, _untrained, _repeated_steps, _changed_sizes, _states, _objects, _gathered, _checkpoint)
     return [finding for rule in rules for finding in rule(rows)]
 
 
@@ -62,6 +62,17 @@ def _stage(rows: Sequence[Row], worker: str) -> str:
         return "a worker that joins"
     became = ", which had become rank 0 after the loss of the first one," if max(steps) >= LEADER_LOST else ""
     return f"the worker that joined in step {JOINED}{became} in step {max(steps)}"
+
+
+def _untrained(rows: Sequence[Row]) -> Iterator[Finding]:
+    if not any(row["what"] in {"state", "gradients", "error"} for row in rows):
+        yield Finding(
+            "the script ended without a step of the job",
+            "elastic_runtime.init() alone shares nothing: on a cluster each worker would do all the work by itself, and "
+            "job.is_leader would be False on all of them, so that none would save",
+            "write: model, optimizer, loader = job.prepare(model, optimizer, loader), iterate over job.epochs(N), and "
+            "call job.backward(loss)",
+        )
 
 
 # Gradients

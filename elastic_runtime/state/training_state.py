@@ -90,6 +90,7 @@ class TrainingState:
             "groups": self.groups(),
             "transient": self.transient.transient() if self.transient else {},
             "epoch_start": self.epoch_start,
+            "laid_out": True,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -116,7 +117,7 @@ class TrainingState:
             if isinstance(part, torch.optim.Optimizer):
                 add_missing_groups(part, state.get("groups", {}).get(name, []), named)
             if isinstance(part, torch.optim.Optimizer):
-                load_optimizer(part, state["parts"][name])
+                load_optimizer(part, state["parts"][name], laid_out=state.get("laid_out", False))
             else:
                 part.load_state_dict(state["parts"][name])
         self.position = Position(*state["position"])
