@@ -49,6 +49,9 @@ class Loop(Protocol):
     def last_step(self) -> int | None:
         """The training ends after so many steps, wherever in an epoch that is."""
 
+    def most_steps(self, epoch: int) -> int | None:
+        """Return after how many steps an epoch ends, if not with its samples: in a rehearsal."""
+
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch."""
 
@@ -169,6 +172,13 @@ class ElasticLoader:
         raise NotImplementedError
 
 
+def last_step(loop: Loop, position: Position) -> int | None:
+    """Return the step before which the epoch, or the training, ends whatever samples are left; None: there is none."""
+    most = loop.most_steps(position.epoch)
+    ends = None if most is None else position.step - position.index + most
+    return min((each for each in (ends, loop.last_step) if each is not None), default=None)
+
+
 class IndexedLoader(ElasticLoader):
     """Over a map-style dataset: each sample has an index, and an epoch is an order of them."""
 
@@ -216,7 +226,7 @@ class IndexedLoader(ElasticLoader):
     def _steps(self, position: Position) -> Iterator[Step]:
         """Return the rest of the epoch at the current size."""
         size = self.batch.at(self._loop.place[1])
-        number, last = position.step, self._loop.last_step
+        number, last = position.step, last_step(self._loop, position)
         for start, samples in self._source.cuts(position.index, position.samples, size):
             if last is not None and number >= last:
                 return

@@ -28,7 +28,7 @@ from elastic_runtime.process.process_exit import end_with
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
-from elastic_runtime.validation.frozen_parameters import FrozenParameters
+from elastic_runtime.validation.changed_parameters import ChangedParameters
 from elastic_runtime.validation.new_parameters import NewParameters
 from elastic_runtime.validation.optimizer_attributes import OptimizerAttributes
 from elastic_runtime.validation.prepare_checks import (
@@ -62,8 +62,8 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _coordinated: list[Job] = []  # the newest job that has a coordinator: what the process is for
 _trained: list[Job] = []  # the first job of this process whose loop began, if a coordinator manages it
 UNTRAINED = (
-    "the script called elastic_runtime.init() and ended without a step of job.epochs(...) or job.steps(...): nothing was "
-    "shared, each worker did the same work by itself, and job.is_leader was False on all of them; write: model, "
+    "the script called elastic_runtime.init() and ended without a step of job.epochs(...) or job.steps(...): nothing "
+    "was shared, each worker did the same work by itself, and job.is_leader was False on all of them; write: model, "
     "optimizer, loader = job.prepare(model, optimizer, loader), iterate over job.epochs(N), and call job.backward(loss)"
 )
 _log = logging.getLogger("elastic_runtime")
@@ -212,7 +212,7 @@ class Job:
         if shard is None and all(each is plain(each) for each in models):
             session.watches.append(CarriedState(models))
         if shard is None:
-            session.watches.append(FrozenParameters(models))
+            session.watches.append(ChangedParameters(models))
         if self._member.rehearsed:
             self._rehearse(session, state, models, loaders[0].num_workers)
         self._session, self._state = session, state

@@ -190,6 +190,11 @@ class Session:
             self._mode.reducer.attach()
             self._mode.restore()
 
+    def most_steps(self, epoch: int) -> int | None:
+        """Return after how many steps an epoch ends, if not with its samples: the first one of a rehearsal."""
+        orders, several = self._member.rehearsed, self._state.totals.epochs > 1
+        return orders.first_epoch if orders is not None and several and epoch == 0 else None
+
     @property
     def _keeps_epochs(self) -> bool:
         """Whether a worker may enter an epoch of the script's in its middle."""

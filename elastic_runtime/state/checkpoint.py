@@ -15,8 +15,6 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_runtime.errors import CheckpointError
 from elastic_runtime.state.codec import decode, encode
 from elastic_runtime.state.layouts import allocate, describe, flat
@@ -25,6 +23,8 @@ from elastic_runtime.state.packing import pack, unpack
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from io import BufferedReader
+
+    import torch
 
 MAGIC = b"ELASTIC2"
 KEEP = 2

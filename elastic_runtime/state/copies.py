@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from elastic_runtime.state.layouts import allocate, describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from elastic_runtime.state.layouts import Description
 

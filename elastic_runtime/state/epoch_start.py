@@ -3,8 +3,8 @@
 A worker that resumes, or joins, runs the code between `for epoch in job.epochs(...)` and the loader's loop once more.
 Invariant: that code has no effect on what is trained. It begins with the state of the epoch's beginning, and where the
 loader's loop is entered the state of the middle of the epoch is put back. So `scheduler.step()`, `tau.mul_(0.7)`,
-`optimizer.state.clear()` or `optimizer.add_param_group(...)` stand there as in a plain loop, and a variable that the code
-computes from the rate, or draws at random, has the value that it has on the other workers.
+`optimizer.state.clear()` or `optimizer.add_param_group(...)` stand there as in a plain loop, and a variable that the
+code computes from the rate, or draws at random, has the value that it has on the other workers.
 
 Only what is small is kept from the epoch's beginning: hyperparameters, schedulers, tracked objects, buffers, random
 streams, results of `job.repeat`. Parameters, moments and averaged models are those of the middle of the epoch while the
@@ -18,7 +18,7 @@ such code (half of all scripts have some).
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -29,7 +29,6 @@ from elastic_runtime.state.packing import pack, unpack
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from elastic_runtime.reduction.buffers import FollowedBuffers
     from elastic_runtime.state.random_streams import RandomStreams
     from elastic_runtime.state.training_state import TrainingState
 
@@ -40,10 +39,20 @@ MOST_ELEMENTS = 1 << 20
 _STREAM = "loader"
 
 
+class Buffers(Protocol):
+    """The buffers of the models."""
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of their values by name."""
+
+    def load_transient(self, values: dict[str, torch.Tensor]) -> None:
+        """Set these values."""
+
+
 class EpochStart:
     """Keeps the state of the current epoch's beginning in `state.epoch_start`, and uses a received one."""
 
-    def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams) -> None:
+    def __init__(self, state: TrainingState, buffers: Buffers, streams: RandomStreams) -> None:
         self._state, self._buffers, self._streams = state, buffers, streams
         self._running = False  # the code before the loader's loop
         self._marks: list[int] = []
@@ -213,7 +222,9 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 def _copied(tree: Any) -> Any:
     """Return a copy whose tensors are on the CPU, in the memory layout of the originals."""
     skeleton, tensors = pack(tree)
-    return unpack(skeleton, [tensor.to("cpu", copy=True) if _on_device(tensor) else tensor.clone() for tensor in tensors])
+    return unpack(
+        skeleton, [tensor.to("cpu", copy=True) if _on_device(tensor) else tensor.clone() for tensor in tensors]
+    )
 
 
 def _on_device(tensor: torch.Tensor) -> bool:

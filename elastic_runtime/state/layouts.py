@@ -1,8 +1,9 @@
-"""The memory layout of tensors that travel or are stored: (dtype, shape), with the strides where they are not the usual.
+"""The memory layout of tensors that travel or are stored: (dtype, shape), with the strides where they are not the
+usual.
 
 Invariant: a tensor arrives with the strides that it was sent with, if its elements fill their memory in some order
-(channels_last, a transposed moment); its bytes are those of its memory, in order. A kernel that goes through memory, and
-the order in which a reduction adds up, depend on them. Tensors with gaps or overlaps become contiguous.
+(channels_last, a transposed moment); its bytes are those of its memory, in order. A kernel that goes through memory,
+and the order in which a reduction adds up, depend on them. Tensors with gaps or overlaps become contiguous.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def _described(tensor: torch.Tensor) -> Description:
     return tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 
-def allocate(description: Description, device: torch.device | str | None = None, *, zeros: bool = False) -> torch.Tensor:
+def allocate(
+    description: Description, device: torch.device | str | None = None, *, zeros: bool = False
+) -> torch.Tensor:
     """Return a new tensor of this description. RuntimeError for strides that do not fill the memory."""
     dtype, shape, *strides = description
     if not strides:

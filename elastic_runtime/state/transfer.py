@@ -35,6 +35,7 @@ HEAD_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 28
 _LENGTH_BYTES = 8
 
+
 def send_state(group: Group, to: int, state: object) -> None:
     """Blocks until all is sent. StateError where the state cannot be saved, CollectiveError where the peer is lost."""
     skeleton, tensors = pack(state)

@@ -1,17 +1,17 @@
 """Values that must be equal on all workers, compared in the sum that each step has anyway.
 
-A worker whose hyperparameters, GradScaler's scale or parameters differ from the others' trains another model, and nothing
-fails. Invariant: no step that such a worker took part in is applied without an error that ends the job.
+A worker whose hyperparameters, GradScaler's scale or parameters differ from the others' trains another model, and
+nothing fails. Invariant: no step that such a worker took part in is applied without an error that ends the job.
 
-- Hyperparameters, the numbers of schedulers and of optimizers: each worker adds a checksum, so that all of them notice a
-  difference in the step in which it appears, before it is applied. They then gather the values, for the message.
+- Hyperparameters, the numbers of schedulers and of optimizers: each worker adds a checksum, so that all of them notice
+  a difference in the step in which it appears, before it is applied. They then gather the values, for the message.
 - Parameters, in the `FRESH` steps after each change of the members: elements of all of them are gathered.
 - In a joiner's first step such a difference is the joiner's own: it ends, and the others repeat the step without it.
-  Afterwards, and where rank 0 begins as well, the job ends on all workers: what one computes from its own samples, rank 0
-  does too, so its state is not that of a run alone either.
+  Afterwards, and where rank 0 begins as well, the job ends on all workers: what one computes from its own samples,
+  rank 0 does too, so its state is not that of a run alone either.
 - Parameters, later: rank 0 adds elements of 1/8 of them in every 8th step, so that each one is looked at once in
-  `FULL_TURN` steps, and each worker compares. The steps of a worker that differs were applied by then, so it adds a mark
-  to the next step's sum and all workers end; at the end of the training, elements of all parameters are gathered.
+  `FULL_TURN` steps, and each worker compares. The steps of a worker that differs were applied by then, so it adds a
+  mark to the next step's sum and all workers end; at the end of the training, elements of all parameters are gathered.
 
 Values are compared within a tolerance. Equal bits were rejected: devices of two kinds may round an optimizer's
 operations differently, while the gradients that they apply are the same to the bit, so such differences do not grow.
@@ -20,6 +20,7 @@ Workers whose parameters had equal bits in the fresh steps are compared more str
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -93,7 +94,7 @@ class Agreement:
         """
         marks, first, first_squares, second, second_squares = section[:_MARKS].tolist()
         if marks:
-            raise ModelMismatchError(self._differs or f"a parameter of another worker differs from rank 0's; {_OTHERS}")
+            raise ModelMismatchError(self._differs or _OTHERS)
         if group is None:
             self._check_own(section, step)
             return
@@ -132,23 +133,16 @@ class Agreement:
         own = dict(_named_numbers(self._optimizers, self.schedulers))
         rows, veterans = zip(*gather_values(group, (own, self._veteran)), strict=True)
         other = [rank for rank, row in enumerate(rows) if _first_difference(row, rows[0])]
-        if group.rank in other:
-            name = _first_difference(rows[group.rank], rows[0])
-            raise ModelMismatchError(
-                f"{name} of this worker differs from rank 0's in step {step}: {rows[group.rank].get(name)} here, "
-                f"{rows[0].get(name)} there; it must be a function of what all workers have: of job.step, of "
-                "job.mean(loss) in place of this worker's loss (ReduceLROnPlateau), of a scheduler that prepare was "
-                "given, or of an object that job.track carries"
-            )
         if other:
-            name = _first_difference(rows[other[0]], rows[0])
-            self._end_or_go_on(f"{name} of rank {other[0]}", rank_0_trained=veterans[0])
+            rank = group.rank if group.rank in other else other[0]
+            name = _first_difference(rows[rank], rows[0])
+            self._raise(_number_differs(name, step, rank, rows), group.rank in other, rank_0_trained=veterans[0])
 
-    def _end_or_go_on(self, what: str, *, rank_0_trained: bool) -> NoReturn:
-        """Raise the error of a worker that is like rank 0, while another one is not."""
-        if rank_0_trained and self._fresh == FRESH:
-            raise CollectiveError(f"{what} differs from rank 0's")
-        raise ModelMismatchError(f"{what} differs from rank 0's; {_OTHERS}")
+    def _raise(self, message: str, mine: bool, *, rank_0_trained: bool) -> NoReturn:  # noqa: FBT001
+        """Raise the error of a difference, `mine` or another worker's, which this one may go on without."""
+        if rank_0_trained and self._fresh == FRESH and not mine:
+            raise CollectiveError(message)
+        raise ModelMismatchError(message)
 
     # Parameters
 
@@ -160,15 +154,17 @@ class Agreement:
             self._tolerance = _STRICT
         same = torch.isclose(rows, rows[:1], rtol=tolerance, atol=1e-6, equal_nan=True)
         other = (~same.all(1) | found_by).nonzero().flatten().tolist()
-        if group.rank in other:
-            raise ModelMismatchError(found or self._first_parameter(~same[group.rank], rows, group.rank, when))
         if other:
-            self._end_or_go_on(f"a parameter of rank {other[0]}", rank_0_trained=veteran)
+            rank = group.rank if group.rank in other else other[0]
+            message = found or self._first_parameter(~same[rank], rows, rank, when)
+            self._raise(message, group.rank in other, rank_0_trained=veteran)
 
     def _first_parameter(self, differs: torch.Tensor, rows: torch.Tensor, rank: int, when: str) -> str:
+        if not bool(differs.any()):
+            return _OTHERS
         index = int(differs.nonzero()[0])
-        name = self._named[index // _ELEMENTS][0]
-        return _parameter_differs(f"parameter {name!r}", when, float(rows[rank, index]), float(rows[0, index]))
+        what = f"parameter {self._named[index // _ELEMENTS][0]!r} of rank {rank}"
+        return _parameter_differs(what, when, float(rows[rank, index]), float(rows[0, index]))
 
     def _elements(self) -> torch.Tensor:
         """Return some elements of each parameter. Shape: (parameters * _ELEMENTS,)."""
@@ -197,22 +193,32 @@ class Agreement:
             return
         index = int((~same).nonzero()[0])
         chosen = self._turns[step // EVERY % TURNS]
-        what = "the GradScaler's scale" if index == 0 else f"parameter {chosen[index - 1][0]!r}"
+        name = "the GradScaler's scale" if index == 0 else f"parameter {chosen[index - 1][0]!r}"
+        what = f"{name} of this worker"
         self._differs = _parameter_differs(what, f"in step {step}", float(own[index]), float(theirs[index]))
 
 
 _OTHERS = (
-    "the error of that worker has the values. What changes them by a worker's own samples, time or rank does so on rank 0 "
-    "too, so no worker continues: correct the script, and resume from a checkpoint of before"
+    "a parameter of another worker differs from rank 0's, as its own error says; the steps since then are those of no "
+    "one model, so no worker continues: correct the script, and resume from a checkpoint of before"
 )
 
 
 def _parameter_differs(what: str, when: str, here: float, there: float) -> str:
     return (
-        f"{what} of this worker differs from rank 0's {when}: {here:g} here, {there:g} there. Something changes it by this "
-        "worker's own samples, time or rank, or by a counter of its own: an initialisation from the first batch (compute "
-        "it from a fixed batch before prepare), a decision on a local loss (use job.mean(loss)), a counter (use job.step, "
-        "or job.track), an optimizer or scheduler that prepare was not given"
+        f"{what} differs from rank 0's {when}: it is {here:g}, rank 0's {there:g}. Something changes it by a worker's "
+        "own samples, time or rank, or by a counter of its own: an initialisation from the first batch (compute it "
+        "from a fixed batch before prepare), a decision on a local loss (use job.mean(loss)), a counter (use "
+        "job.step, or job.track), an optimizer or scheduler that prepare was not given"
+    )
+
+
+def _number_differs(name: str, step: int, rank: int, rows: Sequence[dict[str, Any]]) -> str:
+    return (
+        f"{name} of rank {rank} differs from rank 0's in step {step}: it is {rows[rank].get(name)}, rank 0's "
+        f"{rows[0].get(name)}; it must be a function of what all workers have: of job.step, of job.mean(loss) in "
+        "place of a worker's loss (ReduceLROnPlateau), of a scheduler that prepare was given, or of an object that "
+        "job.track carries"
     )
 
 
@@ -278,7 +284,7 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_alike, one, other))
     if type(one) in _PLAIN and type(other) in _PLAIN:
-        return one == other or abs(one - other) <= _NUMBER_TOLERANCE * max(abs(one), abs(other)) or one != one
+        return math.isclose(one, other, rel_tol=_NUMBER_TOLERANCE) or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
 
 

@@ -1,8 +1,9 @@
 """Parameters that a script creates after `prepare`: no worker would sum their gradients, and a joiner would lack them.
 
-What a model and its optimizers consist of is fixed from `prepare` on: a layer that is added or replaced is refused where
-it is registered, and a parameter that is none of the model's where it is given to an optimizer. Rejected: to follow
-them. A worker that joins builds the model of the script's beginning, before it knows which layers the others have.
+What a model and its optimizers consist of is fixed from `prepare` on: a layer that is added or replaced is refused
+where it is registered, and a parameter that is none of the model's where it is given to an optimizer. Rejected: to
+follow them. A worker that joins builds the model of the script's beginning, before it knows which layers the others
+have.
 
 Registration is noticed by torch's global hooks, which cost nothing while nothing is registered.
 """
@@ -80,7 +81,8 @@ class NewParameters:
     def _check(self, name: str, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._own:
             raise UsageError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} was created after prepare, in the model; {_REMEDY}"
+                f"parameter {name!r} of shape {tuple(parameter.shape)} was created after prepare, in the model; "
+                f"{_REMEDY}"
             )
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
@@ -102,6 +104,6 @@ class NewParameters:
     def _check_given(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._own:
             raise UsageError(
-                f"{type(optimizer).__name__}.add_param_group got a parameter of shape {tuple(parameter.shape)} that was "
-                f"created after prepare, or is none of the model's; {_REMEDY}"
+                f"{type(optimizer).__name__}.add_param_group got a parameter of shape {tuple(parameter.shape)} that "
+                f"was created after prepare, or is none of the model's; {_REMEDY}"
             )

@@ -38,9 +38,9 @@ class OptimizerAttributes:
             changed = sorted(name for name, value in after.items() if before.get(name) != value)
             if changed:
                 raise UsageError(
-                    f"{type(optimizer).__name__} changes its attribute {changed[0]!r} in each step, which its state_dict "
-                    "leaves out: a worker that resumes or joins would begin with its first value; keep it in "
-                    "self.state[parameter] or in self.param_groups, or extend state_dict and load_state_dict"
+                    f"{type(optimizer).__name__} changes its attribute {changed[0]!r} in each step, which its "
+                    "state_dict leaves out: a worker that resumes or joins would begin with its first value; keep it "
+                    "in self.state[parameter] or in self.param_groups, or extend state_dict and load_state_dict"
                 )
         self._before = now
 

@@ -96,8 +96,8 @@ def test_an_optimizers_state_keeps_its_types() -> None:
 
 
 def test_fused_optimizers_go_on_with_channels_last_parameters() -> None:
-    """In a checkpoint of an older version all is contiguous; fused kernels go through parameter and state in the order of
-    their memories.
+    """In a checkpoint of an older version all is contiguous; fused kernels go through parameter and state in the order
+    of their memories.
     """
 
     def made() -> TrainingState:

@@ -1,4 +1,4 @@
-"""Plays a script through a history in forked processes: lives, which a stop of all workers ends and a resume follows."""
+"""Plays a script through a history in forked processes: lives, each ended by a stop, with a resume after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from tests.elastic_runtime.zoo.parts import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from elastic_runtime.plan.batches import MicroBatch
 
@@ -37,9 +37,9 @@ _GRACE_S = 2.0
 class History:
     """As text: words with numbers, like "with:2 kill:5:0 stop:9 join:13".
 
-    with:N — N workers begin (default 1). join:S, leave:S — after step S, with what the workers agree on. kill:S:R — rank
-    R dies in step S. stop:S, stop_before:E, stop_after:E — all are stopped in step S, between the code before epoch E's
-    loader and its first step, or after the code that follows it; one worker resumes.
+    with:N — N workers begin (default 1). join:S, leave:S — after step S, with what the workers agree on. kill:S:R —
+    rank R dies in step S. stop:S, stop_before:E, stop_after:E — all are stopped in step S, between the code before
+    epoch E's loader and its first step, or after the code that follows it; one worker resumes.
     """
 
     words: tuple[tuple[str, ...], ...]
@@ -113,7 +113,9 @@ class Ended:
     model: dict[str, torch.Tensor] | None = None
 
 
-def play(name: str, reduction: str, history: History, directory: Path, options: dict[str, Any] | None = None) -> list[Ended]:
+def play(
+    name: str, reduction: str, history: History, directory: Path, options: dict[str, Any] | None = None
+) -> list[Ended]:
     """Return how the workers ended that were not killed, of the last life that was played."""
     ended: list[Ended] = []
     checkpoints = directory / "checkpoints"
@@ -200,7 +202,7 @@ def _be(worker: str, name: str, init: dict[str, Any], life: Life, place: Path, s
         ScriptedCoordinator.changes = (*life.changes, *stop)
         member.Coordinator = ScriptedCoordinator  # type: ignore[misc, assignment]
         member.CoordinatorStore = ScriptedCoordinator.store  # type: ignore[misc, assignment]
-    _hook(worker, life)
+    Events(worker, life).hook()
     code = 0
     try:
         torch.set_num_threads(1)
@@ -223,59 +225,61 @@ def _be(worker: str, name: str, init: dict[str, Any], life: Life, place: Path, s
     return code
 
 
-def _hook(worker: str, life: Life) -> None:
-    """Let the life's events happen in this process."""
-    begin, enter, leave = Session.begin, Session.enter_epoch, Session.leave_epoch
-    stopping = [life.stop]
+class Events:
+    """Lets the events of a life happen in this worker's process, from within the session's own methods."""
 
-    def coordinator(session: Session) -> ScriptedCoordinator:
-        found = session._member._coordinator
-        assert isinstance(found, ScriptedCoordinator)
-        return found
+    def __init__(self, worker: str, life: Life) -> None:
+        self._worker, self._life, self._stop = worker, life, life.stop
 
-    def stop(session: Session) -> None:
-        stopping[:] = [None]
-        if life.alone:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        coordinator(session).propose(len(life.changes) + 2)
-        _wait_for_vote(session)
+    def hook(self) -> None:
+        """Replace the methods of Session in this process."""
+        begin, enter, leave = Session.begin, Session.enter_epoch, Session.leave_epoch
 
-    def begun(session: Session, micro: MicroBatch) -> None:
-        step = session.position.step
-        if session._step.first and not life.alone:
-            _change(session, step)
-        if stopping[0] == ("stop", step) and session._step.first:
-            stop(session)
-        begin(session, micro)
+        def begun(session: Session, micro: MicroBatch) -> None:
+            if session._step.first:
+                self._at_step(session, session.position.step)
+            begin(session, micro)
 
-    def _change(session: Session, step: int) -> None:
+        def entered(session: Session) -> None:
+            self._at(session, "stop_before", session.position.epoch)
+            enter(session)
+
+        def left(session: Session, epoch: int) -> None:
+            self._at(session, "stop_after", epoch)
+            leave(session, epoch)
+
+        Session.begin, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign]
+
+    def _at_step(self, session: Session, step: int) -> None:
         generation = session._member.generation
-        if not 1 <= generation <= len(life.changes) or life.changes[generation - 1].step != step:
-            return
-        change = life.changes[generation - 1]
+        if 1 <= generation <= len(self._life.changes) and self._life.changes[generation - 1].step == step:
+            self._change(session, generation)
+        self._at(session, "stop", step)
+
+    def _change(self, session: Session, generation: int) -> None:
+        change = self._life.changes[generation - 1]
         if change.kind == "agreed":
-            coordinator(session).propose(generation + 1)
-            _wait_for_vote(session)
-        elif worker not in change.members:
+            self._propose(session, generation + 1)
+        elif self._worker not in change.members:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def entered(session: Session) -> None:
-        if stopping[0] == ("stop_before", session.position.epoch) and life.alone:
-            stop(session)
-        enter(session)
+    def _at(self, session: Session, name: str, at: int) -> None:
+        if self._stop != (name, at):
+            return
+        self._stop = None
+        if self._life.alone:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._propose(session, len(self._life.changes) + 2)
 
-    def left(session: Session, epoch: int) -> None:
-        if stopping[0] == ("stop_after", epoch) and life.alone:
-            stop(session)
-        leave(session, epoch)
-
-    Session.begin, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign]
+    def _propose(self, session: Session, generation: int) -> None:
+        coordinator = session._member._coordinator
+        assert isinstance(coordinator, ScriptedCoordinator)
+        coordinator.propose(generation)
+        _wait_for_vote(session)
 
 
 def _wait_for_vote(session: Session) -> None:
     until = time.monotonic() + 20.0
     while session._member.vote() is None and not session._member.must_recover and time.monotonic() < until:
         time.sleep(0.001)
-
-

@@ -309,7 +309,7 @@ def stepped_at_the_epochs_begin(s: Draft) -> None:
 @part("scheduler")
 def stepped_at_the_epochs_end(s: Draft) -> None:
     s.make_scheduler = _gamma
-    s.epilogue.append(lambda _: s.scheduler.step())
+    s.epilogue.append(lambda _epoch: s.scheduler.step())
 
 
 @part("scheduler")
@@ -347,15 +347,19 @@ def rate_lowered_at_the_epochs_end(s: Draft) -> None:
 
 @part("scheduler")
 def plateau_of_the_mean(s: Draft) -> None:
-    s.make_scheduler = lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+    s.make_scheduler = lambda optimizer: lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=0.3
+    )
     s.epilogue.append(lambda _: s.scheduler.step(evaluated(s)))
 
 
 @part("scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's")
 def plateau_of_a_local_loss(s: Draft) -> None:
     """The metric is each worker's own: its last micro-batch's loss."""
-    s.make_scheduler = lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
-    s.after_step.append(lambda loss: s.scheduler.step(loss))
+    s.make_scheduler = lambda optimizer: lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=0.3
+    )
+    s.after_step.append(lambda loss: s.scheduler.step(loss))  # noqa: PLW0108  (bound once it is made)
 
 
 @part("scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's|another state")
@@ -810,13 +814,18 @@ def group_added_before(s: Draft) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         first, *others = model.parameters()
         optimizer = inner(_Given(others))
-        s.first = first  # type: ignore[attr-defined]
+        first.requires_grad_(requires_grad=False)
+        kept.append(first)
         return optimizer
 
+    def thaw(epoch: int) -> None:
+        if epoch == 1:
+            kept[0].requires_grad_(requires_grad=True)
+            s.optimizer.add_param_group({"params": kept})
+
+    kept: list[Any] = []
     s.make_optimizer = make
-    s.prologue.append(
-        lambda epoch: s.optimizer.add_param_group({"params": [s.first]}) if epoch == 1 else None  # type: ignore[attr-defined]
-    )
+    s.prologue.append(thaw)
 
 
 class _Given:
@@ -916,5 +925,3 @@ def hook_on_the_forward_pass(s: Draft) -> None:
 @part("hook")
 def clipped(s: Draft) -> None:
     s.before_step.append(lambda: s.job.clip_grad_norm_(s.model.parameters(), 0.5))
-
-

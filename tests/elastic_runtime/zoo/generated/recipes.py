@@ -1,4 +1,6 @@
-"""Recipes: which part a script has of each kind. As text: `plateau_of_the_mean+own_random_generator`, "" for a plain one."""
+"""Recipes: which part a script has of each kind. As text: `plateau_of_the_mean+own_random_generator`, "" for a plain
+one.
+"""
 
 from __future__ import annotations
 

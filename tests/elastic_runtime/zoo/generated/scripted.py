@@ -11,7 +11,6 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
@@ -20,6 +19,7 @@ from elastic_runtime.membership.orders import Order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from elastic_runtime.torch_internals import Store
 
@@ -88,7 +88,7 @@ class ScriptedCoordinator:
         return {worker for worker in members if (self.directory / f"ended-{worker}").exists()}
 
     def _agreed_on(self, number: int, members: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-        """Return a generation of the members that have not ended; the first worker to notice decides which those are."""
+        """Return a generation of the members that have not ended, as the first worker to notice sees them."""
         file = self.directory / f"generation-{number}.json"
         until = time.monotonic() + _WAIT_S
         while not file.exists() and not self._ended(members) and time.monotonic() < until:

@@ -6,20 +6,22 @@ import json
 import os
 import re
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.elastic_runtime.zoo.generated.lives import Ended, History, play
-from tests.elastic_runtime.zoo.generated.recipes import script_named
+from tests.elastic_runtime.zoo.generated.recipes import PREFIX, recipes, script_named
 from tests.elastic_runtime.zoo.rehearsing import rehearse
 from tests.forked import context, preload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 preload("tests.elastic_runtime.zoo.generated.verdicts")
 
@@ -53,8 +55,6 @@ HISTORIES = (
     "stop:5 join:9",
 )
 """Of scripts of four steps an epoch and five epochs."""
-
-histories = st.sampled_from(HISTORIES)
 
 
 @dataclass(frozen=True)
@@ -157,5 +157,41 @@ def _rehearsed(case: Case, why: str, directory: Path) -> Verdict:
     found = report.returncode == 1 and "would go wrong on a cluster" in report.stdout
     text = report.stdout.partition("ELASTIC_REHEARSE:")[2].replace("\n   ", " ")
     if found and pattern and re.search(pattern, text.replace("\n", " ")):
-        return Verdict("rehearsed", f"{why}; {text[:300]}")
-    return Verdict("wrong", f"{why}; the rehearsal ended with {report.returncode}: {text[-600:] or report.stderr[-300:]}")
+        return Verdict("rehearsed", f"{why}; {text[:900]}")
+    return Verdict(
+        "wrong", f"{why}; the rehearsal ended with {report.returncode}: {text[-600:] or report.stderr[-300:]}"
+    )
+
+
+def drawn(count: int, number: int) -> list[Case]:
+    """Draw so many different cases; `number` seeds them."""
+    found: dict[tuple[str, str], Case] = {}
+
+    @seed(number)
+    @settings(
+        max_examples=2 * count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def collect(case: Case) -> None:
+        found.setdefault((case.script, case.reduction), case)
+
+    collect()
+    return list(found.values())[:count]
+
+
+@st.composite
+def cases(draw: st.DrawFn, histories: int = 3) -> Case:
+    """Draw a script, one of its reductions, and a few histories."""
+    recipe = draw(recipes())
+    chosen = draw(st.lists(st.sampled_from(HISTORIES), min_size=histories, max_size=histories, unique=True))
+    return Case(f"{PREFIX}{recipe}", draw(st.sampled_from(recipe.modes)), tuple(chosen))
+
+
+def judge_all(chosen: Sequence[Case], workers: int = 2) -> Iterator[tuple[Case, Verdict]]:
+    """Judge cases in so many processes at a time, in the order in which they were drawn."""
+    with ThreadPoolExecutor(workers) as pool:
+        yield from zip(chosen, pool.map(judge, chosen), strict=True)
