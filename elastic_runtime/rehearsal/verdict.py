@@ -67,7 +67,7 @@ def _stage(rows: Sequence[Row], worker: str) -> str:
 
 
 def _untrained(rows: Sequence[Row]) -> Iterator[Finding]:
-    if not any(row["what"] in {"state", "gradients", "error"} for row in rows):
+    if all(row["what"] in {"end", "sharded"} for row in rows):
         yield Finding(
             "the script ended without a step of the job",
             "elastic_runtime.init() alone shares nothing: on a cluster each worker would do all the work by itself, "

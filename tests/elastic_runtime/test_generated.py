@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import forked
+from tests.elastic_runtime.zoo import restrictions
 from tests.elastic_runtime.zoo.generated.lives import History
 from tests.elastic_runtime.zoo.generated.recipes import PREFIX, Recipe
 from tests.elastic_runtime.zoo.generated.verdicts import HISTORIES, Case, drawn, judge, judge_all
 
-SLOW_CASES, FAST_CASES = 200, 4
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SLOW_CASES = 200
 SEED = int(os.environ.get("ELASTIC_RECIPES_SEED", "0"))
 CASES = int(os.environ.get("ELASTIC_RECIPES", str(SLOW_CASES)))
 
@@ -91,3 +97,13 @@ def test_a_recipe_is_printed_as_it_is_read_and_may_be_plain() -> None:
 def test_drawn_cases_are_different_scripts() -> None:
     cases = drawn(30, 1)
     assert len({(case.script, case.reduction) for case in cases}) == len(cases) == 30
+
+
+# Its documentation
+
+
+def test_the_page_of_restrictions_has_the_messages_that_scripts_end_with(tmp_path: Path) -> None:
+    done = forked.run(restrictions.main, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = restrictions.PAGE.read_text()
+    assert restrictions.page(text, done.stdout) == text, "run: python -m tests.elastic_runtime.zoo.restrictions"

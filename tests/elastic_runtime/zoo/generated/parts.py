@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Part:
     """`refused`, `rehearsed`: patterns of what a run or a rehearsal says of a script with it; "": it is right.
+    `refused_in`: a history in which it is refused; "": it is alone.
 
     `modes`: the reductions under which it can be right at all, or is refused.
     """
@@ -35,18 +36,24 @@ class Part:
     refused: str = ""
     rehearsed: str = ""
     modes: tuple[str, ...] = ("fast", "exact")
+    refused_in: str = ""
 
 
 KINDS: dict[str, dict[str, Part]] = {}
 
 
 def part(
-    kind: str, *, refused: str = "", rehearsed: str = "", modes: tuple[str, ...] = ("fast", "exact")
+    kind: str,
+    *,
+    refused: str = "",
+    rehearsed: str = "",
+    modes: tuple[str, ...] = ("fast", "exact"),
+    refused_in: str = "",
 ) -> Callable[[Any], Any]:
     """Enter a function into KINDS under its kind and its name."""
 
     def enter(add: Any) -> Any:
-        KINDS.setdefault(kind, {})[add.__name__] = Part(add.__name__, add, refused, rehearsed, modes)
+        KINDS.setdefault(kind, {})[add.__name__] = Part(add.__name__, add, refused, rehearsed, modes, refused_in)
         return add
 
     return enter
@@ -353,7 +360,7 @@ def plateau_of_the_mean(s: Draft) -> None:
     s.epilogue.append(lambda _: s.scheduler.step(evaluated(s)))
 
 
-@part("scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's")
+@part("scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's", refused_in="with:2")
 def plateau_of_a_local_loss(s: Draft) -> None:
     """The metric is each worker's own: its last micro-batch's loss."""
     s.make_scheduler = lambda optimizer: lr_scheduler.ReduceLROnPlateau(
@@ -362,7 +369,9 @@ def plateau_of_a_local_loss(s: Draft) -> None:
     s.after_step.append(lambda loss: s.scheduler.step(loss))  # noqa: PLW0108  (bound once it is made)
 
 
-@part("scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's|another state")
+@part(
+    "scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's|another state", refused_in="join:6"
+)
 def momentum_by_a_counter_of_steps(s: Draft) -> None:
     steps = [0]
 
@@ -375,7 +384,9 @@ def momentum_by_a_counter_of_steps(s: Draft) -> None:
     s.after_step.append(count)
 
 
-@part("scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's|another state")
+@part(
+    "scheduler", refused="differs from rank 0's", rehearsed="differs from rank 0's|another state", refused_in="join:6"
+)
 def rate_by_a_counter_of_epochs(s: Draft) -> None:
     epochs = [0]
 
