@@ -55,13 +55,13 @@ class Loop(Protocol):
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch."""
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """The loop gets this micro-batch next."""
+    def begin(self, micro_batch: MicroBatch) -> int:
+        """The loop gets this micro-batch next; return the iteration's number."""
 
     def end(self) -> bool:
         """The loop is done with it; False where what follows is to be planned anew."""
 
-    def abandon_iteration(self, iteration: MicroBatch | None = None) -> None:
+    def abandon_iteration(self, iteration: int | None = None) -> None:
         """The loop was left within this iteration."""
 
 
@@ -124,13 +124,13 @@ class ElasticLoader:
         epoch = loop.position.epoch
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
-                loop.begin(micro_batch)
+                iteration = loop.begin(micro_batch)
                 for second in self.seconds:
                     second.advance()
                 try:
                     yield batch
                 except GeneratorExit:
-                    loop.abandon_iteration(micro_batch)
+                    loop.abandon_iteration(iteration)
                     raise
                 if not loop.end():
                     break

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
+MOST_WATCHED = 64
+"""Iterations, after which nothing is looked for any more."""
 
 
 class Watch(Protocol):
@@ -70,6 +72,7 @@ class Session:
         self._at_exit: Callable[[], None] | None = None
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
         self.watches: list[Watch] = []
+        self._iteration = 0  # its number: micro-batches of different steps may be one object
         self.rounds = Rounds(state, member, self._recover_between_steps)
         self.closures = Closures(step, self)
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
@@ -286,12 +289,23 @@ class Session:
 
     # Iterations
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """The loop gets this micro-batch next."""
-        for watch in self.watches:
-            watch.begin(micro_batch.size)
+    def begin(self, micro_batch: MicroBatch) -> int:
+        """The loop gets this micro-batch next; return the iteration's number."""
+        if self.watches:
+            self._watch(micro_batch)
         self._step.begin(micro_batch, self.loader.stamp)
         self._counted = self._catching_up = self._state.resumed = False
+        self._iteration += 1
+        return self._iteration
+
+    def _watch(self, micro_batch: MicroBatch) -> None:
+        """Let the first iterations be looked at."""
+        for watch in self.watches:
+            watch.begin(micro_batch.size)
+        if self._iteration > MOST_WATCHED:
+            for watch in self.watches:
+                watch.end()
+            self.watches.clear()
 
     def backward(
         self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
@@ -409,12 +423,12 @@ class Session:
         self._recover(error)
         self._moved = True
 
-    def abandon_iteration(self, iteration: MicroBatch | None = None) -> None:
+    def abandon_iteration(self, iteration: int | None = None) -> None:
         """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
         it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
         step, micro = self._step, self._step.micro
-        if micro is not None and iteration is not None and iteration is not micro:
+        if micro is not None and iteration is not None and iteration != self._iteration:
             return
         counted, self._counted = self._counted, False
         if micro is None:

@@ -51,10 +51,11 @@ class BackwardOptions:
     inputs: Sequence[torch.Tensor] | None = None
 
     def given(self) -> dict[str, Any]:
-        """Its keywords; none in the usual case."""
-        return {key: value for key, value in vars(self).items() if value}
+        """Return its keywords; none in the usual case."""
+        return _NO_OPTIONS if self is PLAIN else {key: value for key, value in vars(self).items() if value}
 
 
+_NO_OPTIONS: dict[str, Any] = {}
 PLAIN = BackwardOptions()
 
 
@@ -380,7 +381,7 @@ class GlobalStep:
         member, mode = self._member, self._mode
         vote = member.vote() if self.computed else None
         rank, workers = member.place
-        mode.fill_tail(self._share(vote), leader=rank == 0)
+        mode.fill_tail(self._share(vote), leader=rank == 0, alone=workers == 1)
         member.check()
         mode.reducer.reduce()
         member.stable_state.end()

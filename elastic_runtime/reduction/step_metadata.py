@@ -73,6 +73,14 @@ class StepMetadata:
         if self._buffers.size:
             self._buffers.fill(section[self._before_buffers :], leader=leader)
 
+    def take_alone(self, share: Share, samples: int) -> bool:
+        """Read the sums of one worker, which are its own numbers, as `take` does."""
+        _check_samples(share.samples, samples)
+        self._share, self.weight, self.busy_s, self.loss = share, share.weight, share.busy_s, share.loss
+        if self._agreement.size:
+            self._agreement.train_alone()
+        return share.vote > 0
+
     def take(
         self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int, group: Group | None = None
     ) -> bool:
@@ -93,17 +101,21 @@ class StepMetadata:
                 "loop (leave it by `break` only where all do, after the same step) over the same dataset, with the "
                 "same seed and the same sampler"
             )
-        if round(counted) != samples:
-            raise LoopError(
-                f"the workers counted {round(counted)} samples in a step of {samples}; every worker must run the same "
-                "loop over a dataset of the same length"
-            )
+        _check_samples(round(counted), samples)
         if self._agreement.size and workers > 1:
             self._agreement.check(section[_HEAD : self._before_buffers], self._share.step, workers, group)
         if not keeps and self._buffers.size:
             self._buffers.take(section[self._before_buffers :])
         vote = self._share.vote
         return vote > 0 and _unanimous(vote, votes, vote_squares, workers)
+
+
+def _check_samples(counted: int, samples: int) -> None:
+    if counted != samples:
+        raise LoopError(
+            f"the workers counted {counted} samples in a step of {samples}; every worker must run the same loop over a "
+            "dataset of the same length"
+        )
 
 
 def _unanimous(value: int, total: float, squares: float, workers: int) -> bool:

@@ -64,6 +64,7 @@ class Mode:
         self.buffers = self._buffers = buffers
         self._streams = streams
         self.tail = StepMetadata(buffers, agreement)
+        self._alone: Share | None = None  # what one worker adds to its own sums
         self.reducer = make_reducer(self.tail.size)
 
     def remember(self) -> None:
@@ -78,12 +79,16 @@ class Mode:
         """End the backward pass of a micro-batch."""
         self.reducer.end()
 
-    def fill_tail(self, share: Share, *, leader: bool) -> None:
-        """Write this worker's numbers, for the sum over all workers."""
-        self.tail.fill(self.reducer.tail, share, leader=leader)
+    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
+        """Write this worker's numbers, for the sum over all workers. `alone`: there is no other one."""
+        self._alone = share if alone else None
+        if not alone:
+            self.tail.fill(self.reducer.tail, share, leader=leader)
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums; return whether all workers voted for the switch that this one voted for."""
+        if self._alone is not None:
+            return self.tail.take_alone(self._alone, micro.step_samples)
         tail = self.reducer.tail
         return self.tail.take(tail, keeps=leader, samples=micro.step_samples, workers=workers, group=group)
 
@@ -142,11 +147,11 @@ class ExactMode(Mode):
         if micro.shard == 0 and not micro.ghost:
             self._buffers.keep()
 
-    def fill_tail(self, share: Share, *, leader: bool) -> None:
+    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers. Rank 0 has the first shard, and so the step's buffers."""
         if leader:
             self._buffers.restore_kept()
-        super().fill_tail(share, leader=leader)
+        super().fill_tail(share, leader=leader, alone=alone)
 
     def completed(self, step: int) -> None:
         """Continue with random streams that are a function of the step."""

@@ -114,9 +114,9 @@ class ShardedMode(Mode):
         self._reducer = ShardedReducer(self._sharding, tail_size)
         return self._reducer
 
-    def fill_tail(self, share: Share, *, leader: bool) -> None:
+    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, and whether it wants a checkpoint or was asked to leave."""
-        super().fill_tail(share, leader=leader)
+        super().fill_tail(share, leader=leader, alone=alone)
         save = self._sharding.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_preempted()], dtype=torch.float32))
 

@@ -75,16 +75,17 @@ class Agreement:
         self._group: Group | None = None
 
     def fill(self, section: torch.Tensor, step: int, *, leader: bool) -> None:
-        """Write this worker's values into `section`, of shape (size,); with one worker (`step` -1) do nothing."""
-        if step < 0:
-            self._trained = True
-            return
+        """Write this worker's values into `section`, of shape (size,)."""
         first, second = self._stamps()
         self._own = self._sample(step) if step % EVERY == 0 else None
         section.fill_(-0.0)  # which changes no number it is added to
         section[:_MARKS] = torch.tensor([float(bool(self._differs)), first, first**2, second, second**2])
         if leader and self._own is not None:
             section[_MARKS : _MARKS + self._own.numel()].copy_(self._own)
+
+    def train_alone(self) -> None:
+        """Note that this worker has trained a step without others."""
+        self._trained = True
 
     def check(self, section: torch.Tensor, step: int, workers: int, group: Group | None = None) -> None:
         """ModelMismatchError where this worker's values are not rank 0's, or the job cannot continue as it is.

@@ -47,7 +47,7 @@ class Worker:
         self.tail = StepMetadata(FollowedBuffers([]), self.agreement)
 
     def train_alone(self) -> None:
-        self.tail.fill(torch.zeros(self.tail.size), Share(1, step=-1), leader=True)
+        self.tail.take_alone(Share(1), 1)
 
 
 def met(workers: list[Worker], groups: list[Group], step: int) -> list[BaseException | None]:

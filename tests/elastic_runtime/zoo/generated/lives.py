@@ -235,10 +235,10 @@ class Events:
         """Replace the methods of Session in this process."""
         begin, enter, leave = Session.begin, Session.enter_epoch, Session.leave_epoch
 
-        def begun(session: Session, micro: MicroBatch) -> None:
+        def begun(session: Session, micro: MicroBatch) -> int:
             if session._step.first:
                 self._at_step(session, session.position.step)
-            begin(session, micro)
+            return begin(session, micro)
 
         def entered(session: Session) -> None:
             self._at(session, "stop_before", session.position.epoch)

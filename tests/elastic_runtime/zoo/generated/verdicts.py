@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -167,9 +168,8 @@ def drawn(count: int, number: int) -> list[Case]:
     """Draw so many different cases; `number` seeds them."""
     found: dict[tuple[str, str], Case] = {}
 
-    @seed(number)
     @settings(
-        max_examples=2 * count,
+        max_examples=100,
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -179,7 +179,10 @@ def drawn(count: int, number: int) -> list[Case]:
     def collect(case: Case) -> None:
         found.setdefault((case.script, case.reduction), case)
 
-    collect()
+    for turn in itertools.count():
+        if len(found) >= count:
+            break
+        seed(number * 1000 + turn)(collect)()
     return list(found.values())[:count]
 
 
