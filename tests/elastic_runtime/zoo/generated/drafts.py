@@ -90,7 +90,8 @@ class Draft:
         for hook in self.scale_loss:
             loss = hook(loss)
         self.job.backward(loss, **options)
-        return loss.detach()
+        found: torch.Tensor = loss.detach()
+        return found
 
     def _apply(self, loss: torch.Tensor) -> None:
         for hook in self.before_step:

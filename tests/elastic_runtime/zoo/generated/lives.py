@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,7 @@ def play(
 
 def _played(name: str, init: dict[str, Any], life: Life, place: Path, saved: str) -> list[Ended]:
     (place / "token").write_text("secret")
-    pids = {worker: _fork(lambda worker=worker: _be(worker, name, init, life, place, saved)) for worker in life.workers}
+    pids = {worker: _fork(partial(_be, worker, name, init, life, place, saved)) for worker in life.workers}
     codes = _wait(pids, place)
     return [_result(worker, codes[worker], place) for worker in life.workers if codes[worker] != -signal.SIGKILL]
 
@@ -200,8 +201,8 @@ def _be(worker: str, name: str, init: dict[str, Any], life: Life, place: Path, s
         ScriptedCoordinator.directory, ScriptedCoordinator.first = place, life.first
         stop = (Change("stopped", -1, ()),) if life.stop else ()
         ScriptedCoordinator.changes = (*life.changes, *stop)
-        member.Coordinator = ScriptedCoordinator  # type: ignore[misc, assignment]
-        member.CoordinatorStore = ScriptedCoordinator.store  # type: ignore[misc, assignment]
+        setattr(member, "Coordinator", ScriptedCoordinator)  # noqa: B010
+        setattr(member, "CoordinatorStore", ScriptedCoordinator.store)  # noqa: B010
     Events(worker, life).hook()
     code = 0
     try:
@@ -248,7 +249,7 @@ class Events:
             self._at(session, "stop_after", epoch)
             leave(session, epoch)
 
-        Session.begin, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign]
+        Session.begin, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
 
     def _at_step(self, session: Session, step: int) -> None:
         generation = session._member.generation

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, SAMPLES, Samples, vector
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.elastic_runtime.zoo.generated.drafts import Draft
+
+
+_ema: Any = get_ema_multi_avg_fn
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Channels(nn.Module):
 
 @part("model")
 def channels_last(s: Draft) -> None:
-    s.model = Channels().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    s.model = Channels().to(memory_format=torch.channels_last)
 
 
 class Words(nn.Module):
@@ -231,7 +234,7 @@ def adamw(s: Draft) -> None:
 @part("optimizer")
 def amsgrad_in_groups(s: Draft) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        first, *others = model.parameters()
+        first, *others = list(model.parameters())
         return torch.optim.Adam([{"params": [first], "lr": 0.02}, {"params": others}], lr=0.01, amsgrad=True)
 
     s.make_optimizer = make
@@ -254,7 +257,7 @@ class Rotating(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -655,7 +658,7 @@ def none(s: Draft) -> None:
 
 def _average(s: Draft, *, tracked: bool) -> None:
     def make() -> None:
-        average = AveragedModel(s.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
+        average = AveragedModel(s.model, multi_avg_fn=_ema(0.9), use_buffers=True)
         if tracked:
             s.job.track(average=average)
         s.after_step.append(lambda _: average.update_parameters(s.model))
@@ -790,8 +793,8 @@ def nothing_before(s: Draft) -> None:
 def buffer_before(s: Draft) -> None:
     tau = torch.ones(())
     s.model.register_buffer("tau", tau)
-    s.prologue.append(lambda _: s.model.tau.mul_(0.7))  # type: ignore[operator, union-attr]
-    s.scale_loss.append(lambda loss: loss * (1.0 + s.model.tau))
+    s.prologue.append(lambda _: s.model.get_buffer("tau").mul_(0.7))
+    s.scale_loss.append(lambda loss: loss * (1.0 + s.model.get_buffer("tau")))
 
 
 @part("prologue")
@@ -812,7 +815,7 @@ def moments_cleared_before(s: Draft) -> None:
 @part("prologue")
 def layer_thawed_before(s: Draft) -> None:
     def begin() -> None:
-        next(s.model.parameters()).requires_grad_(requires_grad=False)
+        next(s.model.parameters()).requires_grad_(False)  # noqa: FBT003
 
     s.prepared.append(begin)
     s.prologue.append(lambda epoch: next(s.model.parameters()).requires_grad_(epoch >= 1))
@@ -825,13 +828,13 @@ def group_added_before(s: Draft) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         first, *others = model.parameters()
         optimizer = inner(_Given(others))
-        first.requires_grad_(requires_grad=False)
+        first.requires_grad_(False)  # noqa: FBT003
         kept.append(first)
         return optimizer
 
     def thaw(epoch: int) -> None:
         if epoch == 1:
-            kept[0].requires_grad_(requires_grad=True)
+            kept[0].requires_grad_(True)  # noqa: FBT003
             s.optimizer.add_param_group({"params": kept})
 
     kept: list[Any] = []
@@ -887,8 +890,8 @@ def nothing_after(s: Draft) -> None:
 @part("epilogue")
 def buffer_after(s: Draft) -> None:
     s.model.register_buffer("rho", torch.ones(()))
-    s.epilogue.append(lambda _: s.model.rho.mul_(0.8))  # type: ignore[operator, union-attr]
-    s.scale_loss.append(lambda loss: loss * (1.0 + s.model.rho))
+    s.epilogue.append(lambda _: s.model.get_buffer("rho").mul_(0.8))
+    s.scale_loss.append(lambda loss: loss * (1.0 + s.model.get_buffer("rho")))
 
 
 @part("epilogue")
@@ -910,7 +913,8 @@ def no_hook(s: Draft) -> None:
 
 @part("hook")
 def hook_on_a_gradient(s: Draft) -> None:
-    next(s.model.parameters()).register_hook(lambda gradient: gradient * 0.5)
+    first: Any = next(s.model.parameters())
+    first.register_hook(lambda gradient: gradient * 0.5)
 
 
 @part("hook")
@@ -927,10 +931,10 @@ def hook_on_the_forward_pass(s: Draft) -> None:
     s.model.register_buffer("seen", torch.zeros(()))
 
     def count(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * (1.0 + 0.01 * module.seen)  # type: ignore[operator]
+        return output * (1.0 + 0.01 * module.get_buffer("seen"))
 
     s.model.register_forward_hook(count)
-    s.before_step.append(lambda: s.model.seen.add_(1.0) if s.job.applied else None)  # type: ignore[operator, union-attr]
+    s.before_step.append(lambda: s.model.get_buffer("seen").add_(1.0) if s.job.applied else None)
 
 
 @part("hook")
