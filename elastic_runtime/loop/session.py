@@ -19,6 +19,7 @@ from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.closures import Closures
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import Rounds
+from elastic_runtime.loop.uncaught import explain_errors
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Session:
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._at_exit: Callable[[], None] | None = None
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
+        self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self.watches: list[Watch] = []
         self._iteration = 0  # its number: micro-batches of different steps may be one object
         self.rounds = Rounds(state, member, self._recover_between_steps)
@@ -172,6 +174,7 @@ class Session:
             self._state.sample_stamp = self.loader.sample_stamp()
             self._warm_up()
         self.started = True
+        explain_errors(self)
         self._finish_at_exit()
         if self._keeps_epochs:
             self._epoch_start.capture()  # in the structure of the state that a joiner receives
@@ -434,6 +437,7 @@ class Session:
         if micro is None:
             return
         step.micro = None
+        self.without_gradients = step.computed and not step.complete
         if step.complete and not counted:
             self._count(micro)
         elif step.begun:

@@ -98,7 +98,8 @@ class FollowedBuffers:
                 raise UsageError(
                     f"buffer {buffer.path!r} was {shape[0]} of shape {tuple(shape[1])} before the training and is "
                     f"{value.dtype} of shape {tuple(value.shape)} now; buffers follow rank 0 in a fixed layout: "
-                    "register it with its final shape and type"
+                    "register it with its final shape and type, or, where layers set it in their first forward pass "
+                    "(the observers of quantization), compute one batch before prepare"
                 )
             if saved.device == value.device:
                 saved.copy_(value)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.errors import LoopError
-from elastic_runtime.validation.agreement import Agreement
+from elastic_runtime.validation.agreement import MARKS, Agreement
 
 if TYPE_CHECKING:
     from elastic_runtime.membership.process_group import Group
     from elastic_runtime.reduction.buffers import FollowedBuffers
 
-_HEAD = 9
+_HEAD = 9 + MARKS
 _BASE = 1 << 20
 STAMPS = 251
 """A prime, and small enough for sums of squares over hundreds of workers to be exact."""
@@ -66,6 +66,7 @@ class StepMetadata:
         vote, stamp = share.vote, share.stamp
         numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, share.loss]
         numbers += divmod(share.weight, _BASE)
+        numbers += self._agreement.marks()
         self._numbers[:] = array("d", numbers)
         section[:_HEAD].copy_(self._values)
         if self._agreement.size:
@@ -91,9 +92,8 @@ class StepMetadata:
         LoopError if the workers are not at the same step, or their samples do not add up to it; ModelMismatchError if
         hyperparameters or parameters differ here, CollectiveError if they do on another worker.
         """
-        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, self.loss, high, low = section[
-            :_HEAD
-        ].tolist()
+        numbers = section[:_HEAD].tolist()
+        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, self.loss, high, low, *marks = numbers
         self.weight = high * _BASE + low
         if not _unanimous(self._share.stamp, stamps, stamp_squares, workers):
             raise LoopError(
@@ -103,7 +103,7 @@ class StepMetadata:
             )
         _check_samples(round(counted), samples)
         if self._agreement.size and workers > 1:
-            self._agreement.check(section[_HEAD : self._before_buffers], self._share.step, workers, group)
+            self._agreement.check(marks, section[_HEAD : self._before_buffers], self._share.step, workers, group)
         if not keeps and self._buffers.size:
             self._buffers.take(section[self._before_buffers :])
         vote = self._share.vote

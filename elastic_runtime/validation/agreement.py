@@ -47,12 +47,12 @@ _STRICT = 1e-5
 _NUMBER_TOLERANCE = 1e-5
 _ELEMENTS = 4
 _MOD = 251
-_MARKS = 5
+MARKS = 5
 """Numbers that every worker adds: whether it has found a difference, and a checksum as two stamps and their squares."""
 
 
 class Agreement:
-    """`size` numbers of a step's tail: the workers' marks, then the scaler's scale and sampled elements of rank 0."""
+    """Compares by a step's sum: `MARKS` numbers of each worker, and `size` of rank 0 (scale, sampled elements)."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Agreement:
         self._optimizers, self._scaler, self.schedulers = list(optimizers), scaler, list(schedulers)
         self._named = [(name, p) for name, p in parameters if p.numel() and p.is_floating_point()]
         self._turns = [self._named[turn::TURNS] for turn in range(TURNS)]
-        self.size = _MARKS + 1 + max(map(len, self._turns), default=0) if optimizers else 0
+        self.size = 1 + max(map(len, self._turns), default=0) if optimizers else 0
         self._kept: list[object] = []  # the values of the last checksum
-        self._checksum = 0
+        self._checksum, self._stamps = 0, (0, 0)
         self._differs = ""  # the error of this worker, of which the others are notified in the next step
         self._own: torch.Tensor | None = None  # of the elements that this step compares
         self._fresh = FRESH
@@ -74,45 +74,52 @@ class Agreement:
         self._tolerance = _TOLERANCE
         self._group: Group | None = None
 
+    def marks(self) -> tuple[int, int, int, int, int]:
+        """Return what this worker adds to the step's numbers: whether it differs, and its checksum."""
+        first, second = self._stamps = self._stamped()
+        return bool(self._differs), first, first * first, second, second * second
+
     def fill(self, section: torch.Tensor, step: int, *, leader: bool) -> None:
-        """Write this worker's values into `section`, of shape (size,)."""
-        first, second = self._stamps()
+        """Write rank 0's values, or zeros, into `section`, of shape (size,)."""
         self._own = self._sample(step) if step % EVERY == 0 else None
         section.fill_(-0.0)  # which changes no number it is added to
-        section[:_MARKS] = torch.tensor([float(bool(self._differs)), first, first**2, second, second**2])
         if leader and self._own is not None:
-            section[_MARKS : _MARKS + self._own.numel()].copy_(self._own)
+            section[: self._own.numel()].copy_(self._own)
 
     def train_alone(self) -> None:
         """Note that this worker has trained a step without others."""
         self._trained = True
 
-    def check(self, section: torch.Tensor, step: int, workers: int, group: Group | None = None) -> None:
+    def check(
+        self, marks: Sequence[float], section: torch.Tensor, step: int, workers: int, group: Group | None = None
+    ) -> None:
         """ModelMismatchError where this worker's values are not rank 0's, or the job cannot continue as it is.
 
-        CollectiveError where another worker's are not, so that the step is to be repeated without it. `group`: of all
-        workers; without one, differences of numbers are not looked for.
+        CollectiveError where another worker's are not, so that the step is to be repeated without it. `marks`: the sums
+        of all workers'. `group`: of all workers; without one, differences of numbers are not looked for.
         """
-        marks, first, first_squares, second, second_squares = section[:_MARKS].tolist()
-        if marks:
+        differs, first, first_squares, second, second_squares = marks
+        if differs:
             raise ModelMismatchError(self._differs or _OTHERS)
-        if group is None:
-            self._check_own(section, step)
-            return
+        if group is not None:
+            own = self._stamps
+            same = _same(own[0], first, first_squares, workers) and _same(own[1], second, second_squares, workers)
+            self._check_numbers(group, step, same=same)
+        self._check_own(section, step)
+        self._trained = True
+
+    def _check_numbers(self, group: Group, step: int, *, same: bool) -> None:
         if group is not self._group:
             self._group, self._fresh, self._veteran = group, FRESH, self._trained
-        own = self._stamps()
-        if not (_same(own[0], first, first_squares, workers) and _same(own[1], second, second_squares, workers)):
+        if not same:
             self._compare_numbers(group, step)
         if self._fresh:
             self._compare_parameters(group, f"in step {step}", _STRICT)
             self._fresh -= 1
-        self._check_own(section, step)
-        self._trained = True
 
     def _check_own(self, section: torch.Tensor, step: int) -> None:
         if self._own is not None:
-            self._check_sample(section[_MARKS : _MARKS + self._own.numel()], self._own, step)
+            self._check_sample(section[: self._own.numel()], self._own, step)
 
     def check_all(self, group: Group) -> None:
         """Compare elements of all parameters at the end of the training. ModelMismatchError on all workers."""
@@ -122,8 +129,8 @@ class Agreement:
 
     # Numbers
 
-    def _stamps(self) -> tuple[int, int]:
-        values = list(_numbers(self._optimizers, self.schedulers))
+    def _stamped(self) -> tuple[int, int]:
+        values = _numbers(self._optimizers, self.schedulers)
         if values != self._kept:
             self._kept = values
             self._checksum = zlib.crc32(repr(values).encode())
@@ -228,25 +235,17 @@ def _same(value: int, total: float, squares: float, workers: int) -> bool:
     return abs(total - workers * value) < 0.5 and abs(squares - workers * value**2) < 0.5
 
 
-def _numbers(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[object]) -> Iterator[object]:
-    """Yield what the host has; numbers in a GPU's memory are left out, for to read them is to wait."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for name, value in group.items():
-                if type(value) in _PLAIN:
-                    yield value
-                elif name != "params":
-                    yield _plain(value)
-        yield from _attributes(optimizer)
-    for scheduler in schedulers:
-        yield from _attributes(scheduler)
+def _numbers(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[object]) -> list[object]:
+    """Return what the host has; numbers in a GPU's memory are left out, for to read them is to wait."""
+    found = [v for each in optimizers for group in each.param_groups for v in group.values() if type(v) is not list]
+    if any(type(value) is torch.Tensor for value in found):
+        found = [_plain(value) if type(value) is torch.Tensor else value for value in found]
+    for part in (*optimizers, *schedulers):
+        found += [v for name, v in vars(part).items() if type(v) in _PLAIN and name[0] != "_"]
+    return found
 
 
 _PLAIN = {int, float, bool}
-
-
-def _attributes(part: Any) -> list[object]:
-    return [value for name, value in vars(part).items() if type(value) in _PLAIN and not name.startswith("_")]
 
 
 def _plain(value: object) -> object:

@@ -90,8 +90,8 @@ class Draft:
         for hook in self.scale_loss:
             loss = hook(loss)
         self.job.backward(loss, **options)
-        found: torch.Tensor = loss.detach()
-        return found
+        detached: torch.Tensor = loss.detach()
+        return detached
 
     def _apply(self, loss: torch.Tensor) -> None:
         for hook in self.before_step:

@@ -274,7 +274,7 @@ class Events:
             self._propose(session, len(self._life.changes) + 2)
 
     def _propose(self, session: Session, generation: int) -> None:
-        coordinator = session._member._coordinator
+        coordinator: Any = session._member._coordinator
         assert isinstance(coordinator, ScriptedCoordinator)
         coordinator.propose(generation)
         _wait_for_vote(session)

@@ -234,7 +234,8 @@ def adamw(s: Draft) -> None:
 @part("optimizer")
 def amsgrad_in_groups(s: Draft) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        first, *others = list(model.parameters())
+        given: list[Any] = list(model.parameters())
+        first, others = given[0], given[1:]
         return torch.optim.Adam([{"params": [first], "lr": 0.02}, {"params": others}], lr=0.01, amsgrad=True)
 
     s.make_optimizer = make
