@@ -37,6 +37,12 @@ def network() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
 
 
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    """Two ranks in this process, once: a loader process of another test may be forked while groups are dropped."""
+    return both()
+
+
 class Worker:
     """One worker's part of the sums, and what it agrees on."""
 
@@ -68,9 +74,10 @@ def met(workers: list[Worker], groups: list[Group], step: int) -> list[BaseExcep
         return list(pool.map(take, (0, 1)))
 
 
-def first_errors(workers: list[Worker], steps: int = 2 * FULL_TURN, first: int = 0) -> tuple[int, list[Any]]:
+def first_errors(
+    workers: list[Worker], groups: list[Group], steps: int = 2 * FULL_TURN, first: int = 0
+) -> tuple[int, list[Any]]:
     """(the step in which an error appears, that of each worker); -1 where none does."""
-    groups = both()
     for step in range(first, first + steps):
         errors = met(workers, groups, step)
         if any(errors):
@@ -78,12 +85,12 @@ def first_errors(workers: list[Worker], steps: int = 2 * FULL_TURN, first: int =
     return -1, []
 
 
-def test_workers_with_the_same_parameters_and_rates_agree() -> None:
-    assert first_errors([Worker(network()) for _ in range(2)])[0] == -1
+def test_workers_with_the_same_parameters_and_rates_agree(groups: list[Group]) -> None:
+    assert first_errors([Worker(network()) for _ in range(2)], groups)[0] == -1
 
 
-def test_another_learning_rate_is_named_in_its_first_step_on_both_workers_with_both_values() -> None:
-    step, errors = first_errors([Worker(network()), Worker(network(), rate=0.05)])
+def test_another_learning_rate_is_named_in_its_first_step_on_both_workers_with_both_values(groups: list[Group]) -> None:
+    step, errors = first_errors([Worker(network()), Worker(network(), rate=0.05)], groups)
     assert step == 0
     for error in errors:
         assert isinstance(error, ModelMismatchError)
@@ -93,17 +100,15 @@ def test_another_learning_rate_is_named_in_its_first_step_on_both_workers_with_b
 
 
 @pytest.mark.parametrize("name", ["momentum", "weight_decay", "nesterov"])
-def test_every_hyperparameter_is_compared_in_every_step(name: str) -> None:
+def test_every_hyperparameter_is_compared_in_every_step(name: str, groups: list[Group]) -> None:
     workers = [Worker(network()), Worker(network())]
-    groups = both()
     assert not any(error for step in range(9) for error in met(workers, groups, step))
     workers[1].optimizer.param_groups[0][name] = 0.5
     assert all(f"'{name}' of group 0" in str(error) for error in met(workers, groups, 9))
 
 
-def test_a_scheduler_that_was_stepped_with_a_local_loss_ends_all_workers() -> None:
+def test_a_scheduler_that_was_stepped_with_a_local_loss_ends_all_workers(groups: list[Group]) -> None:
     workers = [Worker(network()), Worker(network())]
-    groups = both()
     met(workers, groups, 0)
     for rank, each in enumerate(workers):
         each.scheduler.step(1.0 + rank)
@@ -112,32 +117,33 @@ def test_a_scheduler_that_was_stepped_with_a_local_loss_ends_all_workers() -> No
     assert all("attribute 'best' of ReduceLROnPlateau" in str(error) for error in errors)
 
 
-def test_a_rate_that_is_rounded_differently_is_no_difference() -> None:
-    assert first_errors([Worker(network()), Worker(network(), rate=0.1 * (1 + 1e-12))], 3)[0] == -1
+def test_a_rate_that_is_rounded_differently_is_no_difference(groups: list[Group]) -> None:
+    assert first_errors([Worker(network()), Worker(network(), rate=0.1 * (1 + 1e-12))], groups, 3)[0] == -1
 
 
-def test_a_joiner_that_differs_in_its_first_step_ends_alone() -> None:
+def test_a_joiner_that_differs_in_its_first_step_ends_alone(groups: list[Group]) -> None:
     workers = [Worker(network()), Worker(network(), rate=0.05)]
     workers[0].train_alone()
-    first, second = first_errors(workers, first=5)[1]
+    first, second = first_errors(workers, groups, first=5)[1]
     assert isinstance(first, CollectiveError)
     assert isinstance(second, ModelMismatchError)
 
 
 @pytest.mark.parametrize("name", ["0.weight", "5.bias", "9.weight"])
-def test_a_parameter_that_differs_when_workers_begin_is_named_before_a_step_is_applied(name: str) -> None:
+def test_a_parameter_that_differs_when_workers_begin_is_named_before_a_step_is_applied(
+    name: str, groups: list[Group]
+) -> None:
     """As an initialisation from the first batch leaves it, which differs from worker to worker."""
     other = network()
     with torch.no_grad():
         other.get_parameter(name).mul_(1.1)
-    step, errors = first_errors([Worker(network()), Worker(other)])
+    step, errors = first_errors([Worker(network()), Worker(other)], groups)
     assert step == 0
     assert all(isinstance(error, ModelMismatchError) and repr(name) in str(error) for error in errors)
 
 
-def test_a_parameter_that_differs_later_is_named_within_a_full_turn_and_no_worker_goes_on() -> None:
+def test_a_parameter_that_differs_later_is_named_within_a_full_turn_and_no_worker_goes_on(groups: list[Group]) -> None:
     workers = [Worker(network()), Worker(network())]
-    groups = both()
     assert not any(error for step in range(9) for error in met(workers, groups, step))
     with torch.no_grad():
         workers[1].model.get_parameter("5.bias").mul_(1.001)
@@ -150,9 +156,8 @@ def test_a_parameter_that_differs_later_is_named_within_a_full_turn_and_no_worke
     assert "'5.bias' of this worker" in str(second)
 
 
-def test_a_difference_that_no_step_has_shown_is_named_at_the_end_of_the_training() -> None:
+def test_a_difference_that_no_step_has_shown_is_named_at_the_end_of_the_training(groups: list[Group]) -> None:
     workers = [Worker(network()), Worker(network())]
-    groups = both()
     assert not any(error for step in range(9) for error in met(workers, groups, step))
     with torch.no_grad():
         workers[1].model.get_parameter("5.bias").mul_(1.001)
@@ -166,12 +171,12 @@ def test_a_difference_that_no_step_has_shown_is_named_at_the_end_of_the_training
         assert all("'5.bias' of rank 1 differs from rank 0's at the end" in each for each in pool.map(check, (0, 1)))
 
 
-def test_what_two_kinds_of_devices_round_differently_is_no_difference() -> None:
+def test_what_two_kinds_of_devices_round_differently_is_no_difference(groups: list[Group]) -> None:
     other = network()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1 + 1e-6)
-    assert first_errors([Worker(network()), Worker(other)])[0] == -1
+    assert first_errors([Worker(network()), Worker(other)], groups)[0] == -1
 
 
 def test_the_gradients_of_a_share_are_scaled_where_they_are_summed() -> None:
