@@ -24,6 +24,7 @@ from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
 from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
+from elastic_runtime.process.metric_rows import MetricRows
 from elastic_runtime.process.process_exit import end_with
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
@@ -452,6 +453,20 @@ class Job:
         """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""
         self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
 
+    def on_report(self, callback: Callable[..., object]) -> Callable[..., object]:
+        """Call `callback(metrics, step=step)` on rank 0 with the figures of each step that `report` got, once.
+
+        So `job.on_report(run.log)` of Weights & Biases, or `job.on_report(mlflow.log_metrics)`, log one row for each
+        step through changes of size: of a step that was repeated the last figures, and the rows of a lost rank 0 by
+        the worker that becomes rank 0. An exception is logged, and training continues.
+        """
+        rows = MetricRows(lambda: self.is_leader, callback)
+        reporter = self._member.reporter
+        reporter.listen("metrics", lambda line: rows.add(line["step"], _figures(line)))
+        for event in ("left", "finished"):
+            reporter.listen(event, rows.flush)
+        return callback
+
     def on_resize(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """Call it in the loop after each change of the membership; the report file's line for it is its argument."""
         return self._member.reporter.listen("resize", callback)
@@ -574,6 +589,11 @@ class Retrying:
 def current_job() -> Job | None:
     """Return the job that this process is a worker of, for integrations that do not make it; None without one."""
     return _coordinated[0] if _coordinated else None
+
+
+def _figures(line: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a line of the report file."""
+    return {name: value for name, value in line.items() if isinstance(value, float)}
 
 
 def _several(given: Any) -> list[Any]:
