@@ -36,6 +36,7 @@ QUICK = [
     ("scheduler_that_was_not_given", "fast"),
     ("running_mean_that_is_no_buffer", "fast"),
     ("split_without_a_seed", "exact"),
+    ("training_that_only_initialises", "fast"),
     ("sharded_layers", "fast"),
     ("sharded_beside_a_count_that_is_not_restored", "fast"),
 ]

@@ -41,6 +41,7 @@ class History:
     with:N — N workers begin (default 1). join:S, leave:S — after step S, with what the workers agree on. kill:S:R —
     rank R dies in step S. stop:S, stop_before:E, stop_after:E — all are stopped in step S, between the code before
     epoch E's loader and its first step, or after the code that follows it; one worker resumes.
+    crash:S, crash_after:E — the one worker dies there, and resumes from the checkpoint that is written after each step.
     """
 
     words: tuple[tuple[str, ...], ...]
@@ -60,7 +61,7 @@ class History:
             life = found[-1]
             if name == "with":
                 found[-1] = Life(values[0])
-            elif name.startswith("stop"):
+            elif name.startswith(("stop", "crash")):
                 found[-1] = replace(life, stop=(name, values[0]))
                 found.append(Life(1))
             else:
@@ -86,6 +87,11 @@ class Life:
     def first(self) -> tuple[str, ...]:
         """The members of the first generation."""
         return tuple(f"w{number}" for number in range(self.size))
+
+    @property
+    def crashes(self) -> bool:
+        """Whether its end is not announced."""
+        return self.stop is not None and self.stop[0].startswith("crash")
 
     @property
     def alone(self) -> bool:
@@ -124,7 +130,10 @@ def play(
         place = directory / f"life-{number}"
         place.mkdir(parents=True)
         saved = str(checkpoints) if len(lives) > 1 else ""
-        ended = _played(name, {"reduction": reduction, **(options or {})}, life, place, saved)
+        init = {"reduction": reduction, **(options or {})}
+        if life.crashes:
+            init["checkpoint_every_s"] = 1e-9
+        ended = _played(name, init, life, place, saved)
         stopped = life.stop is not None and all(each.model is None and not each.kind for each in ended)
         if number < len(lives) - 1 and not stopped:
             return ended
@@ -247,6 +256,7 @@ class Events:
 
         def left(session: Session, epoch: int) -> None:
             self._at(session, "stop_after", epoch)
+            self._at(session, "crash_after", epoch)
             leave(session, epoch)
 
         Session.begin, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
@@ -256,6 +266,7 @@ class Events:
         if 1 <= generation <= len(self._life.changes) and self._life.changes[generation - 1].step == step:
             self._change(session, generation)
         self._at(session, "stop", step)
+        self._at(session, "crash", step)
 
     def _change(self, session: Session, generation: int) -> None:
         change = self._life.changes[generation - 1]
@@ -268,6 +279,9 @@ class Events:
         if self._stop != (name, at):
             return
         self._stop = None
+        if self._life.crashes:
+            session._member._saving.settle()
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._life.alone:
             os.kill(os.getpid(), signal.SIGTERM)
         else:

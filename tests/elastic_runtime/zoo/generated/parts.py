@@ -164,7 +164,7 @@ class Counting(nn.Module):
         self.calls = state["calls"]
 
 
-@part("model")
+@part("model", rehearsed="depend on the number of workers")
 def extra_state(s: Draft) -> None:
     s.model = Counting()
 
@@ -188,7 +188,7 @@ class Moving(nn.Module):
         return self.inner(x) * self.gain * self.phase.float()
 
 
-@part("model", refused="", rehearsed="")
+@part("model", rehearsed="depend on the number of workers")
 def moving_buffers(s: Draft) -> None:
     s.model = Moving()
 

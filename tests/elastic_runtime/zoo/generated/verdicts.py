@@ -40,6 +40,10 @@ HISTORIES = (
     "stop_after:2",
     "stop:2 stop:9",
     "stop:5 stop:5",
+    "crash:6",
+    "crash:8",
+    "crash_after:1",
+    "crash:3 crash_after:2",
     "join:1",
     "join:5",
     "join:6",
@@ -55,6 +59,7 @@ HISTORIES = (
     "with:2 stop:6",
     "join:2 stop:9",
     "stop:5 join:9",
+    "crash:6 join:9",
 )
 """Of scripts of four steps an epoch and five epochs."""
 
