@@ -76,6 +76,7 @@ class Snapshot:
         self._foreign: dict[str, PodView] = {}
         self._non_gpu_pods = NonGpuPods()
         self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
+        self._overfull: list[str] = []  # nodes that were emitted without some of their free devices
         self._not_emitted: dict[str, PodView] = {}  # during `start`: listed, and not emitted yet
         self.stand_ins = StandIns((), self.emit, self.allocator, self.emitted_nodes)
         self._pool_nodes: dict[str, set[str]] = {}  # of autoscaled pools, by pool
@@ -165,7 +166,7 @@ class Snapshot:
             self._wake()
             return
         try:
-            seen = nodes.node_of(node, self.allocator.foreign(name), self._non_gpu_pods.on(name))
+            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name))
         except InvalidFieldError as error:
             log.error("node %s is ignored: %s", name, error)
             return
@@ -175,8 +176,10 @@ class Snapshot:
 
     def catch_up(self) -> None:
         """Emit pending changes of nodes and autoscaled pools; called once before each plan."""
-        for name in list(self._outdated):
+        overfull = [name for name in self.allocator.overfull if name in self.emitted_nodes]
+        for name in dict.fromkeys((*self._outdated, *self._overfull, *overfull)):
             self._emit_node(name)
+        self._overfull = overfull
         for name, pool in self.stand_ins.pools.items():
             self.stand_ins.adjust(name, pool.stand_ins(self._real_gpus(name), self._guaranteed_demand(name)))
 
