@@ -1,5 +1,9 @@
 """Assigns waiting pods to their owner's group; the owner is read once, when its first pod arrives.
 
+An owner that cannot be read (the conversion webhook of its kind fails, its API server does not answer) is unknown: its
+pods wait with that reason, and it is read again after growing pauses. Nothing else waits for it: a call may take
+LOOK_UP_S and is in a lane that namespaces share in turn, and the first plan waits no longer for all of them together.
+
 Owners are not watched: a cluster may have very many Jobs, and their gang size is needed only for some seconds, until
 their pods have been created. So a response is cached for a short time, and read again for pods that arrive later, and
 for groups that stay incomplete: a resumed Job creates fewer pods than it did at first, and a size may be changed.
@@ -8,19 +12,21 @@ for groups that stay incomplete: a resumed Job creates fewer pods than it did at
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
+from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, GangSize, gang_size
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
 CACHED_S: Final = 30.0
 RETRY_S: Final = 5.0
 LONGEST_PAUSE_S: Final = 60.0
+LOOK_UP_S: Final = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +48,7 @@ class Gangs:
         self._waiting: dict[Owner, dict[str, PodView]] = {}
         self._joined: dict[Owner, set[str]] = {}  # uids of pods whose group depends on the owner
         self._again: dict[Owner, tuple[float, float]] = {}  # when an incomplete group is read again, and the pause
+        self._failures: dict[Owner, tuple[str, Backoff]] = {}  # why an owner is unknown, and the pauses
         self._all_read = asyncio.Event()
         self._all_read.set()
 
@@ -90,8 +98,20 @@ class Gangs:
         self._read(owner)
 
     async def settled(self) -> None:
-        """Wait until no owner is being read."""
-        await self._all_read.wait()
+        """Wait until no owner is being read, at most LOOK_UP_S: only pods of an unknown owner wait longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_UP_S):
+                await self._all_read.wait()
+
+    def unknown(self) -> Iterator[tuple[PodView, str]]:
+        """Yield the first waiting pod of each owner that could not be read, and why it waits."""
+        for owner, (why, _) in self._failures.items():
+            if pods := self._waiting.get(owner):
+                first = min(pods.values(), key=lambda pod: (pod.created, pod.uid))
+                yield (
+                    first,
+                    f"how many pods start with it is unknown: its {owner.kind} {owner.name} cannot be read: {why}",
+                )
 
     def _cached_size(self, owner: Owner) -> GangSize | None:
         found = self._sizes.get(owner)
@@ -104,18 +124,35 @@ class Gangs:
 
     def _read(self, owner: Owner) -> None:
         self._all_read.clear()
-        write = Write(verb="GET", path=owner.path, about=f"{owner.namespace}/{owner.group}", level=logging.DEBUG)
+        write = Write(
+            verb="GET",
+            path=owner.path,
+            about=f"{owner.namespace}/{owner.group}",
+            lane=Lane.LOOK_UP,
+            level=logging.DEBUG,
+            limit_s=LOOK_UP_S,
+        )
         self._writer.submit(
             write, lambda body: self._settle(owner, gang_size(owner, body)), partial(self._failed, owner)
         )
 
     def _failed(self, owner: Owner, error: Exception) -> None:
-        """Plan the pods one by one if the owner does not exist or may not be read; else retry."""
-        if isinstance(error, ApiError) and error.status in {403, 404}:
+        """Plan the pods one by one if the API server refuses to show the owner; retry if it was unavailable."""
+        if isinstance(error, ApiError) and not is_retryable(error):
             log.warning("pods of %s/%s are planned one by one: %s", owner.namespace, owner.group, error)
             self._settle(owner, ALONE)
-        else:
-            asyncio.get_running_loop().call_later(RETRY_S, self._read, owner)
+            return
+        _, backoff = self._failures.get(owner, ("", Backoff(RETRY_S, LONGEST_PAUSE_S)))
+        self._failures[owner] = f"{error}"[:300], backoff
+        asyncio.get_running_loop().call_later(backoff.next_s(), self._read_if_needed, owner)
+
+    def _read_if_needed(self, owner: Owner) -> None:
+        if self._waiting.get(owner):
+            self._read(owner)
+        else:  # its pods were deleted meanwhile
+            self._waiting.pop(owner, None)
+            self._failures.pop(owner, None)
+            self._note_all_read()
 
     def _settle(self, owner: Owner, answer: GangSize) -> None:
         now = asyncio.get_running_loop().time()
@@ -123,8 +160,12 @@ class Gangs:
         self._sizes[owner] = answer, now
         known = (self._pods.get(uid) for uid in self._joined.get(owner, ()))
         changed = [pod for pod in known if pod is not None and _differs(pod, answer)]
+        self._failures.pop(owner, None)
         for pod in (*changed, *self._waiting.pop(owner, {}).values()):
             self._put(_grouped(pod, answer))
+        self._note_all_read()
+
+    def _note_all_read(self) -> None:
         if not self._waiting:
             self._all_read.set()
 
