@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_LABEL
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, resource_requests_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
@@ -151,3 +152,25 @@ def test_a_victim_that_crashes_in_a_loop_holds_its_gpu_until_its_object_is_gone(
     controlled.wait(lambda: "next" in controlled.waiting(other))
     controlled.cluster.api.patch(path, {"metadata": {"finalizers": None}})
     controlled.wait(lambda: controlled.bound(other) == {"next"}, controlled.log)
+
+
+def test_a_running_pod_is_counted_whatever_becomes_of_its_labels_and_its_namespace(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team, other = controlled.team(guaranteed=2, limit=2), controlled.team(guaranteed=1)
+    namespace = f"/api/v1/namespaces/{team}"
+    controlled.cluster.api.patch(namespace, {"metadata": {"labels": {labels.MANAGED: "true"}}})
+    controlled.start()
+    group: dict[str, Any] = {"labels_": {labels.POD_GROUP: "gang"}, "annotations": {labels.POD_GROUP_SIZE: "2"}}
+    first, _ = (controlled.pod(team, name, **group) for name in ("first", "second"))
+    controlled.wait(lambda: controlled.bound(team) == {"first", "second"})
+    controlled.cluster.api.patch(namespace, {"metadata": {"labels": {labels.MANAGED: None}}})
+    elsewhere = {labels.POD_GROUP: "other", JOBSET_LABEL: "another", labels.MANAGED: None}
+    controlled.cluster.api.patch(first, {"metadata": {"labels": elsewhere}})
+    controlled.pod(team, "third")
+    controlled.until_bound(controlled.pod(other, "proof"))
+    assert controlled.waiting(team) == {"third"}
+    controlled.kill()
+    controlled.start()
+    assert controlled.waiting(team) == {"third"}
+    controlled.cluster.api.delete(first)
+    controlled.wait(lambda: controlled.bound(team) == {"second", "third"}, controlled.log)
