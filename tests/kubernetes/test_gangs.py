@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kfp_gpuquota.cluster.kubernetes.convert.owners import LEADER_WORKER_LABEL, REPLICA_LABEL
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.controlled import pod_body
 from tests.kubernetes.test_owners import install_training_jobs, replicas
@@ -168,3 +169,26 @@ def test_a_restarted_worker_of_a_training_operator_is_released(controlled: Contr
     controlled.wait(lambda: "worker-1" not in controlled.pods(team))
     controlled.pod(team, "worker-1", owner=owner)
     controlled.wait(lambda: controlled.bound(team) == set(names), controlled.log)
+
+
+def test_a_leader_worker_set_that_is_raised_counts_its_new_replicas_and_lets_them_wait(controlled: Controlled) -> None:
+    """Each replica is a group of two pods; a double of the operator creates them."""
+    controlled.add_nodes(1, gpus=16)
+    team, other = controlled.team(guaranteed=6, limit=6), controlled.team(guaranteed=1)
+    controlled.start()
+
+    def replica(number: int) -> None:
+        written = {LEADER_WORKER_LABEL: "serve", REPLICA_LABEL: str(number), labels.POD_GROUP: f"serve-{number}"}
+        for name in (f"serve-{number}", f"serve-{number}-1"):
+            controlled.pod(team, name, labels_=written, annotations={labels.POD_GROUP_SIZE: "2"})
+
+    for number in range(2):
+        replica(number)
+    controlled.wait(lambda: len(controlled.bound(team)) == 4)
+    for number in range(2, 8):
+        replica(number)
+    controlled.wait(lambda: len(controlled.bound(team)) == 6, controlled.log)
+    controlled.until_bound(controlled.pod(other, "proof"))
+    running = {name.split("-")[1] for name in controlled.bound(team)}
+    assert len(running) == 3, "a replica starts whole"
+    assert len(controlled.waiting(team)) == 10

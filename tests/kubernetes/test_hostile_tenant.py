@@ -136,6 +136,11 @@ OF_ANOTHERS = {"configMapKeyRef": {"name": "gpuquota-gpu-0123456789abcdef", "key
         (asking("nvidia.com/mig-1g.10gb"), "nvidia.com/mig-1g.10gb is not counted by the quota"),
         (asking("nvidia.com/gpu.shared"), "nvidia.com/gpu.shared is not counted by the quota"),
         (asking("nvidia.com/gpumem"), "nvidia.com/gpumem is not counted by the quota"),
+        (asking("nvidia.com/pgpu"), "nvidia.com/pgpu looks like a GPU"),
+        (asking("nvidia.com/GA102GL_A10"), "nvidia.com/GA102GL_A10 looks like a GPU"),
+        (asking("volcano.sh/vgpu-number"), "volcano.sh/vgpu-number looks like a GPU"),
+        (asking("aliyun.com/gpu-mem"), "aliyun.com/gpu-mem looks like a GPU"),
+        (asking("amd.com/GPU"), "amd.com/GPU looks like a GPU"),
         ({**container(), "resourceClaims": [{"name": "g", "resourceClaimName": "c"}]}, "spec.resourceClaims is not"),
         (variable(value="all"), "NVIDIA_VISIBLE_DEVICES gives a container GPUs that the quota does not count"),
         (variable(value="0"), "NVIDIA_VISIBLE_DEVICES gives a container GPUs"),
@@ -149,12 +154,20 @@ OF_ANOTHERS = {"configMapKeyRef": {"name": "gpuquota-gpu-0123456789abcdef", "key
             "NVIDIA_VISIBLE_DEVICES gives a container GPUs",
         ),
         (container(envFrom=[{"prefix": "NVIDIA_", "configMapRef": {"name": "c"}}]), "a prefix of envFrom"),
-        (
-            {
-                **container(volumeMounts=[{"name": "v", "mountPath": "/var/run/nvidia-container-devices/all"}]),
-                "volumes": [{"name": "v", "emptyDir": {}}],
-            },
-            "mounts below /var/run/nvidia-container-devices",
+        *(
+            (
+                {
+                    **container(volumeMounts=[{"name": "v", "mountPath": path}]),
+                    "volumes": [{"name": "v", "emptyDir": {}}],
+                },
+                "mounts below /var/run/nvidia-container-devices",
+            )
+            for path in (
+                "/var/run/nvidia-container-devices/all",
+                "/var/run//nvidia-container-devices/all",
+                "/run/./nvidia-container-devices/all",
+                "/var/run/x/../nvidia-container-devices/0",
+            )
         ),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
@@ -163,6 +176,24 @@ def test_devices_that_are_not_counted_are_refused(tenant: Api, pods: str, spec: 
     body = {"metadata": {"name": "b"}, "spec": spec}
     assert sentence in refused_in_the_end(tenant, pods, body)
     assert sentence in denied(tenant.create, pods, body)
+
+
+def test_a_resource_that_the_policy_names_as_no_gpu_is_allowed(
+    hostile_cluster: DevCluster, tenant: Api, pods: str
+) -> None:
+    body = {"metadata": {"name": "b"}, "spec": asking("nvidia.com/hostdev")}
+
+    def created() -> bool:
+        try:
+            tenant.create(pods, body)
+        except ApiError:
+            return False
+        return True
+
+    assert "nvidia.com/hostdev looks like a GPU" in refused_in_the_end(tenant, pods, body)
+    hostile_cluster.api.patch(f"{PATH}/default", {"spec": {"otherResources": ["nvidia.com/hostdev"]}})
+    until(created)
+    hostile_cluster.api.patch(f"{PATH}/default", {"spec": {"otherResources": None}})
 
 
 def test_annotations_for_the_container_runtime_are_refused(tenant: Api, pods: str) -> None:

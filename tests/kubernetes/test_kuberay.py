@@ -179,6 +179,18 @@ def test_workers_that_an_operator_does_not_delete_are_evicted(ray: Ray) -> None:
     assert len(ray.workers(team)) == 1
 
 
+def test_the_replacement_of_a_worker_that_a_user_deletes_is_released(ray: Ray) -> None:
+    ray.controlled.add_nodes(1, gpus=3)
+    team = ray.team(guaranteed=2)
+    ray.controlled.start()
+    path = ray.cluster(team, group("gpu", 2, minReplicas=1, maxReplicas=3))
+    before = ray.until_workers(team, 3)
+    ray.api.delete(f"/api/v1/namespaces/{team}/pods/{min(before)}")
+    ray.until(lambda: len(ray.workers(team)) == 3 and ray.workers(team) != before)
+    assert ray.group(path)["replicas"] == 3
+    assert len(ray.workers(team) & before) == 2
+
+
 def test_a_users_own_size_is_kept_after_the_controller_has_changed_it(ray: Ray) -> None:
     ray.controlled.add_nodes(1, gpus=8)
     team = ray.team(guaranteed=8)

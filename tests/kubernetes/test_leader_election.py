@@ -223,6 +223,20 @@ def test_a_leader_whose_lease_was_deleted_makes_it_anew_with_its_epoch(elect: An
     elect(test)
 
 
+def test_a_leader_whose_namespace_was_deleted_stops_with_its_next_renewal(elect: Any) -> None:
+    async def course(election: Election) -> None:
+        api = election.cluster.api
+        namespace = election.cluster.make_namespace(f"system-{uuid.uuid4().hex[:6]}")
+        leader = LeaderElection(election.connection, namespace, "a", name=election.name, clock=election.clock)
+        assert await leader.attempt()
+        api.delete(f"/api/v1/namespaces/{namespace}")
+        api.until_gone(f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{election.name}")
+        assert not await leader.attempt()
+        assert not leader.validity.valid()
+
+    elect(course)
+
+
 def test_a_leader_may_act_for_the_renew_deadline_from_the_start_of_its_last_successful_request(elect: Any) -> None:
     async def test(election: Election) -> None:
         first = election.candidate("first")

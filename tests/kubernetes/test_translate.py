@@ -115,7 +115,7 @@ def test_a_nodes_devices_are_those_that_no_foreign_pod_holds() -> None:
             "conditions": [{"type": "Ready", "status": "True"}],
         },
     }
-    node = node_of(msgspec.convert(body, Node), foreign=(3,))
+    node = node_of(msgspec.convert(body, Node), unplanned=(3,))
     assert [d.index for d in node.devices] == [0, 1, 2]
     assert (node.ready, node.gpu_memory_mib, [t.key for t in node.taints]) == (True, 81559, ["b"])
 

@@ -25,6 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NonGpuPods
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ResourceRequests
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
@@ -77,7 +78,9 @@ class Snapshot:
         self._quota_names: dict[str, str] = {}
         self._foreign: dict[str, PodView] = {}
         self._non_gpu_pods = NonGpuPods()
+        self._planned_needs: dict[str, ResourceRequests] = {}  # of pods of the quota, by uid
         self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
+        self._overfull: list[str] = []  # nodes that were emitted without some of their free devices
         self._not_emitted: dict[str, PodView] = {}  # during `start`: listed, and not emitted yet
         self.stand_ins = StandIns((), self.emit, self.allocator, self.emitted_nodes)
         self._pool_nodes: dict[str, set[str]] = {}  # of autoscaled pools, by pool
@@ -167,7 +170,7 @@ class Snapshot:
             self._wake()
             return
         try:
-            seen = nodes.node_of(node, self.allocator.foreign(name), self._non_gpu_pods.on(name))
+            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name))
         except InvalidFieldError as error:
             log.error("node %s is ignored: %s", name, error)
             return
@@ -177,8 +180,10 @@ class Snapshot:
 
     def catch_up(self) -> None:
         """Emit pending changes of nodes and autoscaled pools; called once before each plan."""
-        for name in list(self._outdated):
+        overfull = [name for name in self.allocator.overfull if name in self.emitted_nodes]
+        for name in dict.fromkeys((*self._outdated, *self._overfull, *overfull)):
             self._emit_node(name)
+        self._overfull = overfull
         for name, pool in self.stand_ins.pools.items():
             self.stand_ins.adjust(name, pool.stand_ins(self._real_gpus(name), self._guaranteed_demand(name)))
 
@@ -317,6 +322,7 @@ class Snapshot:
 
     def _put_counted(self, pod: PodView) -> None:
         """Add or update a pod of a team: as a worker of a Ray cluster's unit, or as a job of its own or of a group."""
+        self._count_resize(pod)
         if pod.uid not in self.plain.members and self.ray.pods.owns(pod):
             self.ray.pods.put(pod)
         elif not self.unseen.holds_back(pod):
@@ -324,8 +330,19 @@ class Snapshot:
             if pod.stage is Stage.WAITING and pod.group:
                 self._wake()  # also of an incomplete group, which the scheduler does not see: users see why it waits
 
+    def _count_resize(self, pod: PodView) -> None:
+        """Count on its node what the pod requests more than it was planned with, after it was resized in place."""
+        planned = self._planned_needs.setdefault(pod.uid, pod.needs)
+        if pod.stage is Stage.WAITING:
+            self._planned_needs[pod.uid] = pod.needs
+        elif pod.holds and pod.needs != planned:
+            more = ResourceRequests(pod.needs.cpu - planned.cpu, pod.needs.memory - planned.memory)
+            self._note_more(self._non_gpu_pods.put(_resized(pod.uid), pod.node, more, slots=0))
+
     def _forget(self, uid: str) -> None:
         self.pods.pop(uid, None)
+        if self._planned_needs.pop(uid, None) is not None:
+            self._note_more(self._non_gpu_pods.drop(_resized(uid)))
 
     def _put_non_gpu_pod(self, pod: PodView) -> None:
         if pod.node:
@@ -343,11 +360,11 @@ class Snapshot:
         """Count a foreign pod by its containers' requests: its annotations were not checked by the webhook."""
         self._foreign[pod.uid] = pod
         held = self.allocator.held(pod.uid)
-        if pod.holds and held is None:
-            if pod.requested:
+        if pod.holds:
+            if held is None and pod.requested:
                 self.allocator.take(pod.uid, pod.node, pod.requested, None, foreign=True)
-            self._non_gpu_pods.put(pod.uid, pod.node, pod.needs)
-            self._emit_node(pod.node)
+            if self._non_gpu_pods.put(pod.uid, pod.node, pod.needs) is not None:
+                self._emit_node(pod.node)
         elif not pod.holds:
             self._release_foreign(pod.uid)
 
@@ -362,3 +379,7 @@ class Snapshot:
         for pod in [pod for pod in self._foreign.values() if pod.namespace == project]:
             self._release_foreign(pod.uid)
             self._put_counted(pod)
+
+
+def _resized(uid: str) -> str:
+    return f"{uid}/resized"

@@ -327,6 +327,7 @@ class Controller:
     def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)
         self.unpinned.drop(uid)
+        self._recovery.drop(uid)
         self._repulsions.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)

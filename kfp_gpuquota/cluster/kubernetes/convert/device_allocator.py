@@ -3,7 +3,8 @@
 The kubelet's device plugin chooses the real devices; these indices only have to be distinct and to survive a restart of
 the controller. They do, because the patch that admits a pod writes them into an annotation. A pod without it (bound
 before the controller was installed, or by another controller) gets free indices. If a node has lost devices under
-running pods, the pods' indices are beyond its device count.
+running pods, pods' indices are beyond its device count: as many free indices are withheld, since what counts is how
+many devices are held, not which.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class DeviceAllocator:
         self._nodes: dict[str, NodeDevices] = {}
         self._of: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._observers: list[SharedDevicesObserver] = []
+        self.overfull: dict[str, None] = {}
+        """Nodes of which devices beyond their count are held: what is withheld of them changes with every pod."""
 
     def observe(self, observer: SharedDevicesObserver) -> None:
         """Notify the observer from now on when parts of devices are taken or released."""
@@ -47,6 +50,7 @@ class DeviceAllocator:
     def resize(self, node: str, count: int) -> None:
         """Set the number of the node's devices."""
         self._node(node).count = count
+        self._note_overfull(node)
 
     def in_use(self, node: str) -> bool:
         """Return whether any of the node's devices is held."""
@@ -55,7 +59,7 @@ class DeviceAllocator:
     def idle(self, node: str) -> int:
         """Return the number of the node's devices that nobody holds."""
         state = self._node(node)
-        return state.count - len(state.taken) - len(state.parts)
+        return max(0, state.count - len(state.taken) - len(state.parts))
 
     def held(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
         """Return the (node, devices) of a holder, if any."""
@@ -64,6 +68,21 @@ class DeviceAllocator:
     def foreign(self, node: str) -> set[int]:
         """Return the node's devices that pods outside the quota hold."""
         return self._node(node).foreign
+
+    def unplanned(self, node: str) -> set[int]:
+        """Return the devices that are not planned: those of pods outside the quota, and free ones that are withheld."""
+        state = self._node(node)
+        held = state.taken.keys() | state.parts.keys()
+        beyond = sum(index >= state.count for index in held)
+        free = [index for index in range(state.count) if index not in held]
+        return state.foreign | set(free[max(0, len(free) - beyond) :])
+
+    def _note_overfull(self, node: str) -> None:
+        state = self._node(node)
+        if any(index >= state.count for held in (state.taken, state.parts) for index in held):
+            self.overfull[node] = None
+        else:
+            self.overfull.pop(node, None)
 
     def sharers(self, node: str, device: int) -> frozenset[str]:
         """Return the holders of parts of a device."""
@@ -98,6 +117,7 @@ class DeviceAllocator:
         if foreign:
             state.foreign.update(devices)
         self._of[holder] = (node, devices)
+        self._note_overfull(node)
         if part:
             self._notify(holder, node, devices)
         return devices
@@ -110,6 +130,7 @@ class DeviceAllocator:
         state = self._node(held[0])
         shared = tuple(device for device in held[1] if _leave(state, device, holder))
         state.foreign.difference_update(held[1])
+        self._note_overfull(held[0])
         if shared:
             self._notify(holder, held[0], shared)
         return held

@@ -41,12 +41,12 @@ def same_node(before: Node, after: Node) -> bool:
     )
 
 
-def node_of(node: Node, foreign: Iterable[int] = (), taken: NodeUsage | None = None) -> CountedNode:
-    """Return the node without the `foreign` devices of pods outside the quota and without the `taken` resources.
+def node_of(node: Node, unplanned: Iterable[int] = (), taken: NodeUsage | None = None) -> CountedNode:
+    """Return the node without the devices that are `unplanned`, and without the `taken` resources.
 
     A node without GPUs has no CPU and memory here: a team's quota of these counts only what GPU jobs can use.
     """
-    held, taken, allocatable = set(foreign), taken or NodeUsage(), node.status.allocatable
+    held, taken, allocatable = set(unplanned), taken or NodeUsage(), node.status.allocatable
     count, memory = gpu_count(node), bounded_number(node.metadata.labels.get(labels.GPU_MEMORY, "0"), MAX_MIB) or 0
     pod_capacity = min(MAX_COUNT, millicores(allocatable.get("pods", "0")) // MILLI) - taken.pods
     return CountedNode(

@@ -39,7 +39,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     resource_requests_of,
 )
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
-from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import unmodelled_in
+from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import DEFAULT_SCHEDULER, unmodelled_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_read
@@ -118,7 +118,9 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `unmodelled` are its constraints that only kube-scheduler checks. `reserved_on` is the annotated node of a pod that
     was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pods/unpinned.py).
-    `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so.
+    `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
+    a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
+    devices that has failed, as its kubelet reports.
     """
 
     uid: str
@@ -165,6 +167,9 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reserved_on: str = ""
     repels: tuple[Repulsion, ...] = ()
     labels: dict[str, str] = {}
+    other_gate: str = ""
+    scheduler: str = ""
+    unhealthy_gpu: str = ""
 
     @property
     def holds(self) -> bool:
@@ -281,6 +286,9 @@ def pod_view(pod: Pod) -> PodView:
         reserved_on=reserved_on,
         repels=repulsions_of(spec, meta.namespace),
         labels=meta.labels,
+        other_gate=next((one.name for one in spec.scheduling_gates if one.name != labels.QUOTA_GATE), ""),
+        scheduler="" if spec.scheduler_name == DEFAULT_SCHEDULER else spec.scheduler_name,
+        unhealthy_gpu=_unhealthy_gpu(pod),
         **{**_wishes(meta.labels, meta.annotations or {}), **(_gang(pod) if gate is None and not elastic else {})},
     )
 
@@ -467,6 +475,13 @@ def _trouble(pod: Pod) -> str:
         if condition.type == "PodScheduled" and condition.reason == "Unschedulable":
             return f"Unschedulable: {condition.message}"[:300]
     return ""
+
+
+def _unhealthy_gpu(pod: Pod) -> str:
+    """Return a GPU of the pod that its kubelet reports as unhealthy; "" if none."""
+    statuses = (*pod.status.container_statuses, *pod.status.init_container_statuses)
+    gpus = (one for s in statuses for one in s.allocated_resources_status if one.name == labels.GPU_RESOURCE)
+    return next((device.resource_id for one in gpus for device in one.resources if device.health == "Unhealthy"), "")
 
 
 def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:

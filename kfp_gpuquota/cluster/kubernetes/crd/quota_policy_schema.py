@@ -63,6 +63,14 @@ def _spec() -> Schema:
             "description": "Namespaces to which unmanaged does not apply, besides kube-* and gpuquota-*; for example"
             " those of GPU operators.",
         },
+        "otherResources": {
+            "type": "array",
+            "maxItems": MAX_EXEMPT,
+            "items": {"type": "string", "minLength": 1, "maxLength": 317},
+            "x-kubernetes-list-type": "set",
+            "description": "Resources that look like GPUs and are none, for example nvidia.com/hostdev. In managed"
+            " namespaces all other resources of nvidia.com, or with gpu in their name, are refused.",
+        },
         "pools": {
             "type": "object",
             "maxProperties": MAX_POOLS,

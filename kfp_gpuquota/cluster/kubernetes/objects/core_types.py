@@ -272,6 +272,20 @@ class ContainerState(Struct, frozen=True):
     waiting: Waiting | None = None
 
 
+class ResourceHealth(Struct, frozen=True):
+    """The health of one device of a container: Healthy, Unhealthy or Unknown."""
+
+    resource_id: str = msgspec.field(default="", name="resourceID")
+    health: str = ""
+
+
+class ResourceStatus(Struct, frozen=True):
+    """The devices of one resource that a container has, as the kubelet reports them."""
+
+    name: str = ""
+    resources: tuple[ResourceHealth, ...] = ()
+
+
 class ContainerStatus(Struct, frozen=True):
     """The status of a container."""
 
@@ -280,6 +294,7 @@ class ContainerStatus(Struct, frozen=True):
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
     container_id: str = msgspec.field(default="", name="containerID")
+    allocated_resources_status: tuple[ResourceStatus, ...] = ()
 
 
 class PodStatus(Struct, frozen=True):

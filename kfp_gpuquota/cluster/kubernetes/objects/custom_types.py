@@ -212,6 +212,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     unmanaged: str = "ignore"
     default_quota: dict[str, Any] | None = None
     exempt_namespaces: tuple[str, ...] | None = None
+    other_resources: tuple[str, ...] | None = None
     recreating_owners: tuple[str, ...] | None = None
     pools: dict[str, PolicyPool] | None = None
     isolate_workers: bool = True

@@ -1,7 +1,18 @@
-"""Detects pods that hold GPUs but do not start: kube-scheduler cannot bind them, or the kubelet cannot start them.
+"""Detects pods that hold GPUs in vain: they do not start, or their GPU has failed.
 
-The node of an admitted pod cannot be changed. So after a while a worker is recreated by this controller, and any other
-pod is evicted, so that its owner recreates it. A pod that would not be recreated is left, with an event.
+| an admitted pod                                          | event after | its GPUs are given on after             |
+|----------------------------------------------------------|-------------|-----------------------------------------|
+| has another controller's scheduling gate                 | REPORT_S    | the start-up timeout                    |
+| waits for another scheduler, or for none                 | REPORT_S    | the start-up timeout                    |
+| is not bound, is not pinned                              | REPORT_S    | the start-up timeout (see unpinned.py)  |
+| is not bound to the node to which it is pinned           | REPORT_S    | STUCK_S, if its owner recreates it      |
+| is bound, and its kubelet reports why it does not start  | REPORT_S    | the start-up timeout                    |
+| is bound, and its volumes or its network are not ready   | -           | the start-up timeout                    |
+| has a GPU that its kubelet reports as unhealthy          | REPORT_S    | GPU_FAILED_S, if its owner recreates it |
+
+To give GPUs on, the pod is evicted: the node of an admitted pod cannot be changed, and what could still start may not
+be left uncounted. A pod that has not started loses no work, so that also holds for one that no owner recreates. Workers
+of ElasticJobs have their own timeouts (elasticjob/workers/startup_timeout.py).
 """
 
 from __future__ import annotations
@@ -23,6 +34,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 STUCK_S: Final = 15.0  # longer than a node needs to free capacity, and than an autoscaler's first steps
+REPORT_S: Final = 3.0
+GPU_FAILED_S: Final = 60.0  # longer than a device plugin needs to report a device as healthy again
+_NOT_PREPARED: Final = "its volumes or its network are not ready"
 _NOT_RECREATED: Final = "no controller recreates it: delete it, and create it again"
 
 
@@ -81,10 +95,30 @@ def awaits_node(pod: PodView) -> bool:
     return pod.stage is Stage.ASSIGNED and not pod.bound and bool(pod.stand_in)
 
 
-def does_not_start(pod: PodView) -> bool:
-    """Return whether the kubelet reports a failure, or has not created the sandbox yet; image pulls may take long."""
-    starts = pod.stage is Stage.ASSIGNED and pod.bound and not pod.running
-    return starts and not pod.job_uid and (bool(pod.start_failure) or not pod.prepared)
+def start_problem(pod: PodView) -> str:
+    """Return why an admitted pod has not started; "" for one that starts, or runs. Image pulls may take long."""
+    if pod.stage is not Stage.ASSIGNED or pod.running or pod.job_uid or awaits_node(pod):
+        return ""
+    if pod.bound:
+        return pod.start_failure or ("" if pod.prepared else _NOT_PREPARED)
+    if pod.other_gate:
+        return f"scheduling gate {pod.other_gate} of another controller is still on it"
+    if pod.start_failure:
+        return pod.start_failure
+    return f"scheduler {pod.scheduler or 'kube-scheduler'} has not bound it"
+
+
+def problem_of(pod: PodView) -> str:
+    """Return what its user should be informed of at once: why the pod does not start, or that its GPU has failed."""
+    if pod.stage is Stage.ASSIGNED and pod.unhealthy_gpu:
+        return f"its GPU {pod.unhealthy_gpu} has failed"
+    problem = start_problem(pod)
+    return "" if problem == _NOT_PREPARED else problem
+
+
+def has_failed_gpu(pod: PodView) -> bool:
+    """Return whether the pod holds a GPU that has failed."""
+    return pod.stage is Stage.ASSIGNED and bool(pod.unhealthy_gpu)
 
 
 class PodRecovery:
@@ -109,15 +143,24 @@ class PodRecovery:
         self._unpinned = unpinned
         self._plain, self._elastic, self._actions, self._exclusions = plain, elastic, actions, exclusions
         self._rules, self._recorder, self._released, self._timeout_s = rules, recorder, released, timeout_s
-        self._stuck = [StuckPods(pods, self._not_bindable, is_not_bindable)]
+        self._reported: dict[str, str] = {}  # the last problem of each pod
+        self._stuck = [
+            StuckPods(pods, self._report, lambda pod: bool(problem_of(pod)), REPORT_S),
+            StuckPods(pods, self._not_bindable, is_not_bindable),
+            StuckPods(pods, self._gpu_failed, has_failed_gpu, GPU_FAILED_S),
+        ]
         if timeout_s:
-            self._stuck.append(StuckPods(pods, self._not_ready, does_not_start, timeout_s))
+            self._stuck.append(StuckPods(pods, self._not_started, lambda pod: bool(start_problem(pod)), timeout_s))
             self._stuck.append(StuckPods(pods, self._no_node_added, awaits_node, timeout_s))
 
     def note(self, pod: PodView) -> None:
         """Process an update of a pod."""
         for stuck in self._stuck:
             stuck.note(pod)
+
+    def drop(self, uid: str) -> None:
+        """Forget a deleted pod."""
+        self._reported.pop(uid, None)
 
     def close(self) -> None:
         """Cancel all timers."""
@@ -162,19 +205,38 @@ class PodRecovery:
         if node != pod.node:
             self._recorder.record(pod, "ReservationMoved", f"{why}; its GPUs {where}")
 
-    def _not_ready(self, pod: PodView) -> None:
+    def _report(self, pod: PodView) -> None:
+        """Inform the pod's user once of each problem."""
+        problem = problem_of(pod)
+        kind = problem.partition(":")[0]
+        if self._reported.get(pod.uid) == kind:
+            return
+        self._reported[pod.uid] = kind
+        until = f"; its GPUs are released if that lasts {self._timeout_s:g} s" if self._timeout_s else ""
+        what = f"it holds GPUs, but does not start: {problem}{until}" if not pod.unhealthy_gpu else problem
+        self._recorder.record(pod, "GpuFailed" if pod.unhealthy_gpu else "NotStarting", what)
+
+    def _not_started(self, pod: PodView) -> None:
         """Evict a pod that does not start; its owner's next pod waits at the gate, and gets another node."""
         if self._elastic.owns(pod):
             return
-        failure = pod.start_failure or "its volumes or its network are not ready"
-        why = f"it did not start on node {pod.node} in {self._timeout_s:g} s: {failure}"
+        where = f" on node {pod.node}" if pod.bound else ""
+        why = f"it did not start{where} in {self._timeout_s:g} s: {start_problem(pod)}; its GPUs are released"
+        self._released.inc()
         if self._rules.rules.recreates(pod):
-            self._released.inc()
             self._exclusions.note(pod)
-            self._actions.remake(pod, "NotReady", f"{why}; its GPUs are released")
         else:
-            why += "; it keeps its GPUs, because no controller recreates it: delete it"
-            self._recorder.record(pod, "NotReady", why)
+            why += "; no controller creates it again"
+        self._actions.remake(pod, "NotReady", why)
+
+    def _gpu_failed(self, pod: PodView) -> None:
+        """Replace a pod whose GPU has failed, as a lost worker."""
+        why = f"its GPU {pod.unhealthy_gpu} has failed"
+        if self._elastic.owns(pod):
+            self._recorder.record(pod, "GpuFailed", why)
+            self._elastic.pod_events.remake(pod)
+        elif self._rules.rules.recreates(pod):
+            self._actions.remake(pod, "GpuFailed", f"{why}; {self._rules.rules.consequence(pod)}")
 
     def _no_node_added(self, pod: PodView) -> None:
         """Evict a pod for which the autoscaler adds no node, if its owner recreates it, so that it is queued again."""

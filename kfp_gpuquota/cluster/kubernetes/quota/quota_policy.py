@@ -9,6 +9,7 @@
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
+| otherResources | resources that look like GPUs and are none; only the API server's policies read it | |
 | recreatingOwners | added to, or with a leading '-' removed from, the kinds of owners that recreate a deleted pod | |
 
 An invalid policy leaves the previous one in effect. Rejected: flags of the controller, which the API server's own

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -138,7 +139,13 @@ class LeaderElection:
         mine = lease is not None and lease.spec.holder_identity == self._identity
         if lease is None:
             epoch = self.epoch if self.leads else 0
-            written = await self._connection.call("POST", self._path, self._body(epoch, "", ""), retry_for_s=0)
+            try:
+                written = await self._connection.call("POST", self._path, self._body(epoch, "", ""), retry_for_s=0)
+            except ApiError as error:
+                if self.leads and _is_namespace_gone(error):
+                    log.error("the lease %s is gone with its namespace", self._name)
+                    return False  # nobody can lead there: what this process may do ends now
+                raise
         else:
             epoch = (lease.spec.lease_transitions or 0) + (not mine)
             since = lease.spec.acquire_time or "" if mine else ""
@@ -185,6 +192,13 @@ class LeaderElection:
                 "leaseTransitions": transitions,
             },
         }
+
+
+def _is_namespace_gone(error: ApiError) -> bool:
+    """Return whether a creation is refused because its namespace is being deleted, or does not exist."""
+    if error.status == HTTPStatus.FORBIDDEN:
+        return "being terminated" in error.message
+    return error.status == HTTPStatus.NOT_FOUND and "namespaces" in error.message
 
 
 def _now() -> str:

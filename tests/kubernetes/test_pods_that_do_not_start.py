@@ -1,0 +1,85 @@
+"""Admitted pods that cannot start: their users learn why at once, and their GPUs are given on after the timeout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from tests.kubernetes.test_workers_ready import complain, stuck
+
+if TYPE_CHECKING:
+    from tests.kubernetes.controlled import Controlled
+
+GPU = "nvidia.com/gpu"
+OTHER_GATE = {"schedulingGates": [{"name": labels.QUOTA_GATE}, {"name": "example.com/later"}]}
+CLAIM = {"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "never"}}]}
+
+
+def events(controlled: Controlled, team: str, name: str) -> dict[str, str]:
+    found = controlled.cluster.api.items(f"/api/v1/namespaces/{team}/events")
+    return {e["reason"]: e["message"] for e in found if e["involvedObject"]["name"] == name}
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (OTHER_GATE, "scheduling gate example.com/later of another controller"),
+        ({"schedulerName": "nobody"}, "scheduler nobody has not bound it"),
+        (CLAIM, 'persistentvolumeclaim "never" not found'),
+    ],
+    ids=["gate", "scheduler", "volume"],
+)
+def test_a_pod_that_is_not_bound_gives_its_gpus_on(controlled: Controlled, spec: dict[str, Any], why: str) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1, limit=1)
+    controlled.start("--workers-ready-timeout=6")
+    controlled.pod(team, "hangs", **spec)
+    controlled.wait(lambda: "NotStarting" in events(controlled, team, "hangs"), controlled.log)
+    assert why in events(controlled, team, "hangs")["NotStarting"]
+    assert "hangs" in controlled.pods(team)
+    controlled.until_bound(controlled.pod(team, "next"))
+    assert "its GPUs are released" in events(controlled, team, "hangs")["NotReady"]
+
+
+def test_a_bare_pod_whose_image_never_comes_gives_its_gpus_on(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start("--workers-ready-timeout=6")
+    path = controlled.pod(team, "hangs", annotations=stuck()["metadata"]["annotations"])
+    complain(controlled, path)
+    controlled.wait(lambda: "NotStarting" in events(controlled, team, "hangs"), controlled.log)
+    controlled.until_bound(controlled.pod(team, "next"))
+
+
+def test_a_node_that_lost_devices_gets_no_pod_until_enough_are_free(controlled: Controlled) -> None:
+    (node,) = controlled.add_nodes(1, gpus=8)
+    team, other = controlled.team(guaranteed=8), controlled.team(guaranteed=2)
+    controlled.start()
+    for number in range(7):
+        controlled.until_bound(controlled.pod(team, f"p{number}"))
+    controlled.cluster.api.patch(f"/api/v1/nodes/{node}/status", {"status": {"allocatable": {GPU: "4"}}})
+    controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/p0")  # it held a device that the node still has
+    controlled.pod(other, "next", nodeSelector={"kubernetes.io/hostname": node})
+    (proof,) = controlled.add_nodes(1, gpus=1)
+    controlled.until_bound(controlled.pod(team, "proof", nodeSelector={"kubernetes.io/hostname": proof}))
+    assert controlled.waiting(other) == {"next"}
+    for number in range(1, 4):
+        controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/p{number}")
+    controlled.wait(lambda: controlled.bound(other) == {"next"}, controlled.log)
+    controlled.cluster.api.patch(f"/api/v1/nodes/{node}/status", {"status": {"allocatable": {GPU: "8"}}})
+
+
+def test_a_pod_whose_gpu_has_failed_is_reported(controlled: Controlled) -> None:
+    controlled.add_nodes(2, gpus=1)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    path = controlled.pod(team, "works")
+    pod = controlled.until(path, lambda pod: pod["status"].get("containerStatuses"))
+    failed = {"name": GPU, "resources": [{"resourceID": "GPU-1", "health": "Unhealthy"}]}
+    statuses = [{**one, "allocatedResourcesStatus": [failed]} for one in pod["status"]["containerStatuses"]]
+    controlled.cluster.api.patch(f"{path}/status", {"status": {"containerStatuses": statuses}})
+    controlled.wait(lambda: "GpuFailed" in events(controlled, team, "works"), controlled.log)
+    assert "GPU-1" in events(controlled, team, "works")["GpuFailed"]
+    assert "works" in controlled.bound(team)  # nobody would create it again
