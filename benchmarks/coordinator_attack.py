@@ -614,8 +614,9 @@ async def attack(folder: Path, name: str) -> None:
     bound_tls_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
-    os.nice(15)
+    os.nice(5)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # of refused connections it writes much
+    print("begins", flush=True)
     await next(one for one in ATTACKS if one.__name__ == name)(folder)
 
 
@@ -668,6 +669,8 @@ def measure(folder: Path, names: list[str], seconds: float, show: Callable[[str]
     try:
         for name in ("start", "quiet", *names):
             attacker = None if name in {"start", "quiet"} else program("attack", folder, name)
+            if attacker is not None and attacker.stdout is not None:
+                attacker.stdout.readline()
             time.sleep(seconds)
             if attacker is not None:
                 attacker.send_signal(signal.SIGKILL)
