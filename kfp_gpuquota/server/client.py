@@ -33,6 +33,8 @@ from kfp_gpuquota.api.wire import (
     Outlook,
     PageLink,
     ProjectView,
+    StopAction,
+    StopJobs,
     SubmitJob,
     Supposition,
 )
@@ -42,7 +44,7 @@ from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 T = TypeVar("T")
@@ -165,6 +167,11 @@ class Client:
     def delete_job(self, project: str, name: str) -> None:
         """Stop the job if it runs, then delete its record, logs and checkpoints."""
         self._call("DELETE", _job_path(project, name), None)
+
+    def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs in one transaction, before the next plan. Raises NotFoundError, ConflictError."""
+        stopped = StopJobs(names=tuple(names), action=action)
+        self._call("POST", join("/v1/projects", project, "stop-jobs"), None, stopped)
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop the job; it stays listed as Cancelled."""

@@ -21,6 +21,7 @@ from kfp_gpuquota.api.wire import (
     NodeView,
     Outlook,
     ProjectView,
+    StopJobs,
     SubmitJob,
     Supposition,
 )
@@ -163,6 +164,11 @@ async def _delete_job(backend: Backend, request: Request) -> object:
     return None
 
 
+async def _stop_jobs(backend: Backend, request: Request) -> object:
+    backend.stop_jobs(request.path["project"], request.body.names, request.body.action)
+    return None
+
+
 async def _suspend_job(backend: Backend, request: Request) -> object:
     return backend.suspend_job(request.path["project"], request.path["job"])
 
@@ -231,6 +237,7 @@ ROUTES: Final = (
     Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query=_LISTED),
     Route("GET", _JOB, "One job", _get_job, answer=Job),
     Route("DELETE", _JOB, "Stop a job and forget it", _delete_job),
+    Route("POST", "/v1/projects/{project}/stop-jobs", "Stop several jobs at once", _stop_jobs, StopJobs),
     Route("POST", f"{_JOB}/cancel", "Stop a job", _cancel_job, answer=Job),
     Route("POST", f"{_JOB}/suspend", "Stop a job and keep it out of the queue", _suspend_job, answer=Job),
     Route("POST", f"{_JOB}/resume", "Put a suspended job back into the queue", _resume_job, answer=Job),
@@ -281,10 +288,12 @@ def convert_body(route: Route, body: object) -> object:
 
 
 def target_of(body: object) -> str:
-    """Return project and name that a decoded body names, for the audit log."""
+    """Return project and name that a decoded body names, or several names, for the audit log."""
     spec = body.get("spec") if isinstance(body, dict) else None
     named = spec if isinstance(spec, dict) and spec.get("name") else body if isinstance(body, dict) else {}
-    return "/".join(text for text in (named.get("project"), named.get("name")) if isinstance(text, str) and text)
+    names = named.get("names")
+    name = ",".join(map(str, names)) if isinstance(names, list) else named.get("name")
+    return "/".join(text for text in (named.get("project"), name) if isinstance(text, str) and text)
 
 
 def _value_at(value: Any, path: str) -> object:

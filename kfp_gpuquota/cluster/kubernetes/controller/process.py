@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.leader.renewal import Renewal
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
@@ -35,6 +36,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as mem
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerProcess
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
@@ -194,7 +196,8 @@ class Replica:
             key = await membership_service.read_or_make_key(connection, self._keys_namespace)
             self._controller = controller = self._make_controller(connection, certificates, election, key)
             certificates.renewed = controller.elastic.trust
-            holding = election.hold() if options.leader_elect else asyncio.Event().wait()
+            renewal = Renewal(election, lambda: Connection(load_credentials(options.kubeconfig, options.context)))
+            holding = renewal.hold() if options.leader_elect else asyncio.Event().wait()
             keeping = membership_service.keep_key(connection, self._keys_namespace, key)
             tasks = [controller.run(), holding, keeping]
             if options.what_if_port:
@@ -239,6 +242,7 @@ class Replica:
             fence=election.validity if options.leader_elect else NO_FENCE,
             epoch=election.epoch,
             page_url=options.page_url,
+            planner=PlannerProcess,
         )
 
     async def _certificates(self, connection: Connection) -> server.Certificates:

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pods import GateShape, PodView
 
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _AFFINITY: Final = "/spec/affinity"
 _TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
 
 
-def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) -> Write:
+def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *, pinned: bool = True) -> Write:
     """Return the patch that admits a gated pod to `node`: it removes the gate, pins the node and annotates the devices.
+
+    If not `pinned`, the pod only prefers the node, and kube-scheduler may bind it to another one.
 
     It tests the uid and the gate first: the second of two such patches fails and changes nothing, and so does a patch
     that arrives when another pod has the name.
@@ -32,11 +35,13 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
     pool = pool_of(node)
     if pool:
         notes[labels.OPENED] = node
+    elif not pinned:
+        notes[labels.RESERVED_ON] = node
     operations = [
         _operation("test", "/metadata/uid", pod.uid),
         _operation("test", f"{gate}/name", labels.QUOTA_GATE),
         _operation("remove", gate),
-        *(_selecting(pod.gate, pool) if pool else _pinned(pod.gate, node)),
+        *(_selecting(pod.gate, pool) if pool else _pinned(pod.gate, node) if pinned else _preferred(pod.gate, node)),
         *_annotated(pod.gate, notes),
     ]
     return Write(
@@ -70,6 +75,14 @@ def eviction(pod: PodView, grace_s: float | None = None) -> Write:
     }
     path = join(pods_path(pod.namespace), pod.name, "eviction")
     return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", lane=Lane.RELEASE, body=body)
+
+
+def reservation_note(pod: PodView, node: str, devices: tuple[int, ...]) -> Write:
+    """Return the patch that annotates where a pod that is not pinned holds devices; "" for no node."""
+    notes = {labels.RESERVED_ON: node, labels.DEVICES: ",".join(map(str, devices))}
+    body = {"metadata": {"uid": pod.uid, "annotations": notes}}
+    path = f"{pods_path(pod.namespace)}/{pod.name}"
+    return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
 def reclaim_note(pod: PodView, at: float) -> Write:
@@ -110,6 +123,18 @@ def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
         )
         for i, has in enumerate(gate.terms)
     ]
+
+
+def _preferred(gate: GateShape, node: str) -> list[dict[str, Any]]:
+    """Return the operation that adds the node to the preferred ones, with the greatest weight."""
+    term = {"weight": 100, "preference": {"matchFields": [node_term(node)]}}
+    if gate.prefers:
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity/{PREFERRED}/-", term)]
+    if gate.affinity == 2:
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity/{PREFERRED}", [term])]
+    if gate.affinity == 1:
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity", {PREFERRED: [term]})]
+    return [_operation("add", _AFFINITY, {"nodeAffinity": {PREFERRED: [term]}})]
 
 
 def _selecting(gate: GateShape, pool: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import msgspec
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
+from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
 from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
@@ -35,7 +35,7 @@ from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -269,6 +269,16 @@ class KubernetesClient:
         """Stop and delete a job."""
         self._found(project, name)
         self.calls.delete(_job(project, name))
+
+    def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs; the API server has no transaction for several objects."""
+        stop = {
+            StopAction.DELETE: self.delete_job,
+            StopAction.SUSPEND: self.suspend_job,
+            StopAction.CANCEL: self.cancel_job,
+        }[action]
+        for name in names:
+            stop(project, name)
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop a job; it stays listed as Cancelled."""

@@ -1,4 +1,4 @@
-"""Leader election by one Lease, with the semantics of client-go's `leaderelection` package.
+"""Leader election by one Lease, with the semantics and the periods of client-go's `leaderelection` package.
 
 The holder renews the lease; a candidate acquires it when it has not changed for its duration, by the candidate's own
 clock. The holder stops leading `renew_deadline_s` after the *start* of its last successful request (client-go counts
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 
 NAME: Final = "gpuquota-controller"
-DURATION_S: Final = 12.0
-RENEW_DEADLINE_S: Final = 8.0
+DURATION_S: Final = 15.0
+RENEW_DEADLINE_S: Final = 10.0
 RETRY_S: Final = 2.0
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class LeaderElection:
         self._connection, self._identity, self._name = connection, identity, name
         self._path = join("/apis/coordination.k8s.io/v1/namespaces", namespace, "leases")
         self._duration_s, self._renew_deadline_s, self._retry_s = duration_s, renew_deadline_s, retry_s
-        self._clock = clock
+        self._clock = self.clock = clock
         self._seen: tuple[str, float] = ("", 0.0)  # resourceVersion of the lease, and when it was first read
         self._version = ""  # resourceVersion of the lease as this process last wrote it
         self.validity = LeaseValidity(renew_deadline_s, clock)
@@ -71,12 +71,20 @@ class LeaderElection:
             await asyncio.sleep(self._retry_s)
         log.info("%s leads, epoch %d", self._identity, self.epoch)
 
-    async def hold(self) -> None:
-        """Renew the lease until this process must not lead any more."""
-        while self.leads and (remaining_s := self.validity.remaining_s()) > 0:
-            await asyncio.sleep(min(self._retry_s, remaining_s))
-            if self.validity.valid():
-                await self.attempt()
+    async def hold(self, connection: Connection | None = None, alive: Callable[[], bool] = lambda: True) -> None:
+        """Renew the lease until this process must not lead any more; while not `alive()` it is not renewed.
+
+        It may run in another thread, with a `connection` of that thread: then no other method is called meanwhile.
+        """
+        own = self._connection
+        try:
+            self._connection = connection or own
+            while self.leads and (remaining_s := self.validity.remaining_s()) > 0:
+                await asyncio.sleep(min(self._retry_s, remaining_s))
+                if alive() and self.validity.valid():
+                    await self.attempt()
+        finally:
+            self._connection = own
         self.leads = False
         self.validity.revoke()
         log.error("%s is no longer the leader", self._identity)
