@@ -226,6 +226,15 @@ def test_a_job_has_as_many_connections_as_its_workers_need(monkeypatch: pytest.M
     run(scenario)
 
 
+def test_a_job_that_is_evicted_keeps_the_bounds_of_the_workers_that_leave() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, [f"{JOB}-{number}" for number in range(50)])
+        bench.service.set_target(JOB, [])
+        assert bench.job.bounds.workers == 50
+
+    run(scenario)
+
+
 # Workers
 
 
