@@ -391,7 +391,7 @@ def test_a_jobs_work_is_done_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
-def test_a_job_that_holds_too_much_is_told_how_much() -> None:
+def test_the_refusal_of_a_job_that_holds_too_much_names_how_much() -> None:
     bounds = JobBounds()
     refused = pytest.raises(ClusterUnavailableError, match="1 more do not fit")
     with bounds.holding(job_bounds.HELD_BYTES), refused, bounds.holding(1):

@@ -7,7 +7,7 @@ loop. A connection releases its slot when it is proven (`Entry.prove`) or ends; 
 If all slots are taken while another source waits, the source with the most slots loses its oldest one.
 
 Rejected: asyncio's own `create_server(ssl=...)`, which accepts up to a backlog of connections in one turn of the loop,
-allocates TLS state for each of them, and tells the application of a connection after its handshake.
+allocates TLS state for each of them, and reports a connection to the application after its handshake.
 """
 
 from __future__ import annotations
