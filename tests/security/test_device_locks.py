@@ -50,7 +50,7 @@ class Machine:
         self.record = shared / "mine.json"
 
     def mine(self) -> None:
-        """Take the GPU, and give it free."""
+        """Take the GPU, and release it."""
         with hold(GPU, self.record, prefix=self.prefix, earlier=self.shared):
             pass
 

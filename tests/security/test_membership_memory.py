@@ -88,7 +88,7 @@ class Caller:
         return status, json.loads(body)
 
     async def ended(self) -> bool:
-        """Return whether the other end closes the connection, without an answer."""
+        """Read a byte; return whether the other end has closed the connection instead."""
         try:
             return await self.reader.read(1) == b""
         except ConnectionError:
@@ -222,6 +222,15 @@ def test_a_job_has_as_many_connections_as_its_workers_need(monkeypatch: pytest.M
         fifth.send("store/1/wait", json.dumps({"keys": ["absent"], "timeout_s": 60}).encode())
         await until_async(lambda: all(not one.idle for one in bench.job.bounds._connections))
         assert (await (await bench.connect()).ask("count"))[0] == 503
+
+    run(scenario)
+
+
+def test_a_job_that_is_evicted_keeps_the_bounds_of_the_workers_that_leave() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, [f"{JOB}-{number}" for number in range(50)])
+        bench.service.set_target(JOB, [])
+        assert bench.job.bounds.workers == 50
 
     run(scenario)
 
@@ -382,7 +391,7 @@ def test_a_jobs_work_is_done_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
-def test_a_job_that_holds_too_much_is_told_how_much() -> None:
+def test_the_refusal_of_a_job_that_holds_too_much_names_how_much() -> None:
     bounds = JobBounds()
     refused = pytest.raises(ClusterUnavailableError, match="1 more do not fit")
     with bounds.holding(job_bounds.HELD_BYTES), refused, bounds.holding(1):
@@ -407,17 +416,53 @@ def test_a_silent_connection_counts_and_has_no_tls_state() -> None:
     run(scenario, per_source=4, handshake_s=2.0)
 
 
+def hello(bench: Bench) -> bytes:
+    """Return the first record of a handshake."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        bench.trusting.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+    return outgoing.read()
+
+
+def test_a_handshake_that_arrives_in_pieces_is_made() -> None:
+    async def scenario(bench: Bench) -> None:
+        caller = await bench.connect(tls=False)
+        first = hello(bench)
+        for start in range(0, len(first), 7):
+            caller.writer.write(first[start : start + 7])
+            await caller.writer.drain()
+            await asyncio.sleep(0)
+            if start + 7 < len(first):
+                assert bench.site._acceptor.unproven == 0
+        assert (await caller.reader.read(1)) == b"\x16"
+
+    run(scenario)
+
+
+def test_what_is_no_handshake_is_closed_at_once() -> None:
+    async def scenario(bench: Bench) -> None:
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"\x17\x03\x03"):
+            caller = await bench.connect(tls=False)
+            caller.writer.write(junk)
+            assert await caller.ended()
+
+    run(scenario, handshake_s=30.0)
+
+
 def test_half_a_handshake_ends_in_time_and_keeps_no_other_source_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting, "UNPROVEN", 8)
+    monkeypatch.setattr(accepting, "OF_ONE", 4)
+    monkeypatch.setattr(accepting, "READY_S", 1.5)
 
     async def scenario(bench: Bench) -> None:
-        half = [await bench.connect(tls=False) for _ in range(20)]
-        for one in half:
-            one.writer.write(b"\x16\x03\x01\x02\x00\x01")
+        half = [await bench.connect(tls=False) for _ in range(40)]
+        for number, one in enumerate(half):
+            one.writer.write(hello(bench) if number < 20 else hello(bench)[:100])
         await until_async(lambda: bench.site._acceptor.unproven == 4)
         for _ in range(3):
             assert (await (await bench.connect(THERE)).ask("count"))[0] == 200
-        assert all([await one.ended() for one in half])
+        for one in half:
+            while not await one.ended():
+                pass
         await until_async(lambda: bench.open == 3)
 
     run(scenario, handshake_s=1.5)
@@ -425,6 +470,7 @@ def test_half_a_handshake_ends_in_time_and_keeps_no_other_source_out(monkeypatch
 
 def test_a_source_that_waits_gets_the_slot_of_the_one_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "UNPROVEN", 4)
+    monkeypatch.setattr(accepting, "OF_ONE", 2)
     monkeypatch.setattr(accepting, "OLD_S", 0.1)
     monkeypatch.setattr(accepting, "SWEEP_S", 0.05)
 

@@ -56,7 +56,7 @@ class Turn:
 
 
 class JobBounds:
-    """One job's use. `workers`: the number that the cluster has given it, kept up to date by the service."""
+    """One job's use. `workers`: the most that the cluster has given it at a time, kept up to date by the service."""
 
     def __init__(self) -> None:
         self.workers = 0

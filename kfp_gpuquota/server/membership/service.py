@@ -260,7 +260,8 @@ class MembershipService:
     def _apply(self, job_uid: str, event: Event) -> None:
         job = self._job(job_uid)
         if isinstance(event, TargetChanged):
-            job.bounds.workers = len(event.workers)
+            # The most so far: of a job that is evicted all workers still leave by agreement.
+            job.bounds.workers = max(job.bounds.workers, len(event.workers))
         job.outbox += job.machine.apply(event, self._clock())
         self._drain(job_uid, job)
 

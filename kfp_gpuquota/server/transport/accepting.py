@@ -1,12 +1,13 @@
 """Accepts the connections of a TLS port, and bounds what those cost that have proven nothing yet.
 
-A connection is counted when it is accepted. It costs a socket until its first bytes arrive; only then is its TLS state
-made (some 100 KiB in asyncio), of at most `UNPROVEN` connections at a time and half as many from one source, sources in
-turn. It gives its slot free when it is proven (`Entry.prove`) or ends; the time limits of `Limits` see to that. If all
-slots are taken while another source waits, the source with the most slots loses its oldest one.
+A connection is counted when it is accepted. It costs a socket until the first record of its handshake has arrived as a
+whole; only then is its TLS state made (some 60 KiB), of at most `UNPROVEN` connections at a time and `OF_ONE` from one
+source, sources in turn. So the costly part of a handshake is done when it begins, and few begin in one turn of the
+loop. A connection releases its slot when it is proven (`Entry.prove`) or ends; the time limits of `Limits` ensure that.
+If all slots are taken while another source waits, the source with the most slots loses its oldest one.
 
 Rejected: asyncio's own `create_server(ssl=...)`, which accepts up to a backlog of connections in one turn of the loop,
-allocates TLS state for each of them, and tells the application of a connection after its handshake.
+allocates TLS state for each of them, and reports a connection to the application after its handshake.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import socket
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,13 +25,13 @@ from aiohttp import web
 from kfp_gpuquota.server.transport.connections import Connection, LimitedRunner, address
 
 if TYPE_CHECKING:
-    import socket
     import ssl
 
     from kfp_gpuquota.server.transport.connections import Entry
 
-UNPROVEN: Final = 128
-"""Connections with TLS state that are not proven; each may need 100 KiB."""
+UNPROVEN: Final = 1024
+"""Connections with TLS state that are not proven."""
+OF_ONE: Final = 256
 AT_ONCE: Final = 8
 """Handshakes that begin in one turn of the event loop: each costs about a millisecond."""
 ACCEPTED_AT_ONCE: Final = 64
@@ -38,6 +40,10 @@ SHUTDOWN_S: Final = 5.0
 """For the other end's part in the end of a TLS connection."""
 OLD_S: Final = 2.0
 NO_DESCRIPTORS_S: Final = 1.0
+READY_S: Final = 30.0
+"""A connection that has to wait for a slot so long has probably been given up by its other end."""
+_HANDSHAKE_RECORD: Final = 22
+_RECORD_HEAD: Final = 5
 _NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 log = logging.getLogger(__name__)
@@ -64,6 +70,7 @@ class _Waiting:
         self.socket, self.entry, self.at = connected, entry, at
         self.task: asyncio.Task[None] | None = None
         self.connection: Connection | None = None
+        self.awaited_bytes = 0
 
 
 class Acceptor:
@@ -143,6 +150,22 @@ class Acceptor:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _has_bytes(self, one: _Waiting) -> None:
+        """Start the handshake once its first record is there; until then the kernel wakes nobody for a part of it."""
+        try:
+            head = one.socket.recv(_RECORD_HEAD, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            head = b""
+        if not head or head[0] != _HANDSHAKE_RECORD:
+            self._drop(one)
+            return
+        whole = _RECORD_HEAD + int.from_bytes(head[3:], "big") if len(head) == _RECORD_HEAD else _RECORD_HEAD
+        if one.awaited_bytes < whole and len(one.socket.recv(whole, socket.MSG_PEEK)) < whole:
+            one.awaited_bytes = whole
+            one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, whole)
+            return
+        one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         self._loop.remove_reader(one.socket.fileno())
         del self._silent[one]
         self._ready.setdefault(one.entry.source, deque()).append(one)
@@ -172,7 +195,7 @@ class Acceptor:
     def _next_source(self) -> str | None:
         if self.unproven >= UNPROVEN:
             return None
-        return next((s for s in self._ready if len(self._unproven.get(s, ())) < UNPROVEN // 2), None)
+        return next((s for s in self._ready if len(self._unproven.get(s, ())) < OF_ONE), None)
 
     async def _handshake(self, one: _Waiting) -> None:
         def connection() -> Connection:
@@ -210,9 +233,12 @@ class Acceptor:
     def _sweep(self) -> None:
         """Close connections that are silent for too long, and make way for a source that waits."""
         now = self._loop.time()
-        for waiting in (self._silent, *self._ready.values()):
+        for waiting, limit_s in (
+            (self._silent, self._limits.handshake_s),
+            *((q, READY_S) for q in self._ready.values()),
+        ):
             for one in list(waiting):
-                if now - one.at < self._limits.handshake_s:
+                if now - one.at < limit_s:
                     break
                 self._drop(one)
         if self._ready and self._next_source() is None:
