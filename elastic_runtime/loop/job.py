@@ -22,6 +22,7 @@ from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
+from elastic_runtime.loop.uncaught import note_on_lightning
 from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
 from elastic_runtime.process.metric_rows import MetricRows
@@ -525,7 +526,7 @@ class Job:
         began = self._session is not None and self._session.started
         if began or self.leaving or hasattr(sys, "last_type") or _trained:
             return
-        print(f"{UsageError.__name__}: {UNTRAINED}", file=sys.stderr, flush=True)  # noqa: T201  (there is no caller)
+        print(f"{UsageError.__name__}: {UNTRAINED}{note_on_lightning()}", file=sys.stderr, flush=True)  # noqa: T201  (there is no caller)
         end_with(UsageError.exit_code)
 
     def _check_only_one(self) -> None:
