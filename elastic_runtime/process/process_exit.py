@@ -46,7 +46,7 @@ def note_exit_codes() -> None:
         original(code)  # type: ignore[arg-type]
 
     noted.notes = True  # type: ignore[attr-defined]
-    sys.exit = noted  # type: ignore[assignment]
+    sys.exit = noted
 
 
 def failed() -> bool:
