@@ -2,6 +2,7 @@
 
     python benchmarks/controller.py --case fill|gang|single|reclaim|start|idle [--nodes 500] [--gpus 8] [--compare N]
     python benchmarks/controller.py --case webhook-under-plan [--nodes 250] [--gpus 8]
+    python benchmarks/controller.py --case shapes [--nodes 100] [--gpus 8] [--shapes 10000]
     python benchmarks/controller.py --case reconnect [--workers 5000] [--job-size 50] [--shards 4]
 
 fill:    4,000 one-GPU pods created as fast as possible, until all are bound
@@ -11,6 +12,10 @@ single:  one pod at a time on a cluster that runs 3,600; from its creation to bo
 reclaim: all GPUs of 250 nodes held by one team's pods, another submits 1,000 within its quota, until all are bound
 start:   how long a controller that starts takes to its first plan, on 10,000 nodes and 100,000 pods of which 80,000
          run and 20,000 need no GPU; and by how much it was ever late to renew its Lease (benchmarks/start_bench.py)
+shapes:  one team submits --shapes gated pods, each with a nodeSelector of its own that no node matches; meanwhile and
+         afterwards another team's pods, one at a time, from their creation to bound (`beside_ms`, `after_ms`), against
+         the same before (`alone_ms`); `times` is the ratio of the worse median, `leaders` how often the Lease was
+         acquired
 idle:    CPU of the controller over 60 s on a cluster that runs 3,600 pods and where nothing happens, as `writes_per_s`
          tells
 
@@ -44,6 +49,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import start_bench
@@ -66,8 +73,10 @@ from tools.devcluster import DevCluster, Options
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-CASES = ["fill", "gang", "single", "reclaim", "start", "idle", "reconnect", "webhook-under-plan"]
+CASES = ["fill", "gang", "single", "reclaim", "shapes", "start", "idle", "reconnect", "webhook-under-plan"]
 IDLE_S = 60.0
+ROUNDS = 20
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/gpuquota-system/leases/gpuquota-controller"
 GATED = {"schedulingGates": [{"name": labels.QUOTA_GATE}]}
 
 
@@ -130,10 +139,10 @@ async def single(bench: Bench, rounds: int) -> dict[str, Any]:
     }
 
 
-async def one(bench: Bench, body: dict[str, Any]) -> float:
+async def one(bench: Bench, body: dict[str, Any], team: str = "team-a") -> float:
     """Seconds from a pod's creation to bound."""
     started = time.perf_counter()
-    names = await bench.create_all("team-a", [body])
+    names = await bench.create_all(team, [body])
     await bench.until_bound(names)
     seconds = bench.bound[names[0]] - started
     await asyncio.sleep(0.2)
@@ -162,6 +171,37 @@ async def webhook_under_plan(bench: Bench, gpus: int, count: int) -> dict[str, A
         return {**result, **await load.ask("end"), "quiet_p99_ms": quiet["p99_ms"]}
 
 
+async def shapes(bench: Bench, count: int) -> dict[str, Any]:
+    """Run the case and return its figures."""
+    alone = [await one(bench, pod(f"alone-{i}"), "team-b") for i in range(ROUNDS)]
+    started = time.perf_counter()
+    creating = asyncio.create_task(bench.create_all("team-a", [shaped(i) for i in range(count)]))
+    beside: list[float] = []
+    while not creating.done():
+        beside.append(await one(bench, pod(f"beside-{len(beside)}"), "team-b"))
+    created_s = time.perf_counter() - started
+    await creating
+    after = [await one(bench, pod(f"after-{i}"), "team-b") for i in range(ROUNDS)]
+    lease = msgspec.json.decode(await bench.api.call("GET", LEASE))
+    worst = max(statistics.median(beside), statistics.median(after))
+    return {
+        "alone_ms": milliseconds(alone),
+        "beside_ms": milliseconds(beside),
+        "after_ms": milliseconds(after),
+        "times": round(worst / statistics.median(alone), 1),
+        "created_s": round(created_s, 1),
+        "leaders": lease["spec"].get("leaseTransitions", 0),
+        "pods": count + len(alone) + len(beside) + len(after),
+    }
+
+
+def shaped(number: int) -> dict[str, Any]:
+    """A gated pod that no other one is like, and that no node admits."""
+    body = pod(f"shape-{number}")
+    body["spec"]["nodeSelector"] = {"shape": f"s{number}"}
+    return body
+
+
 async def run_case(bench: Bench, options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Nodes, teams, the controller and the case."""
     gpus = options.nodes * options.gpus
@@ -174,14 +214,14 @@ async def run_case(bench: Bench, options: argparse.Namespace, log: Path) -> dict
         return await compared(bench, options, log)
     if options.alone:
         return await measured(bench, None, options.case, gpus)
-    async with controlling(bench, log) as controller:
-        return await measured(bench, controller, options.case, gpus)
+    async with controlling(bench, log, *(["--leader-elect"] if options.case == "shapes" else [])) as controller:
+        return await measured(bench, controller, options.case, gpus, shapes_=options.shapes)
 
 
 @contextlib.asynccontextmanager
-async def controlling(bench: Bench, log: Path) -> AsyncIterator[Controller]:
+async def controlling(bench: Bench, log: Path, *arguments: str) -> AsyncIterator[Controller]:
     """A controller that has admitted its first pod."""
-    controller = Controller(bench.cluster.kubeconfig, log)
+    controller = Controller(bench.cluster.kubeconfig, log, *arguments)
     try:
         await bench.until_bound(await bench.create_all("team-a", [pod("first")]))
         await bench.empty()
@@ -214,11 +254,11 @@ async def compared(bench: Bench, options: argparse.Namespace, log: Path) -> dict
 
 
 async def measured(
-    bench: Bench, controller: Controller | None, case: str, gpus: int, tag: str = "pod"
+    bench: Bench, controller: Controller | None, case: str, gpus: int, tag: str = "pod", shapes_: int = 0
 ) -> dict[str, Any]:
     """One of the cases that a running controller is there for; without one it is kube-scheduler's alone."""
     before, cpu_before = await bench.writes(), bench.cpu_s(controller)
-    result = await measure(bench, controller, case, gpus, tag)
+    result = await (shapes(bench, shapes_) if case == "shapes" else measure(bench, controller, case, gpus, tag))
     writes, cpu_s = await bench.writes() - before, bench.cpu_s(controller)
     print("writes:", dict(writes.most_common(8)))
     made = max(1, writes["POST pods/"])  # those that fill the cluster first, too
@@ -226,7 +266,7 @@ async def measured(
     result["cpu_s"] = {name: round(used - cpu_before[name], 1) for name, used in cpu_s.items()}
     if controller is not None:
         result["controller_ms_per_pod"] = round(1000 * (cpu_s["controller"] - cpu_before["controller"]) / made, 2)
-        result["peak_mib"] = controller.peak_mib()
+        result["peak_mib"], result["pss_mib"] = controller.peak_mib(), controller.pss_mib()
     return result
 
 
@@ -294,6 +334,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=8, help="of each node")
     parser.add_argument("--alone", action="store_true", help="kube-scheduler alone (fill, gang)")
     parser.add_argument("--compare", type=int, default=0, metavar="N", help="N times each way in turn (fill, gang)")
+    parser.add_argument("--shapes", type=int, default=10_000, help="pods of different shapes (shapes)")
     parser.add_argument("--workers", type=int, default=5000, help="simulated ones (reconnect)")
     parser.add_argument("--job-size", type=int, default=50, help="workers of each job (reconnect)")
     parser.add_argument("--shards", type=int, default=4, help="membership processes (reconnect)")

@@ -199,9 +199,18 @@ class Controller:
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return round(int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024, 1)
 
+    def pss_mib(self) -> float:
+        """The memory that it and its planner have now; a page that both share counts once."""
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        rollups = [Path(f"/proc/{one}/smaps_rollup").read_text() for one in (pid, *children)]
+        return round(sum(int(re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE)[0]) for text in rollups) / 1024, 1)
+
     def cpu_s(self) -> float:
-        """CPU time used so far."""
-        return cpu_s(self._process.pid)
+        """CPU time used so far, with its planner's."""
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return sum(cpu_s(int(one)) for one in (pid, *children))
 
     def stop(self) -> None:
         """End it."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import CheckpointError
 from elastic_runtime.state.codec import decode, encode
+from elastic_runtime.state.file_owner import is_own
 from elastic_runtime.state.layouts import allocate, describe, flat
 from elastic_runtime.state.packing import pack, unpack
 
@@ -71,6 +73,7 @@ def write_whole(target: Path, partial: Path, step: int, blocks: Iterable[bytes |
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~stat.S_IWOTH)  # see `file_owner`
             file.writelines(blocks)
             file.flush()
             os.fsync(file.fileno())
@@ -119,7 +122,7 @@ def _read(file: BufferedReader) -> tuple[int, Any]:
         checksum = zlib.crc32(part, checksum)
     if file.read() != checksum.to_bytes(4, "little"):
         raise CheckpointError(_WRONG_CHECKSUM)
-    return step, unpack(skeleton, tensors)
+    return step, unpack(skeleton, tensors, trusted=is_own(file))
 
 
 _WRONG_CHECKSUM = "its checksum is wrong"
@@ -130,7 +133,7 @@ def _head(file: BufferedReader, start: bytes, length: int) -> tuple[Any, int]:
     stored, raw = file.read(4), file.read(length)
     if stored != zlib.crc32(raw, zlib.crc32(start)).to_bytes(4, "little"):
         raise CheckpointError(_WRONG_CHECKSUM)
-    return decode(raw, trusted=True), zlib.crc32(raw, zlib.crc32(stored, zlib.crc32(start)))
+    return decode(raw, trusted=is_own(file)), zlib.crc32(raw, zlib.crc32(stored, zlib.crc32(start)))
 
 
 def _sync_directory(directory: Path) -> None:

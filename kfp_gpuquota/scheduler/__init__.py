@@ -4,9 +4,11 @@ Belongs here: fair share, queue order, gangs, placement, reclaim, preemption, el
 Does not belong here: clocks, I/O, logging, randomness. docs/scheduler.md has the vocabulary and the rules in order.
 """
 
-from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
+from kfp_gpuquota.scheduler.actions.promises import changed_promises
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.events import (
+    ConstraintsChanged,
     Event,
     JobCompleting,
     JobDeferred,
@@ -18,6 +20,8 @@ from kfp_gpuquota.scheduler.state.events import (
     NodeChanged,
     NodeRemoved,
     NodesBarred,
+    Placement,
+    PlacementsPromised,
     ProgressReported,
     QuotaChanged,
     QuotaRemoved,
@@ -31,6 +35,7 @@ from kfp_gpuquota.scheduler.whatif import WhatIf, what_if
 
 __all__ = [
     "Bind",
+    "ConstraintsChanged",
     "Event",
     "Evict",
     "JobCompleting",
@@ -46,6 +51,7 @@ __all__ = [
     "NodesBarred",
     "Nominate",
     "Placement",
+    "PlacementsPromised",
     "Plan",
     "ProgressReported",
     "QuotaChanged",
@@ -57,6 +63,7 @@ __all__ = [
     "WorkerGone",
     "WorkerLeaving",
     "WorkerStarted",
+    "changed_promises",
     "plan",
     "what_if",
 ]

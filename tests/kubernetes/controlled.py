@@ -251,8 +251,10 @@ def gpus_of(pod: Object) -> int:
 
 
 def _devices(pod: Object) -> list[str]:
-    noted = pod["metadata"].get("annotations", {}).get(labels.DEVICES, "")
-    return noted.split(",") if noted else []
+    annotations = pod["metadata"].get("annotations", {})
+    noted = annotations.get(labels.DEVICES, "")
+    here = annotations.get(labels.RESERVED_ON, pod["spec"]["nodeName"]) == pod["spec"]["nodeName"]
+    return noted.split(",") if noted and here else []
 
 
 def _is_ready(process: forked.Program, log: Path) -> bool:

@@ -51,12 +51,14 @@ def patched(body: dict[str, Any], operations: list[dict[str, Any]]) -> dict[str,
         place: Any = whole
         for part in path:
             place = place[int(part) if isinstance(place, list) else part]
+        if operation["op"] == "test":
+            continue
         if last == "-":
             place.append(operation["value"])
+        elif operation["op"] == "remove":
+            del place[int(last) if isinstance(place, list) else last]
         elif isinstance(place, list):
             place[int(last)] = operation["value"]
-        elif operation["op"] == "remove":
-            del place[last]
         else:
             place[last] = operation["value"]
     return whole

@@ -14,7 +14,7 @@ from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from tests.kubernetes.detached import JOBS, Detached, detached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from kfp_gpuquota.scheduler.state.state import State
 
@@ -34,7 +34,7 @@ class Machine:
         self.since_boot += seconds
 
 
-def with_machine(scenario: Callable[[Detached, Machine], None]) -> None:
+def with_machine(scenario: Callable[[Detached, Machine], Awaitable[None] | None]) -> None:
     """Play the scenario to a controller on such a machine, which knows no job yet."""
 
     async def all_of_it() -> None:
@@ -42,7 +42,8 @@ def with_machine(scenario: Callable[[Detached, Machine], None]) -> None:
         clock = SteadyClock(0.0, lambda: machine.time, lambda: machine.since_boot)
         async with detached(clock=clock) as test:
             await test.start()
-            scenario(test, machine)
+            if (more := scenario(test, machine)) is not None:
+                await more
 
     asyncio.run(all_of_it())
 
@@ -94,11 +95,11 @@ def test_the_time_of_plans_never_decreases(monkeypatch: pytest.MonkeyPatch) -> N
         planned_at.append(now)
         return plan(state, now)
 
-    def scenario(test: Detached, machine: Machine) -> None:
-        test.controller._plan_once(0.0)
+    async def scenario(test: Detached, machine: Machine) -> None:
+        await test.controller._plan_once(0.0)
         machine.time -= DAY_S
         machine.passes(5)
-        test.controller._plan_once(0.0)
+        await test.controller._plan_once(0.0)
         assert planned_at == [NOON, NOON + 5]
 
     monkeypatch.setattr(scheduler, "plan", observed)

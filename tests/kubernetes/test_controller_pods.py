@@ -340,6 +340,7 @@ def test_a_pod_that_nobody_would_make_anew_is_not_moved_to_make_room(controlled:
 
 
 def test_a_pod_whose_place_was_taken_is_made_anew_by_its_owner_and_sent_elsewhere(controlled: Controlled) -> None:
+    """Start where an earlier controller has pinned a pod to a node that kube-scheduler refuses."""
     nodes = sorted(controlled.add_nodes(2, gpus=1))
     team = controlled.team(guaranteed=2)
     port = {"ports": [{"containerPort": 80, "hostPort": 8080}]}
@@ -348,15 +349,20 @@ def test_a_pod_whose_place_was_taken_is_made_anew_by_its_owner_and_sent_elsewher
     template = {"metadata": {"labels": {"app": "x"}}, "spec": body["spec"]}
     sets = f"/apis/apps/v1/namespaces/{team}/replicasets"
     spec = {"replicas": 1, "selector": {"matchLabels": {"app": "x"}}, "template": template}
-    controlled.cluster.api.create(sets, {"metadata": {"name": "set"}, "spec": spec})
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [nodes[0]]}]}
+    pin = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    pinned = {**body["spec"], "schedulingGates": [], "affinity": pin}
     elsewhere = f"/api/v1/namespaces/{controlled.team('others')}/pods"
-    hog = {"containers": [{"name": "main", "image": "none", **port}], "nodeName": nodes[0]}  # the first that is planned
+    hog = {"containers": [{"name": "main", "image": "none", **port}], "nodeName": nodes[0]}
     controlled.cluster.api.create(elsewhere, {"metadata": {"name": "hog"}, "spec": hog})
-    controlled.wait(lambda: len(controlled.pods(team)) == 1)
-    (first,) = controlled.pods(team)
+    meta = {"name": "first", "labels": {"app": "x"}, "annotations": {labels.DEVICES: "0"}}
+    first = f"/api/v1/namespaces/{team}/pods"
+    controlled.cluster.api.create(first, {"metadata": meta, "spec": pinned})
+    controlled.cluster.api.create(sets, {"metadata": {"name": "set"}, "spec": spec})
+    controlled.until(f"{first}/first", lambda pod: pod["metadata"].get("ownerReferences"))  # the set has adopted it
     controlled.start()
     controlled.wait(lambda: controlled.bound(team), lambda: controlled.log()[-3000:])
-    assert first not in controlled.pods(team)
+    controlled.wait(lambda: "first" not in controlled.pods(team))
     assert "PlaceTaken" in controlled.log()
     assert {pod["spec"].get("nodeName") for pod in controlled.pods(team).values()} == {nodes[1]}
     controlled.cluster.api.delete(f"{sets}/set")

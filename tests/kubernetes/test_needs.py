@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api import JobSpec
+from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage, NonGpuPods
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
@@ -58,17 +58,17 @@ def test_memory_is_counted_in_bytes_and_planned_in_whole_mebibytes() -> None:
     spec = {"containers": [{"name": "x", "resources": {"requests": {"memory": "1G"}}}]}
     needs = resource_requests_of(msgspec.convert(spec, PodSpec))
     assert needs == ResourceRequests(0, 10**9)
-    assert needs.constraints() == {"cpu": None, "memory_mib": 954}
+    assert needs.constraints() == {"cpu": None, "memory_mib": 954, "resources": ()}
 
 
 @given(st.integers(0, 1 << 70), st.integers(0, 1 << 70))
 def test_whatever_a_pod_asks_for_is_a_job_that_can_be(cpu: int, memory: int) -> None:
-    JobSpec(name="x", project="x", command=("x",), **ResourceRequests(cpu, memory).constraints())
+    CountedJobSpec(name="x", project="x", command=("x",), **ResourceRequests(cpu, memory).constraints())
 
 
 @given(st.integers(1, 10**7))
 def test_no_thousandth_of_a_core_is_counted_that_was_not_asked_for(milli: int) -> None:
-    spec = JobSpec(name="x", project="x", command=("x",), **ResourceRequests(milli).constraints())
+    spec = CountedJobSpec(name="x", project="x", command=("x",), **ResourceRequests(milli).constraints())
     assert request_of(spec).cpu == milli
 
 

@@ -15,6 +15,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import (
     JOBSET_LABEL,
     GangSize,
     Owner,
+    Rest,
     gang_size,
     owner_of,
 )
@@ -41,8 +42,12 @@ def replicas(count: int | None, gpus: int, **more: Any) -> dict[str, Any]:
     return {**({} if count is None else {"replicas": count}), "template": template(gpus), **more}
 
 
-def replicated(count: int, parallelism: int, gpus: int) -> dict[str, Any]:
-    return {"name": "x", "replicas": count, "template": {"spec": job(gpus, parallelism=parallelism)}}
+def replicated(count: int, parallelism: int, gpus: int, name: str = "x", **more: Any) -> dict[str, Any]:
+    return {"name": name, "replicas": count, "template": {"spec": job(gpus, parallelism=parallelism)}, **more}
+
+
+def replicated_status(**states: dict[str, int]) -> dict[str, Any]:
+    return {"replicatedJobsStatus": [{"name": name, **state} for name, state in states.items()]}
 
 
 def leader_workers(size: int, **more: Any) -> dict[str, Any]:
@@ -52,6 +57,24 @@ def leader_workers(size: int, **more: Any) -> dict[str, Any]:
 TORCH = {"pytorchReplicaSpecs": {"Master": replicas(1, 1), "Worker": replicas(3, 2)}}
 MPI = {"mpiReplicaSpecs": {"Launcher": replicas(1, 0), "Worker": replicas(4, 8)}}
 JOBSET = {"replicatedJobs": [replicated(2, 3, 1), replicated(1, 1, 0)]}
+MPI_LAUNCHER = {"mpiReplicaSpecs": {"Launcher": replicas(1, 1), "Worker": replicas(2, 1)}}
+INDEXED_JOB = job(parallelism=4, completions=4, completionMode="Indexed")
+STAGES = {"replicatedJobs": [replicated(2, 1, 1, "driver"), replicated(1, 3, 1, "workers")]}
+IN_ORDER = {"startupPolicy": {"startupPolicyOrder": "InOrder"}}
+NEEDS_READY, NEEDS_END = (
+    {
+        "replicatedJobs": [
+            replicated(2, 1, 1, "driver"),
+            replicated(1, 3, 1, "workers", dependsOn=[{"name": "driver", "status": status}]),
+        ]
+    }
+    for status in ("Ready", "Complete")
+)
+TWO_THEN_THREE = GangSize(2, 2, (Rest(3, 1),))
+READY = {"startupPolicy": "LeaderReady"}
+NO_GPU_LEADER = leader_workers(4, leaderTemplate=template(0))
+LAST = {"launcherCreationPolicy": "WaitForWorkersReady"}
+ORDERED = STAGES | IN_ORDER
 LEAST = {"runPolicy": {"schedulingPolicy": {"minAvailable": 2}}}
 RAY = {"headGroupSpec": {"template": template(0)}, "workerGroupSpecs": [replicas(4, 1, minReplicas=2, numOfHosts=2)]}
 
@@ -69,7 +92,15 @@ RAY = {"headGroupSpec": {"template": template(0)}, "workerGroupSpecs": [replicas
         ("jobset.x-k8s.io/v1alpha2 JobSet", JOBSET, GangSize(6, 6)),
         ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4), GangSize(4, 4)),
         ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4, leaderTemplate=template(0)), GangSize(3, 3)),
-        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4) | {"startupPolicy": "LeaderReady"}, ALONE),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4) | READY, GangSize(1, 1, (Rest(3, 1),))),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", NO_GPU_LEADER | READY, GangSize(3, 3)),
+        ("apps/v1 StatefulSet", replicas(4, 2), GangSize(1, 1, (Rest(3, 2),))),
+        ("apps/v1 StatefulSet", replicas(4, 2, podManagementPolicy="Parallel"), GangSize(1, 4)),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", ORDERED, TWO_THEN_THREE),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", NEEDS_READY, TWO_THEN_THREE),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", NEEDS_END, GangSize(2, 2)),
+        ("kubeflow.org/v2beta1 MPIJob", MPI_LAUNCHER | LAST, GangSize(2, 2, (Rest(1, 1),))),
+        ("kubeflow.org/v2beta1 MPIJob", MPI_LAUNCHER, GangSize(3, 3)),
         ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(1, workerTemplate=template(0)), ALONE),
         ("kubeflow.org/v1 PyTorchJob", TORCH, GangSize(4, 4)),
         ("kubeflow.org/v1 PyTorchJob", TORCH | LEAST, GangSize(2, 2)),
@@ -85,6 +116,28 @@ RAY = {"headGroupSpec": {"template": template(0)}, "workerGroupSpecs": [replicas
 def test_an_owner_says_how_many_of_its_pods_start_together(kind: str, spec: dict[str, Any], expected: GangSize) -> None:
     version, _, name = kind.partition(" ")
     assert gang_size(Owner(version, name, "team", "x"), msgspec.json.encode({"spec": spec})) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "status", "expected"),
+    [
+        ("batch/v1 Job", INDEXED_JOB, {"succeeded": 1}, GangSize(3, 3)),
+        ("batch/v1 Job", INDEXED_JOB, {"succeeded": 1, "failedIndexes": "0,2-3"}, ALONE),
+        ("batch/v1 Job", INDEXED_JOB, {"failedIndexes": "nonsense"}, ALONE),
+        ("kubeflow.org/v1 PyTorchJob", TORCH, {"replicaStatuses": {"Worker": {"succeeded": 2}}}, GangSize(2, 2)),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", ORDERED, replicated_status(driver={"ready": 1}), TWO_THEN_THREE),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", ORDERED, replicated_status(driver={"ready": 2}), GangSize(5, 5)),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", NEEDS_READY, replicated_status(driver={"succeeded": 2}), GangSize(3, 3)),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", NEEDS_END, replicated_status(driver={"ready": 2}), GangSize(2, 2)),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", NEEDS_END, replicated_status(driver={"succeeded": 2}), GangSize(3, 3)),
+    ],
+)  # fmt: skip
+def test_what_has_succeeded_is_not_waited_for_and_what_is_ready_lets_others_start(
+    kind: str, spec: dict[str, Any], status: dict[str, Any], expected: GangSize
+) -> None:
+    version, _, name = kind.partition(" ")
+    body = msgspec.json.encode({"spec": spec, "status": status})
+    assert gang_size(Owner(version, name, "team", "x"), body) == expected
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))

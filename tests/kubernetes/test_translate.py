@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, PoolQuota, Project
+from kfp_gpuquota.api.resources import plain_job
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
@@ -167,7 +168,7 @@ def test_a_job_that_a_client_submits_is_the_job_that_the_controller_plans() -> N
         node_selector={"disk": "fast"},
     )
     made = views.elastic_job(asked, views.pod_template(asked, "image:1"), request_id="r", lease=None, now=0.0)
-    planned = elastic_job(msgspec.json.decode(msgspec.json.encode(made), type=ElasticJob))
+    planned = plain_job(elastic_job(msgspec.json.decode(msgspec.json.encode(made), type=ElasticJob)))
     assert planned == msgspec.structs.replace(asked, command=planned.command)
 
 

@@ -14,6 +14,7 @@ import msgspec
 from kfp_gpuquota.api import Project, Reason
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
 from kfp_gpuquota.scheduler.actions.decisions import Plan
+from kfp_gpuquota.scheduler.state.events import Placement
 from kfp_gpuquota.scheduler.state.model import GPU, NEVER, STALE_AFTER_S, UNLIMITED, Group, Mark
 
 FORMAT: Final = 1
@@ -30,7 +31,7 @@ class AmountRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A node; its `devices` are indices. `workers` hold devices, CPU or memory of it."""
+    """A node; its `devices` are indices. `workers` hold devices, CPU, memory or other `resources` of it."""
 
     name: str
     devices: tuple[int, ...] = ()
@@ -42,6 +43,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     taints: tuple[Taint, ...] = ()
     pool: str = ""
+    resources: dict[str, int] | None = None
     workers: tuple[str, ...] = ()
 
 
@@ -82,6 +84,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     terms: tuple[NodeTerm, ...] = ()
     tolerations: tuple[Toleration, ...] = ()
     barred: tuple[str, ...] = ()
+    resources: tuple[tuple[str, int], ...] = ()
 
 
 class PendingRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,6 +132,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 50
     preemptible: bool = True
     movable: bool = True
+    overlapping: bool = False
+    promised: tuple[Placement, ...] = ()
+    promised_at: Number = 0.0
     submitted_at: Number = 0.0
     suspended: bool = False
     completing: bool = False
@@ -162,6 +168,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     suspended: tuple[str, ...] = ()
     emptying: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()
+    promised: tuple[str, ...] = ()
 
 
 STATE_INDEXES: Final = tuple(name for name in Orders.__struct_fields__ if name != "leaving")

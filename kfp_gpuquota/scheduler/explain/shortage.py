@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.api.resources import PORT_PREFIX, capacity_of
 from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory
 from kfp_gpuquota.scheduler.placement import domains, placement
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
@@ -53,8 +54,8 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     return None
 
 
-def missing(ledger: Ledger, tasks: Sequence[Task]) -> Cause:
-    """Return what is not free now; not `binding` where other jobs hold it."""
+def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
+    """Return what is not free now; not `binding` where other jobs hold it. `promised` GPUs are idle, for other jobs."""
     request = tasks[0].request
     most = domains.most_room(ledger, tasks)
     if most is not None and most[1] < len(tasks):
@@ -62,13 +63,13 @@ def missing(ledger: Ledger, tasks: Sequence[Task]) -> Cause:
         details: Details = (("topology", most[0]), ("largest_block", most[1]))
         return Cause(ReasonCode.FRAGMENTED, why, "enough is released in one of them", details, binding=False)
     if request.plain and not ledger.special:
-        return _missing_devices(_idle_whole(ledger), request.devices, len(tasks))
+        return _missing_devices(_idle_whole(ledger), request.devices, len(tasks), promised)
     hosts = _usable(ledger, tasks[0])
     if request.whole:
         free = {host.name: host.idle_whole for host in hosts}
         fitting = [host for host in hosts if host.idle_whole >= request.devices]
         if not fitting or sum(n // max(1, request.devices) for n in free.values()) < len(tasks):
-            return _missing_devices(free, request.devices, len(tasks))
+            return _missing_devices(free, request.devices, len(tasks), promised)
     else:
         fitting = [host for host in hosts if len(_fitting(host, request)) >= request.devices]
         if not fitting:
@@ -98,6 +99,8 @@ def _workers_on(host: Host, request: Request) -> float:
         each = GPU // share if share <= GPU else 0
         most.append(len(host.devices) * each // request.devices if each else 0)
     most += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
+    if host.resources is not None:
+        most += [capacity_of(host.resources, name) // need for name, need in request.resources]
     return min(most)
 
 
@@ -138,21 +141,27 @@ def _too_large(hosts: Iterable[Host], request: Request) -> Cause:
         return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {cpus(cpu)}")
     if request.memory > size:
         return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {memory(size)}")
+    for name, need in request.resources:
+        if need > (most := max(capacity_of(h.resources, name) for h in hosts)):
+            return Cause(
+                ReasonCode.TOO_LARGE, f"no node that it may use has {shown_resource(name, need)}: the most is {most:g}"
+            )
     return Cause(ReasonCode.TOO_LARGE, "no node that it may use has all of that together")
 
 
-def _missing_devices(free: dict[str, int], size: int, tasks: int) -> Cause:
+def _missing_devices(free: dict[str, int], size: int, tasks: int, promised: int) -> Cause:
     idle = sum(free.values())
+    others = f" ({promised} more {are(promised)} promised to other jobs)" if promised else ""
     short = size * tasks - idle
     block = max(free.values(), default=0)
     where = min((name for name, n in free.items() if n == block), default="") if block else ""
     details: Details = (("idle_gpus", idle), ("largest_block", block), ("node", where))
     if short <= 0 and block < size:
-        why = f"{idle} {are(idle)} idle, but the largest free block on one node is {block} on {where}"
+        why = f"{idle} {are(idle)} idle{others}, but the largest free block on one node is {block} on {where}"
         helps = f"{size - block} more {are(size - block)} released there"
         return Cause(ReasonCode.FRAGMENTED, why, helps, details)
     helps = f"{max(short, 1)} more {are(max(short, 1))} released"
-    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle", helps, details, binding=False)
+    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle{others}", helps, details, binding=False)
 
 
 def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:
@@ -190,6 +199,10 @@ def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
             return Cause(
                 code, why, f"{show(need - most)} more {are(2)} released there", (("node", where),), binding=False
             )
+    for name, need in request.resources:
+        if need > max((host.left_of(name, future=False) for host in hosts), default=0):
+            why = f"where GPUs are idle, {shown_resource(name, need)} {are(need)} not left"
+            return Cause(ReasonCode.NODE_FULL, why, "more is released there", (("resource", name),), binding=False)
     return Cause(
         ReasonCode.NODE_FULL,
         "no node has room for all of that together",
@@ -197,6 +210,14 @@ def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
         (("nodes", len(hosts)),),
         binding=False,
     )
+
+
+def shown_resource(name: str, amount: int) -> str:
+    """Return an amount of another resource as text: '2 of rdma/hca', 'host port 80 (TCP)'."""
+    if not name.startswith(PORT_PREFIX):
+        return f"{amount} of {name}"
+    protocol, port, *_ = name.removeprefix(PORT_PREFIX).split("/")
+    return f"host port {port} ({protocol})"
 
 
 def _left(host: Host, r: int) -> float:

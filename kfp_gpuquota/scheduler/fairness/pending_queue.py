@@ -4,12 +4,16 @@ Invariant: jobs of one queue and shape can be placed together or not at all. Aft
 so a cycle costs the number of shapes and successes, each times the logarithm of the number of queues, and not the
 number of waiting jobs. Rejected: sorting all jobs once per cycle. Each success changes the order of the queues, so the
 order would be wrong after the first one.
+
+The groups of a queue are in a heap that is built again when the queue's holdings change: only these change the
+entitlement of a group. A failure costs the logarithm of the number of groups. Rejected: a search through all groups
+after each failure, which took a minute for one team's 4,000 shapes.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.state.groups import next_tasks
@@ -24,7 +28,7 @@ from kfp_gpuquota.scheduler.state.order import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Amount, Job, OrderKey, Queue, Shape
@@ -79,14 +83,25 @@ class Group:
 class QueueGroups:
     """The groups of one queue, and the first job of all of them."""
 
-    def __init__(self, ledger: Ledger, queue: Queue, touched: dict[Job, None], *, in_order: bool) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        queue: Queue,
+        touched: dict[Job, None],
+        *,
+        in_order: bool,
+        shapes: Collection[Shape] | None,
+    ) -> None:
         self._memory = ledger.gpu_memory_mib
         self._queue = queue
         self._in_order = in_order
         self._touched = touched
-        self._groups = {shape: self._group(shape, filed) for shape, filed in queue.waiting.items()}
+        waiting = queue.waiting if shapes is None else {s: queue.waiting[s] for s in shapes if s in queue.waiting}
+        self._groups = {shape: self._group(shape, filed) for shape, filed in waiting.items()}
         self._first: tuple[Group, Job] | None = None
-        self._version = -1
+        self._changed = True
+        self._version = -1  # of the queue, for which the heap was built
+        self._heap: list[tuple[GroupKey, int, Group]] = []
 
     def groups(self) -> list[Group]:
         """Return the groups that are still open."""
@@ -101,29 +116,46 @@ class QueueGroups:
         if shape not in self._groups:
             self._groups[shape] = self._group(shape, [])
         self._groups[shape].put_back(job)
+        self._version = -1
         self.changed()
 
     def changed(self) -> None:
         """Discard the cached first job."""
-        self._version = -1
+        self._changed = True
 
     def first(self) -> tuple[Group, Job] | None:
         """Return the first job of the queue with its group, or None."""
         if self._version != self._queue.version:
-            self._version = self._queue.version
+            self._build()
+        if self._changed:
+            self._changed = False
             self._first = self._find_first()
         return self._first
 
+    def _build(self) -> None:
+        """Build the heap for the queue's present holdings."""
+        self._version, self._changed = self._queue.version, True
+        entries: list[tuple[GroupKey, int, Group]] = []
+        for number, group in enumerate(self._groups.values()):
+            entry = group.head() if group.open else None
+            if entry is not None:
+                entries.append(((-group.shape.priority, self._entitled(group), entry[0]), number, group))
+        heapify(entries)
+        self._heap = entries
+
     def _find_first(self) -> tuple[Group, Job] | None:
-        best: tuple[GroupKey, Group, Job] | None = None
-        for group in self._groups.values():
+        """Return the first job of the open groups. An entry's job may have been taken since: its key only grows."""
+        heap = self._heap
+        while heap:
+            key, number, group = heap[0]
             entry = group.head() if group.open else None
             if entry is None:
-                continue
-            key = (-group.shape.priority, self._entitled(group), entry[0])
-            if best is None or key < best[0]:
-                best = (key, group, entry[1])
-        return None if best is None else best[1:]
+                heappop(heap)
+            elif entry[0] == key[2]:
+                return group, entry[1]
+            else:
+                heapreplace(heap, ((key[0], key[1], entry[0]), number, group))
+        return None
 
     def _entitled(self, group: Group) -> Entitlement:
         """Return the class of the group's request: within one priority, requests within quota come first."""
@@ -135,6 +167,8 @@ class QueueGroups:
 
 class PendingQueue:
     """All waiting jobs, in the order in which one action visits them.
+
+    Of a queue in `shapes` only the jobs of these shapes are visited: see rotation.py.
 
     A queue for which the action is not `useful` is omitted, and tested again when its holdings change. The children of
     each queue are in a heap by their keys. A key changes with the queue's holdings or first job: the queue and its
@@ -148,8 +182,10 @@ class PendingQueue:
         *,
         in_order: bool = False,
         useful: Callable[[Queue], bool] = lambda _: True,
+        shapes: Mapping[Queue, Collection[Shape]] | None = None,
     ) -> None:
         self._in_order = in_order
+        self._shapes = shapes or {}
         self._ledger = ledger
         self._touched = touched
         self._useful = useful
@@ -199,7 +235,8 @@ class PendingQueue:
                     self.failed(group)
 
     def _new_groups(self, queue: Queue) -> QueueGroups:
-        return QueueGroups(self._ledger, queue, self._touched, in_order=self._in_order)
+        shapes = self._shapes.get(queue)
+        return QueueGroups(self._ledger, queue, self._touched, in_order=self._in_order, shapes=shapes)
 
     def _groups_of(self, queue: Queue) -> QueueGroups:
         if queue not in self._queues:

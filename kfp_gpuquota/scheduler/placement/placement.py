@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from heapq import merge
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler.state.model import GPU, Host, Status, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 
 _BUSY: Final = 0.25
 """The part of a node pool's devices that must be in use before placement considers fragmentation."""
+
+_NOTHING_FREED: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
@@ -68,16 +71,44 @@ def fits(host: Host, task: Task, *, future: bool) -> bool:
         host.ready
         and may_use(host, task)
         and _other_fits(host, task, future=future)
+        and _resources_fit(host, task, future=future)
         and (pick_devices(host, task, future=future) is not None)
     )
+
+
+def fits_at(host: Host, task: Task, devices: Sequence[int]) -> bool:
+    """Return whether the task fits on these devices of the host after leaving workers have exited."""
+    share = task.request.share_of(host.gpu_memory_mib)
+    return (
+        host.ready
+        and may_use(host, task)
+        and len(devices) == task.request.devices
+        and all(device in host.devices and host.future(device) >= share for device in devices)
+        and _other_fits(host, task, future=True)
+    )
+
+
+def is_idle(task: Task) -> bool:
+    """Return whether a nominated task could start now: no leaving worker holds what it is nominated for."""
+    host = task.node
+    if host is None:
+        return False
+    if any(sum(host.taken[device]) > GPU for device in task.devices):
+        return False
+    request = task.request
+    needs = ((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))
+    return all(not need or sum(column[i] for column in host.other) <= total for i, (need, total) in enumerate(needs))
 
 
 def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
     """Return whether the task would fit on the host after leaving workers and `others` have exited."""
     freed: dict[int, int] = {}
     other = [0.0, 0.0, 0.0]
+    resources: dict[str, int] = {}
     for victim in others:
         if victim.node is host:
+            for resource, amount in victim.request.resources:
+                resources[resource] = resources.get(resource, 0) + amount
             share = victim.request.share_of(host.gpu_memory_mib)
             for device in victim.devices:
                 freed[device] = freed.get(device, 0) + share
@@ -87,6 +118,8 @@ def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
         share = request.share_of(host.gpu_memory_mib)
         if sum(host.future(d) + freed.get(d, 0) >= share for d in host.devices) < request.devices:
             return False
+    if not _resources_fit(host, task, future=True, freed=resources):
+        return False
     return _other_fits(host, task, future=True, freed=other)
 
 
@@ -96,7 +129,7 @@ class Capacity:
     def __init__(self, host: Host, task: Task) -> None:
         request = task.request
         self._host, self._task = host, task
-        self._countable = request.whole and host.countable and not request.cpu and not request.memory
+        self._countable = request.whole and host.countable and not request.counted
         self._short = request.devices - host.future_whole
 
     def suffices(self, others: Iterable[Task]) -> bool:
@@ -247,3 +280,11 @@ def _other_fits(host: Host, task: Task, *, future: bool, freed: Sequence[float] 
         if need and used[i] + coming - freed[i] + need > total:
             return False
     return True
+
+
+def _resources_fit(host: Host, task: Task, *, future: bool, freed: Mapping[str, int] = _NOTHING_FREED) -> bool:
+    """Return whether the host has enough of each other resource, with what is `freed`."""
+    return all(
+        need <= host.left_of(resource, future=future) + freed.get(resource, 0)
+        for resource, need in task.request.resources
+    )

@@ -50,6 +50,7 @@ class _Copier:
         host.taken = {device: list(columns) for device, columns in host.taken.items()}
         used, leaving, nominated = host.other
         host.other = (list(used), list(leaving), list(nominated))
+        host.counted = {name: list(amounts) for name, amounts in host.counted.items()}
         host.tasks = {self.tasks[task]: None for task in host.tasks}
 
     def _relink_job(self, job: Job) -> None:
@@ -63,9 +64,12 @@ class _Copier:
         queue.parent = None if queue.parent is None else self.queues[queue.parent]
         queue.children = {name: self.queues[child] for name, child in queue.children.items()}
         queue.path = tuple(self.queues[above] for above in queue.path)
-        queue.waiting = {
-            shape: [(key, self.jobs[job]) for key, job in entries] for shape, entries in queue.waiting.items()
-        }
+        for name in ("waiting", "shelved"):
+            filed = {
+                shape: [(key, self.jobs[job]) for key, job in entries]
+                for shape, entries in getattr(queue, name).items()
+            }
+            setattr(queue, name, filed)
         queue.running = {self.jobs[job]: None for job in queue.running}
         queue.priorities = dict(queue.priorities)
         for name in ("held", "leaving", "lent", "fixed", "requested"):
@@ -75,7 +79,7 @@ class _Copier:
         self._fill_ledger(original.ledger)
         self.state.last_at, self.state.projects = original.last_at, dict(original.projects)
         self.state.workers = {name: self.tasks[task] for name, task in original.workers.items()}
-        for name in ("jobs", "growable", "below", "sheltered", "suspended", "emptying", "deferred"):
+        for name in ("jobs", "growable", "below", "sheltered", "suspended", "emptying", "deferred", "promised"):
             setattr(self.state, name, {uid: self.jobs[job] for uid, job in getattr(original, name).items()})
 
     def _fill_ledger(self, original: Ledger) -> None:

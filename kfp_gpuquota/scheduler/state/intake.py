@@ -7,6 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.scheduler.state.model import (
     GPU,
     MILLI,
@@ -22,7 +23,7 @@ from kfp_gpuquota.scheduler.state.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.scheduler.state.ledger import Ledger
@@ -95,17 +96,31 @@ def request_of(spec: JobSpec) -> Request:
         memory=(spec.memory_mib or 0) * MIB,
         nodes=None if spec.node is None else frozenset({spec.node}),
         rules=NO_RULES if rules == NO_RULES else rules,
+        resources=spec.resources if isinstance(spec, CountedJobSpec) else (),
     )
 
 
 def bar(job: Job, nodes: frozenset[str]) -> None:
     """Exclude these nodes for all tasks of the job."""
+    _change_rules(_all_of(job), lambda rules: replace(rules, barred=nodes))
+
+
+def constrain(job: Job, spec: JobSpec, only: Task | None = None) -> None:
+    """Give all tasks of the job, or one of them, the constraints of `spec`; barred nodes stay barred."""
+    given = request_of(spec).rules
+    _change_rules(_all_of(job) if only is None else [only], lambda rules: replace(given, barred=rules.barred))
+
+
+def _all_of(job: Job) -> list[Job | Task]:
+    return [job, *job.tasks.values(), *job.pending]
+
+
+def _change_rules(asking: Iterable[Job | Task], changed: Callable[[Rules], Rules]) -> None:
     after: dict[Request, Request] = {}  # equal tasks keep sharing one request object
-    asking: tuple[Job | Task, ...] = (job, *job.tasks.values(), *job.pending)
     for one in asking:
         request = one.request
         if request not in after:
-            rules = replace(request.rules, barred=nodes)
+            rules = changed(request.rules)
             after[request] = replace(request, rules=NO_RULES if rules == NO_RULES else rules)
         one.request = after[request]
 

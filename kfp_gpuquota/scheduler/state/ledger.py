@@ -34,7 +34,8 @@ class Ledger:
     the longest time for which a minimum run time protects over-quota workers from reclaim. `held_gpus` and
     `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
     `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state` identifies what is held:
-    after a rollback it is what it was. `packing`: the ranking for shares, during a plan. `one_by_one`: each task of a
+    after a rollback it is what it was. `epoch` counts changes of hosts by which a task that no host can hold may become
+    one that fits. `packing`: the ranking for shares, during a plan. `one_by_one`: each task of a
     gang is packed by itself, and shares onto the fullest device, as KAI-Scheduler does, instead of close to the others
     and with the least fragmentation.
     """
@@ -60,6 +61,7 @@ class Ledger:
         self.held_gpus: dict[str, float] = {}
         self.leaving_gpus: dict[str, float] = {}
         self.lent_tasks = 0
+        self.epoch = 0
         self.state = 0
         self._last_state = 0
         self._journal: list[Change] = []
@@ -72,12 +74,14 @@ class Ledger:
             self._unindex(old)
             self._count_capacity(old, -1)
             host.taken, host.other, host.tasks = old.taken, old.other, old.tasks
+            host.counted = old.counted
             host.shared = old.shared
             self.shared_hosts.pop(old, None)
             self._note_shared(host)
             for task in host.tasks:
                 task.node = host
                 task.job.hosts[host] = task.job.hosts.pop(old, 0) or task.job.hosts[host]
+        self.epoch += old is None or _offers_more(host, old)
         self.hosts[host.name] = host
         self._count_capacity(host, 1)
         self._recount(host)
@@ -202,9 +206,9 @@ class Ledger:
         self.touched_hosts.append(host)
         request = task.request
         if old is not None:
-            _count_other(host.other[old], request, -1)
+            _count_other(host, old, request, -1)
         if new is not None:
-            _count_other(host.other[new], request, 1)
+            _count_other(host, new, request, 1)
         if (old is None) != (new is None):
             _note_present(task, host, 1 if old is None else -1)
             if not request.whole:
@@ -263,7 +267,10 @@ class Ledger:
                     boundless[r] += sign
 
 
-def _count_other(column: list[float], request: Request, sign: int) -> None:
+def _count_other(host: Host, at: int, request: Request, sign: int) -> None:
+    column = host.other[at]
+    for resource, amount in request.resources:
+        host.counted.setdefault(resource, [0, 0, 0])[at] += sign * amount
     if request.cpu or request.memory:
         column[0] += sign * request.cpu
         column[1] += sign * request.memory
@@ -336,3 +343,19 @@ def _shift(index: dict[int, list[str]], name: str, old: int, new: int) -> None:
 
 def _discard(names: list[str], name: str) -> None:
     del names[bisect_left(names, name)]
+
+
+def _offers_more(host: Host, old: Host) -> bool:
+    """Return whether a task that could not use the host before may be able to."""
+    kind = host.labels, host.taints, host.pool, host.devices, host.gpu_memory_mib
+    if kind != (old.labels, old.taints, old.pool, old.devices, old.gpu_memory_mib):
+        return True
+    more = host.cpu > old.cpu or host.memory > old.memory or host.max_tasks > old.max_tasks
+    more = more or (host.ready and not old.ready)
+    return more or (host.resources != old.resources and _has_more(host.resources, old.resources))
+
+
+def _has_more(resources: dict[str, int] | None, old: dict[str, int] | None) -> bool:
+    if resources is None or old is None:
+        return resources is None
+    return any(amount > old.get(name, 0) for name, amount in resources.items())

@@ -12,9 +12,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
+from kfp_gpuquota.api.resources import capacity_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.api.resources import Resources
+    from kfp_gpuquota.scheduler.state.events import Placement
 
 GPU: Final = 1_000_000
 """One whole device in micro-GPUs, the unit of shares."""
@@ -80,7 +83,8 @@ class Request:
     one number, the larger part, so neither is ever promised twice. Two numbers for each device were rejected: they
     would pack a little tighter, and make every comparison of free devices a partial order.
 
-    `cpu` is in milli-CPUs, `memory` in bytes. `plain`: only whole devices, of any node.
+    `cpu` is in milli-CPUs, `memory` in bytes, `resources` are other amounts that the node must have. `plain`: only
+    whole devices, of any node.
     """
 
     devices: int = 1
@@ -91,15 +95,21 @@ class Request:
     memory: int = 0
     nodes: frozenset[str] | None = None
     rules: Rules = NO_RULES
+    resources: Resources = ()
     whole: bool = field(init=False, compare=False)
     plain: bool = field(init=False, compare=False)
     _amount: Amount = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", self.share == GPU and not self.memory_mib)
-        free = not self.cpu and not self.memory and self.nodes is None and self.rules is NO_RULES
-        object.__setattr__(self, "plain", self.whole and free)
+        anywhere = self.nodes is None and self.rules is NO_RULES
+        object.__setattr__(self, "plain", self.whole and anywhere and not self.counted)
         object.__setattr__(self, "_amount", Amount(self.devices * self.share, self.cpu, self.memory))
+
+    @property
+    def counted(self) -> bool:
+        """Whether it needs more of its node than devices."""
+        return bool(self.cpu or self.memory or self.resources)
 
     def share_of(self, gpu_memory_mib: int) -> int:
         """Return the micro-GPUs of each device with that memory; more than GPU where it can never fit."""
@@ -120,8 +130,10 @@ class Queue:
 
     `held` is what tasks will hold after leaving ones have exited: running, bound and nominated ones. `leaving` still
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
-    requests of elastic jobs, `fixed` the part that cannot be preempted. `used` is its decayed over-quota usage in
-    GPU-seconds up to `used_until`.
+    requests of elastic jobs, `fixed` the part that cannot be preempted. `granted` bounds `deserved` for a cycle.
+    `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `waiting` has the jobs that plans
+    consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no node can
+    hold them (rotation.py).
     """
 
     name: str
@@ -142,10 +154,12 @@ class Queue:
     used: float = 0.0
     used_until: float = 0.0
     share: Amount = NOTHING
+    granted: Amount = BOUNDLESS
     keeps: Amount = NOTHING
     path: tuple[Queue, ...] = ()
     version: int = 0
     waiting: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
+    shelved: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
     running: dict[Job, None] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
 
@@ -154,6 +168,11 @@ class Queue:
         """The queue's name for messages."""
         return f"{self.name} (node pool {self.pool})" if self.pool else self.name
 
+    @property
+    def guarantee(self) -> Amount:
+        """What it is guaranteed in this cycle: `deserved`, or the part that higher priorities leave of the nodes."""
+        return Amount(*map(min, self.deserved, self.granted))
+
     def claim(self, r: int) -> float:
         """Return the amount of resource `r` that the queue holds, without lent workers."""
         return self.held[r] - self.lent[r]
@@ -161,7 +180,7 @@ class Queue:
     def set_share(self, share: Amount) -> None:
         """Set the fair share for a cycle, and `keeps`, which reclaim by others does not take."""
         self.share = share
-        self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.deserved, share, self.limit, strict=True)))
+        self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.guarantee, share, self.limit, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +258,9 @@ class Job:
     shrink. `throughput` is by number of workers, in one unit for all: samples per second if the training reports them
     (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
     `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
-    moved. Before `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`.
+    moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the placements
+    for which room was made, at `promised_at`. Before `deferred_until` it gets no workers above its minimum, for the
+    reason `deferred_for`.
     """
 
     uid: str
@@ -254,10 +275,13 @@ class Job:
     priority: int = 50
     preemptible: bool = True
     movable: bool = True
+    overlapping: bool = False
     submitted_at: float = 0.0
     suspended: bool = False
     completing: bool = False
     removed: bool = False
+    promised: tuple[Placement, ...] = ()
+    promised_at: float = 0.0
     tasks: dict[str, Task] = field(default_factory=dict)
     pending: list[Task] = field(default_factory=list)
     hosts: dict[Host, int] = field(default_factory=dict)
@@ -288,6 +312,11 @@ class Job:
         return self.checkpoint_at if self.checkpoint_at > self.started_at else self.started_at
 
     @property
+    def stopped(self) -> bool:
+        """Whether its last run has ended, and its next one waits for the exit of that run's workers."""
+        return not self.overlapping and not self.active and bool(self.tasks)
+
+    @property
     def resumable(self) -> bool:
         """Stopping one of its workers loses no more than what was done since its last checkpoint.
 
@@ -308,7 +337,10 @@ class Job:
 
 @dataclass(slots=True, eq=False, order=False)
 class Host:
-    """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks."""
+    """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks.
+
+    `counted` are the amounts of other resources that these tasks hold; `resources` are the totals, None: unlimited.
+    """
 
     name: str
     devices: tuple[int, ...]
@@ -320,10 +352,12 @@ class Host:
     labels: dict[str, str] = field(default_factory=dict)
     taints: tuple[Taint, ...] = ()
     pool: str = ""
+    resources: dict[str, int] | None = None
     taken: dict[int, list[int]] = field(default_factory=dict)
     other: tuple[list[float], list[float], list[float]] = field(
         default_factory=lambda: ([0.0] * 3, [0.0] * 3, [0.0] * 3)
     )
+    counted: dict[str, list[int]] = field(default_factory=dict)
     tasks: dict[Task, None] = field(default_factory=dict)
     idle_whole: int = 0
     future_whole: int = 0
@@ -350,6 +384,11 @@ class Host:
     def countable(self) -> bool:
         """Whether no device is shared and pods are unlimited, so that counting whole devices decides what fits."""
         return not self.shared and self.max_tasks == UNLIMITED
+
+    def left_of(self, resource: str, *, future: bool) -> float:
+        """Return what is free of another resource now, or with `future` after leaving tasks have exited."""
+        used, leaving, nominated = self.counted.get(resource, (0, 0, 0))
+        return capacity_of(self.resources, resource) - used - (nominated if future else max(leaving, nominated))
 
     def idle(self, device: int) -> int:
         """Return the micro-GPUs of the device that are free now."""

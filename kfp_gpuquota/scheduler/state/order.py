@@ -25,7 +25,8 @@ QueueKey = tuple[bool, Entitlement, int, float, float, float, str, str]
 
 def entitlement(queue: Queue, amount: Amount) -> Entitlement:
     """Return the level of its quota that the queue reaches with `amount` more."""
-    if all(queue.claim(r) + value <= queue.deserved[r] for r, value in enumerate(amount) if value):
+    guarantee = queue.guarantee
+    if all(queue.claim(r) + value <= guarantee[r] for r, value in enumerate(amount) if value):
         return Entitlement.WITHIN_GUARANTEE
     if all(queue.claim(r) + value <= queue.share[r] for r, value in enumerate(amount) if value):
         return Entitlement.WITHIN_SHARE
@@ -47,8 +48,11 @@ def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:
 
 
 def job_key(job: Job) -> OrderKey:
-    """Return the sort key of a job: priority, then gangs below, at and above their minimum, then age."""
-    stage = 0 if below(job) else 1 if job.active == job.gang else 2
+    """Return the sort key of a job: priority, then gangs below, at and above their minimum, then age.
+
+    A gang that runs below its minimum comes before those that do not run: others of it hold GPUs in vain.
+    """
+    stage = (0 if job.active else 1) if below(job) else 2 if job.active == job.gang else 3
     return (-job.priority, stage, job.submitted_at, job.uid)
 
 

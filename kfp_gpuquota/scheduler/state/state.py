@@ -7,10 +7,11 @@ from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler.state import events, progress, usage
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
-from kfp_gpuquota.scheduler.state.intake import bar, new_job, update
+from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import Ledger
 from kfp_gpuquota.scheduler.state.model import (
     BOUNDLESS,
@@ -20,7 +21,9 @@ from kfp_gpuquota.scheduler.state.model import (
     Amount,
     Host,
     Job,
+    OrderKey,
     Queue,
+    Shape,
     Status,
     Task,
 )
@@ -54,6 +57,7 @@ class State:
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
         self.deferred: dict[str, Job] = {}
+        self.promised: dict[str, Job] = {}
         self.projects: dict[str, Project] = {}
         self.last_at = 0.0
 
@@ -80,6 +84,7 @@ class State:
                 labels=node.labels,
                 taints=node.taints,
                 pool=node.pool,
+                resources=dict(node.resources) if isinstance(node, CountedNode) else None,
             )
         )
 
@@ -117,7 +122,7 @@ class State:
         if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
             self._configure(self.projects[spec.project], spec.node_pool)
         job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at, event.parts)
-        job.movable = event.movable
+        job.movable, job.overlapping = event.movable, event.overlapping
         self.add_job(job)
 
     @_apply.register
@@ -161,9 +166,21 @@ class State:
         self._changed(job)
 
     @_apply.register
+    def _(self, event: events.PlacementsPromised) -> None:
+        job = self._job(event.job)
+        job.promised, job.promised_at = event.placements, event.at
+        self._changed(job)
+
+    @_apply.register
     def _(self, event: events.NodesBarred) -> None:
         job = self._job(event.uid)
         bar(job, frozenset(event.nodes))
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.ConstraintsChanged) -> None:
+        job = self._job(event.uid)
+        constrain(job, event.spec, self._worker(event.worker) if event.worker else None)
         self._changed(job)
 
     @_apply.register
@@ -286,7 +303,7 @@ class State:
         if job.removed and not job.tasks:
             del self.jobs[job.uid]
         considered = not job.removed and not job.suspended and not job.completing
-        tasks = next_tasks(job) if considered else []
+        tasks = next_tasks(job) if considered and not job.stopped else []
         if tasks:
             _file(job, tasks)
         _request(job, self.ledger, considered=considered)
@@ -299,6 +316,7 @@ class State:
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and below(job))
         self._note(self.deferred, job, considered and job.deferred_for is not None)
+        self._note(self.promised, job, considered and bool(job.promised))
 
     @staticmethod
     def _note(index: dict[str, Job], job: Job, belongs: bool) -> None:  # noqa: FBT001 - a predicate's value
@@ -325,18 +343,23 @@ def _key(name: str, pool: str) -> str:
 
 def _file(job: Job, tasks: list[Task]) -> None:
     job.filed = (shape_of(job, tasks), job_key(job))
-    insort(job.queue.waiting.setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
+    insort(_shelf(job.queue, job.filed[0]).setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
 
 
 def _unfile(job: Job) -> None:
     if job.filed is None:
         return
     shape, key = job.filed
-    entries = job.queue.waiting[shape]
+    shelf = _shelf(job.queue, shape)
+    entries = shelf[shape]
     del entries[bisect_left(entries, key, key=lambda e: e[0])]
     if not entries:
-        del job.queue.waiting[shape]
+        del shelf[shape]
     job.filed = None
+
+
+def _shelf(queue: Queue, shape: Shape) -> dict[Shape, list[tuple[OrderKey, Job]]]:
+    return queue.shelved if shape in queue.shelved else queue.waiting
 
 
 def _request(job: Job, ledger: Ledger, *, considered: bool) -> None:

@@ -45,7 +45,15 @@ UNPROCESSABLE: Final = 422
 JOB_KIND: Final = "ElasticJob"
 # Labels that make a pod a worker of a job, and annotations with the plan's decisions: only the controller writes them.
 OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
-OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS, labels.RECLAIMED_AT, labels.OPENED)
+OF_THE_PLAN: Final = (
+    labels.DEVICES,
+    labels.REASON,
+    labels.GPUS,
+    labels.RECLAIMED_AT,
+    labels.OPENED,
+    labels.RESERVED_ON,
+    labels.GANG,
+)
 _NOTHING: Final[dict[str, str]] = {}
 
 

@@ -9,6 +9,7 @@ has no objects; it is requested again later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import deque
@@ -116,6 +117,21 @@ class Reflector(Generic[O]):
         self.synced = asyncio.Event()
         self.installed = True
         self.lists = 0
+        self.pages = 0
+
+    async def synced_or_unread(self, limit_s: float) -> bool:
+        """Return True when all objects were listed, False when no page was read for `limit_s`.
+
+        For kinds of other projects: their conversion webhook may fail for any time, and it is not ours to wait for.
+        """
+        while not self.synced.is_set():
+            before = self.pages
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self.synced.wait()
+            if self.pages == before:
+                return self.synced.is_set()
+        return True
 
     @property
     def path(self) -> str:
@@ -194,6 +210,7 @@ class Reflector(Generic[O]):
         try:
             while True:
                 page = self._page.decode(await request)
+                self.pages += 1
                 if token := page.metadata.continue_:
                     request = self._request_page(token)
                     await asyncio.sleep(0)  # the request is sent, and other tasks run

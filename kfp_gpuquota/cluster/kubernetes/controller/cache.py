@@ -28,6 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+from kfp_gpuquota.cluster.kubernetes.pods.unseen_pods import UnseenPods
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
@@ -67,8 +68,9 @@ class Snapshot:
         self.state, self.allocator, self.emitted_nodes = cluster.state, cluster.allocator, cluster.emitted_nodes
         self.nodes, self.pods = cluster.nodes, cluster.pods
         self.quotas, self.projects = cluster.quotas, cluster.projects
-        self.emit, self._wake = cluster.emit, cluster.wake
+        self.emit, self._apply, self._wake = cluster.emit, cluster.apply, cluster.wake
         self.plain = PlainPods(self.emit, self.allocator, rules)
+        self.unseen = UnseenPods(rules, self._put_counted)
         self.refused_quotas: dict[str, str] = {}
         self._jobs: dict[str, ElasticJob] = {}  # until everything is listed
         self._node_names: dict[str, str] = {}
@@ -102,8 +104,8 @@ class Snapshot:
         self._not_emitted = dict(self.pods)
         self.pods.clear()  # others hold this dict: it stays the same one
         for uid in [pod.uid for pod in sorted(self._not_emitted.values(), key=self._start_order)]:
-            if (pod := self._not_emitted.pop(uid, None)) is not None:
-                self._safely(self.put_pod, join(pod) or pod)
+            if (pod := self._not_emitted.pop(uid, None)) is not None and (joined := join(pod)) is not None:
+                self._safely(self.put_pod, joined)
             await slices.yield_if_due()
         for _ in self.plain.settling():
             await slices.yield_if_due()
@@ -228,7 +230,7 @@ class Snapshot:
         try:
             project = quotas.project_of(self.quotas[name])
             if self.projects.get(name) != project:
-                self.state.apply(scheduler.QuotaChanged(project))
+                self._apply(scheduler.QuotaChanged(project))
         except GpuQuotaError as error:
             self.refused_quotas[name] = error.message
             return
@@ -246,7 +248,8 @@ class Snapshot:
             here = queue.held[0] + queue.leaving[0]
             held, borrowed = held + here, borrowed + max(0.0, here - queue.deserved[0])
             requested += queue.requested[0]
-            waiting += sum(len(jobs) for shape, jobs in queue.waiting.items() if shape.starts)
+            filed = (*queue.waiting.items(), *queue.shelved.items())
+            waiting += sum(len(jobs) for shape, jobs in filed if shape.starts)
         return ProjectUsage(as_number(held / GPU), as_number(borrowed / GPU), as_number(requested / GPU), int(waiting))
 
     # ElasticJobs
@@ -309,14 +312,17 @@ class Snapshot:
             self.ray.pods.drop(uid)
         else:
             self.plain.drop(uid)
+            self.unseen.drop(pod)
         self._forget(uid)
 
     def _put_counted(self, pod: PodView) -> None:
         """Add or update a pod of a team: as a worker of a Ray cluster's unit, or as a job of its own or of a group."""
         if pod.uid not in self.plain.members and self.ray.pods.owns(pod):
             self.ray.pods.put(pod)
-        else:
+        elif not self.unseen.holds_back(pod):
             self.plain.put(self.ray.pods.ungrouped(pod))
+            if pod.stage is Stage.WAITING and pod.group:
+                self._wake()  # also of an incomplete group, which the scheduler does not see: users see why it waits
 
     def _forget(self, uid: str) -> None:
         self.pods.pop(uid, None)
@@ -329,7 +335,8 @@ class Snapshot:
 
     def _is_foreign(self, pod: PodView) -> bool:
         """Return whether the pod holds GPUs outside of any project."""
-        ours = pod.gate is not None or pod.devices is not None or pod.namespace in self.projects
+        admitted = pod.devices is not None or bool(pod.reserved_on)
+        ours = pod.gate is not None or admitted or pod.namespace in self.projects
         return not ours
 
     def _put_foreign(self, pod: PodView) -> None:

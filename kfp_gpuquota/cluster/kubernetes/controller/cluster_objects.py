@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 class ClusterObjects:
     """Data only; `Snapshot` updates it. Nodes, quotas and projects are by name, pods by uid.
 
-    `emitted_nodes` are the nodes in the scheduler's state. `wake()` requests a plan.
+    `emitted_nodes` are the nodes in the scheduler's state. `wake()` requests a plan. `feed` receives each event after
+    it was applied, for the planner's copy of the state.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -36,11 +37,17 @@ class ClusterObjects:
         self.quotas: dict[str, GpuQuota] = {}
         self.projects: dict[str, Project] = {}
         self.pods: dict[str, PodView] = {}
+        self.feed: Callable[[scheduler.Event], None] = lambda _event: None
 
     def emit(self, event: scheduler.Event) -> None:
         """Apply an event to the scheduler's state; a refused event is a defect, but must not stop the controller."""
         try:
-            self.state.apply(event)
+            self.apply(event)
         except GpuQuotaError as error:
             log.error("the scheduler refused %r: %s", event, error)
         self.wake()
+
+    def apply(self, event: scheduler.Event) -> None:
+        """Apply an event to the scheduler's state, and feed it to the planner. Raises what the state raises."""
+        self.state.apply(event)
+        self.feed(event)

@@ -1,8 +1,8 @@
-"""The controller: watches the cluster, plans on changes, and carries out the plans, in one asyncio process.
+"""The controller: watches the cluster, requests plans on changes, and carries them out, in one asyncio process.
 
-    reflectors ─► snapshot ─► plan ─► writes
-         ▲                              │
-         └────────── API server ◄───────┘
+    reflectors ─► snapshot ─► planner's process ─► plan ─► writes
+         ▲                                                   │
+         └──────────────────── API server ◄──────────────────┘
 
 A change is planned at once if there was no recent plan, else together with the changes of a short interval: a single
 pod does not wait, and thousands of pods do not cause thousands of plans.
@@ -18,6 +18,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of
@@ -32,6 +34,7 @@ from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
+from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
@@ -41,12 +44,14 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
+from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
@@ -58,19 +63,26 @@ from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.errors import PlanningFailedError
 from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.scheduler.actions.revalidate import still_valid
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
+    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
+PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
+FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})
+FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
+PROFILES_LOOKED_FOR_S: Final = 2.0
 KINDS: Final = {
     "PolicyObject": "WorkloadPolicy",
     "QuotaPolicyObject": "QuotaPolicy",
@@ -85,7 +97,7 @@ class Controller:
 
     `tls` is the TLS context of the membership service; None serves without TLS, for a trusted network. `fence` is
     checked before each write, and `epoch` is the leader's (`leaseTransitions`). `page_url` is the address
-    of the web page. `clock` gives the time of records and plans, in seconds since 1970.
+    of the web page. `clock` gives the time of records and plans, in seconds since 1970. `planner(state)` makes plans.
     """
 
     def __init__(
@@ -102,6 +114,7 @@ class Controller:
         epoch: int = 0,
         page_url: str = "",
         clock: Callable[[], float] | None = None,
+        planner: Callable[[scheduler.State], Planner] = InlinePlanner,
     ) -> None:
         self._now = clock or SteadyClock()
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
@@ -110,10 +123,13 @@ class Controller:
         self._writer = Writer(connection, fence=fence)
         self.health = PlanningHealth(self._loop.time)
         self._planning_failed = asyncio.Event()
-        self._planning: asyncio.Handle | None = None
+        self._planning: asyncio.Handle | asyncio.Task[None] | None = None
+        self._carrying_out = self._changed_meanwhile = False
+        self._reasons: dict[str, Reason] = {}
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
-        self._planned_at = self._plan_s = 0.0
+        self._planned_at = self._rests_until = 0.0
+        self._continues = False  # the plan is for shapes that the one before has not considered, not for a change
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.events = Recorder(self._writer)
         self._pod_events = PodEventRecorder(self.events)
@@ -124,6 +140,12 @@ class Controller:
             "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_deleted, recover=recovered_pod
         )
         cluster = ClusterObjects(self.wake)
+        self._planner = planner(cluster.state)
+        cluster.feed = self._planner.feed
+        self._repulsions = PodRepulsions()
+        self.unpinned = UnpinnedPods(
+            cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self._put_pod
+        )
         self.reservations = Reservations(
             cluster.allocator,
             cluster.nodes,
@@ -171,9 +193,10 @@ class Controller:
             self._pod_events,
             self.pods,
             self.ray,
+            self.unpinned,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
-        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events)
+        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
             snapshot.pods,
@@ -185,6 +208,7 @@ class Controller:
             self._pod_events,
             self._not_ready,
             ready.timeout_s,
+            self.unpinned,
         )
         conditions: dict[str, tuple[core_types.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
@@ -195,6 +219,7 @@ class Controller:
         """Run until cancelled. Raises PlanningFailedError when plans fail repeatedly."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._writer.close)
+            stack.push_async_callback(self._planner.close)
             stack.callback(self._stop_timers)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             watching = [group.create_task(reflector.run()) for reflector in self.reflectors]
@@ -227,9 +252,15 @@ class Controller:
     async def _load(self) -> None:
         """List all objects, and emit them to the scheduler."""
         for reflector in self.reflectors:
-            await reflector.synced.wait()
+            if reflector.path in FOREIGN_KINDS:
+                if not await reflector.synced_or_unread(FOREIGN_S):
+                    log.error("%s cannot be listed: planning starts without it", reflector.path)
+            else:
+                await reflector.synced.wait()
         await self.gangs.settled()
         await self.snapshot.start(self.gangs.join)
+        for job in self.snapshot.plain.jobs:
+            self.actions.watch_rest(job)
         self.reservations.start()
         self.profiles.start()
         self.default_quotas.start()
@@ -241,11 +272,12 @@ class Controller:
             self._reflector(f"{ours}/gpuquotas", custom_types.GpuQuota, self._quota_changed, self._quota_deleted),
             self._reflector(f"{ours}/elasticjobs", custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job),
             self._reflector(
-                "/apis/kubeflow.org/v1/profiles",
+                PROFILES,
                 core_types.Profile,
                 profiles.put_profile,
                 profiles.drop_profile,
                 optional=True,
+                not_installed_s=PROFILES_LOOKED_FOR_S,
             ),
             self._reflector(
                 quota_policy.PATH, custom_types.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True
@@ -294,6 +326,8 @@ class Controller:
 
     def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)
+        self.unpinned.drop(uid)
+        self._repulsions.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
         self.evictions.drop(uid)
@@ -302,6 +336,7 @@ class Controller:
         if self.reservations.see(pod):
             return
         view = counted_view(pod)
+        self._repulsions.put(view.uid, () if view.stage is Stage.ENDED else view.repels)
         if view.problem:
             self.quarantine.put(Subject("Pod", view.name, view.namespace, view.uid), view.problem)
         else:
@@ -310,7 +345,9 @@ class Controller:
             self._put_pod(joined)
 
     def _put_pod(self, view: PodView) -> None:
+        view = self.unpinned.apply(view)
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
+        self.unpinned.note_bound(view)
         self.evictions.note(view)
         self._recovery.note(view)
 
@@ -326,7 +363,7 @@ class Controller:
         if not self.snapshot.started:
             return
         here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
-        for pod in [pod for pod in here if pod.stage is Stage.WAITING]:
+        for pod in list(here):
             self._put_pod(pod)
         self.elastic.limits_changed(namespace)
 
@@ -388,6 +425,7 @@ class Controller:
 
     def _rules_changed(self) -> None:
         self.snapshot.state.ledger.reclaim_shelter_s = self.rules.rules.reclaim.max_min_run_time_s
+        self.snapshot.unseen.rules_changed()
         self.default_quotas.rules_changed()
         self.elastic.rules_changed()
         self.wake()
@@ -398,41 +436,69 @@ class Controller:
     # Planning
 
     def wake(self) -> None:
-        """Plan soon, after a change."""
-        if self._planning is None and self.snapshot.complete and not self._planning_failed.is_set():
+        """Plan soon, after a change. Changes by a plan's own decisions need no further plan."""
+        self._wake(continues=False)
+
+    def _wake(self, *, continues: bool) -> None:
+        if self._planning is not None:
+            self._changed_meanwhile |= not self._carrying_out
+        elif self.snapshot.complete and not self._planning_failed.is_set():
             self.health.requested()
-            rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes at most a third of the time
-            pause = self._planned_at + max(rest, self.health.pause_s) - self._loop.time()
+            self._continues = continues
+            pause = max(self._rests_until, self._planned_at + self.health.pause_s) - self._loop.time()
             # Even without a pause, changes that arrive in one chunk are planned together: all of them are processed
             # before the event loop's next iteration.
             later = self._loop.call_later
-            self._planning = later(pause, self._plan) if pause > 0 else self._loop.call_soon(self._plan)
+            self._planning = later(pause, self._begin) if pause > 0 else self._loop.call_soon(self._begin)
 
-    def _plan(self) -> None:
+    def _begin(self) -> None:
+        self._changed_meanwhile = False
+        self._planning = self._loop.create_task(self._plan())
+
+    async def _plan(self) -> None:
         started = self._loop.time()
         try:
-            again_s = self._plan_once(started)
+            again_s = await self._plan_once(started)
         except Exception:  # noqa: BLE001 - a single job must not end planning for all others
             again_s = self._plan_failed()
         else:
             self.health.succeeded()
-        self._planning = None  # changes by this plan itself need no further plan
+        self._planning = None
         self._planned_at = self._loop.time()
-        self._plan_s = self._planned_at - started
-        self.metrics.plans.observe(self._plan_s)
-        self._plan_again(again_s)
+        plan_s = self._planned_at - started
+        rest_s = min(LONGEST_REST_S, 2 * plan_s)  # so that planning takes at most a third of the time
+        if not self._continues:  # a change does not rest after the plans for what others submitted before
+            self._rests_until = self._planned_at + rest_s
+        self.metrics.plans.observe(plan_s)
+        self._plan_again(rest_s if again_s == 0.0 else again_s, continues=again_s == 0.0)
+        if self._changed_meanwhile:
+            self.wake()
         if self._quotas_timer is None:
             self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
 
-    def _plan_once(self, started: float) -> float | None:
+    async def _plan_once(self, started: float) -> float | None:
         """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
         now = self._now()
+        self.unpinned.reserve_again()
         self.snapshot.catch_up()
+        self._changed_meanwhile = False  # what has caught up is in this plan
         self.metrics.account(self.snapshot)
-        plan = scheduler.plan(self.snapshot.state, now)
-        with because_of(f"{self._name}-{next(self._numbers)}"):
-            log_plan(plan, self._loop.time() - started)
-            self._carry_out(plan)
+        planned = await self._planner.plan(now)
+        self._reasons.update(planned.changed)
+        for uid in planned.gone:
+            self._reasons.pop(uid, None)
+        plan = msgspec.structs.replace(planned.plan, waiting=self._reasons)
+        if self._planner.outdated:
+            plan = still_valid(self.snapshot.state, plan)
+        self._carrying_out = True
+        try:
+            with because_of(f"{self._name}-{next(self._numbers)}"):
+                log_plan(plan, self._loop.time() - started)
+                self._carry_out(plan)
+        finally:
+            self._carrying_out = False
+        if planned.more:
+            return 0.0
         return None if plan.again_at is None else plan.again_at - now
 
     def _plan_failed(self) -> float | None:
@@ -447,10 +513,11 @@ class Controller:
             return None
         return self.health.pause_s
 
-    def _plan_again(self, delay_s: float | None) -> None:
+    def _plan_again(self, delay_s: float | None, *, continues: bool) -> None:
         if self._again:
             self._again.cancel()
-        self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), self.wake)
+        again = partial(self._wake, continues=continues)
+        self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), again)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
         self.elastic.decisions.plan(plan)
@@ -466,6 +533,9 @@ class Controller:
         for bind in plan.bind:
             self.metrics.started(self.snapshot.state.jobs[bind.job], self._now())
             self.actions.start(bind.job, bind.placements, bind.reason)
+        for promise in scheduler.changed_promises(self.snapshot.state, plan, self._now()):
+            if promise.job not in self.elastic.book.jobs:  # whose records have their own
+                self.snapshot.emit(promise)
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):
                 self.metrics.decisions.labels(kind).inc(decided)

@@ -19,12 +19,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.admission.mounted_certificate import MountedCertificate
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.leader.renewal import Renewal
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
@@ -34,6 +36,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as mem
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerProcess
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
@@ -193,7 +196,8 @@ class Replica:
             key = await membership_service.read_or_make_key(connection, self._keys_namespace)
             self._controller = controller = self._make_controller(connection, certificates, election, key)
             certificates.renewed = controller.elastic.trust
-            holding = election.hold() if options.leader_elect else asyncio.Event().wait()
+            renewal = Renewal(election, lambda: Connection(load_credentials(options.kubeconfig, options.context)))
+            holding = renewal.hold() if options.leader_elect else asyncio.Event().wait()
             keeping = membership_service.keep_key(connection, self._keys_namespace, key)
             tasks = [controller.run(), holding, keeping]
             if options.what_if_port:
@@ -238,6 +242,7 @@ class Replica:
             fence=election.validity if options.leader_elect else NO_FENCE,
             epoch=election.epoch,
             page_url=options.page_url,
+            planner=PlannerProcess,
         )
 
     async def _certificates(self, connection: Connection) -> server.Certificates:
@@ -289,9 +294,9 @@ async def _label(connection: Connection, *, leads: bool) -> None:
     namespace, name = os.environ.get("POD_NAMESPACE"), os.environ.get("POD_NAME")
     if not namespace or not name:
         return
-    path = f"/api/v1/namespaces/{namespace}/pods"
+    path = join("/api/v1/namespaces", namespace, "pods", name)
     body = {"metadata": {"labels": {labels.LEADER: "true" if leads else None}}}
     try:
-        await connection.call("PATCH", f"{path}/{name}", body, content_type=MERGE_PATCH)
+        await connection.call("PATCH", path, body, content_type=MERGE_PATCH)
     except (ApiError, ClusterUnavailableError) as error:
         log.error("this pod's label as the leader's could not be set to %s; it may not be reached: %s", leads, error)

@@ -52,6 +52,11 @@ class DeviceAllocator:
         """Return whether any of the node's devices is held."""
         return bool(self._node(node).taken or self._node(node).parts)
 
+    def idle(self, node: str) -> int:
+        """Return the number of the node's devices that nobody holds."""
+        state = self._node(node)
+        return state.count - len(state.taken) - len(state.parts)
+
     def held(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
         """Return the (node, devices) of a holder, if any."""
         return self._of.get(holder)

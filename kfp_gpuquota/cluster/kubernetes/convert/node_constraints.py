@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api.affinity import NODE_NAME, NodeTerm, Operator, Requirement, Taint, TaintEffect, Toleration
+from kfp_gpuquota.api.affinity import (
+    NODE_NAME,
+    NodeTerm,
+    Operator,
+    Requirement,
+    Taint,
+    TaintEffect,
+    Toleration,
+    keeps_off,
+)
 from kfp_gpuquota.api.affinity import TolerationOperator as Tolerates
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.objects import core_types
 
 
@@ -35,11 +45,29 @@ class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
             "tolerations": self.tolerations,
         }
 
+    def admit(self, node: Node) -> bool:
+        """Return whether the node matches, and has no taint that is not tolerated."""
+        if any(node.labels.get(key) != value for key, value in self.selector):
+            return False
+        if self.terms and not any(term.admits(node.name, node.labels) for term in self.terms):
+            return False
+        return keeps_off(node.taints, self.tolerations) is None
+
     def excluding(self, nodes: tuple[str, ...]) -> NodeConstraints:
         """Return the constraints without these nodes. Terms are alternatives, so each of them excludes the nodes."""
         exclusion = Requirement(NODE_NAME, Operator.NOT_IN, nodes)
         terms = tuple(NodeTerm((*term.requirements, exclusion)) for term in self.terms or (NodeTerm(()),))
         return NodeConstraints(self.selector, terms, self.tolerations)
+
+    def unpinned(self) -> NodeConstraints:
+        """Return the constraints without the pin of an admission, which is the last field of every term.
+
+        Constraints without the pin are returned as they are.
+        """
+        if not self.terms or not all(term.requirements and _is_pin(term.requirements[-1]) for term in self.terms):
+            return self
+        terms = tuple(NodeTerm(term.requirements[:-1]) for term in self.terms)
+        return _shared(NodeConstraints(self.selector, () if terms == (NodeTerm(()),) else terms, self.tolerations))
 
     def within(self, terms: tuple[NodeTerm, ...]) -> NodeConstraints:
         """Return the constraints restricted to nodes that satisfy one of these terms as well."""
@@ -57,6 +85,10 @@ def constraints_of(spec: core_types.PodSpec) -> NodeConstraints:
         terms = terms_of(affinity.required)
     tolerations = tuple(t for t in map(_toleration, spec.tolerations) if t is not None)
     return _shared(NodeConstraints(tuple(sorted(spec.node_selector.items())), terms, tolerations))
+
+
+def _is_pin(last: Requirement) -> bool:
+    return last.key == NODE_NAME and last.operator is Operator.IN and len(last.values) == 1
 
 
 @lru_cache(4096)

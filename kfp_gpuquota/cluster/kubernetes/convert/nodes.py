@@ -6,12 +6,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Device
-from kfp_gpuquota.api import Node as ApiNode
+from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import taints_of
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MILLI,
+    allocatable_of,
     bounded_number,
     device_count,
     mebibytes_left,
@@ -40,7 +41,7 @@ def same_node(before: Node, after: Node) -> bool:
     )
 
 
-def node_of(node: Node, foreign: Iterable[int] = (), taken: NodeUsage | None = None) -> ApiNode:
+def node_of(node: Node, foreign: Iterable[int] = (), taken: NodeUsage | None = None) -> CountedNode:
     """Return the node without the `foreign` devices of pods outside the quota and without the `taken` resources.
 
     A node without GPUs has no CPU and memory here: a team's quota of these counts only what GPU jobs can use.
@@ -48,7 +49,7 @@ def node_of(node: Node, foreign: Iterable[int] = (), taken: NodeUsage | None = N
     held, taken, allocatable = set(foreign), taken or NodeUsage(), node.status.allocatable
     count, memory = gpu_count(node), bounded_number(node.metadata.labels.get(labels.GPU_MEMORY, "0"), MAX_MIB) or 0
     pod_capacity = min(MAX_COUNT, millicores(allocatable.get("pods", "0")) // MILLI) - taken.pods
-    return ApiNode(
+    return CountedNode(
         name=node.metadata.name,
         devices=tuple(device(i, memory) for i in range(count) if i not in held),
         ready=is_ready(node),
@@ -58,6 +59,7 @@ def node_of(node: Node, foreign: Iterable[int] = (), taken: NodeUsage | None = N
         memory_mib=mebibytes_left(whole_bytes(allocatable.get("memory", "0")) - taken.memory) if count else 0,
         max_workers=max(0, pod_capacity) if pod_capacity < count * PODS_PER_DEVICE else None,
         pool=node.metadata.labels.get(labels.POOL, ""),
+        resources=allocatable_of(allocatable, taken.others) if count else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""Tracks the CPU, memory and pod slots that pods outside the quota use on each node. No I/O.
+"""Tracks the CPU, memory, pod slots and other resources that pods outside the quota use on each node. No I/O.
 
 These are DaemonSet pods, services, and pods with GPUs outside the quota. kube-scheduler counts them all, so only the
 remaining resources may be planned.
@@ -6,7 +6,7 @@ remaining resources may be planned.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class NodeUsage:
-    """Usage of one node: CPU in thousandths of a core, memory in bytes, number of pods."""
+    """Usage of one node: CPU in thousandths of a core, memory in bytes, number of pods, and other resources."""
 
     cpu: int = 0
     memory: int = 0
     pods: int = 0
+    others: dict[str, int] = field(default_factory=dict)
 
 
 class NonGpuPods:
@@ -55,6 +56,8 @@ class NonGpuPods:
         taken.cpu += sign * needs.cpu
         taken.memory += sign * needs.memory
         taken.pods += sign
+        for name, amount in needs.others:
+            taken.others[name] = taken.others.get(name, 0) + sign * amount
         if not taken.pods:
             del self._by_node[node]
 

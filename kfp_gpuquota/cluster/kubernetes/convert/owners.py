@@ -10,8 +10,13 @@
 | Job | owner | all, where it is Indexed and runs all its indexes at once |
 | any other Job, ReplicaSet, StatefulSet | owner | all pods with a group label; without one, each pod alone |
 
-Only pods that request GPUs count: others are not gated. A Job that processes a work queue is not a gang: each of its
-pods makes progress alone.
+Only pods that request GPUs count: others are not gated. Pods that have succeeded are not created again, so they do not
+count either. A Job that processes a work queue is not a gang: each of its pods makes progress alone.
+
+Some controllers create pods only after others are ready. Then those start together that can have been created so far,
+and quota is reserved for the rest: a JobSet with startup policy InOrder or `dependsOn`, a StatefulSet with
+OrderedReady, a LeaderWorkerSet with LeaderReady, an MPIJob whose launcher waits for its workers. Pods that are created
+only when others have completed are a gang of their own.
 """
 
 from __future__ import annotations
@@ -20,14 +25,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import collection, is_api_version, is_kind, is_object_name, join
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+
+    Reader = Callable[[msgspec.Raw, msgspec.Raw], "GangSize"]
 
 JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 LEADER_WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"
@@ -50,8 +58,7 @@ class Owner(NamedTuple):
     @property
     def path(self) -> str:
         """Return the owner's API path."""
-        prefix = "/apis" if "/" in self.api_version else "/api"
-        return f"{prefix}/{self.api_version}/namespaces/{self.namespace}/{self.kind.lower()}s/{self.name}"
+        return join(collection(self.api_version, self.namespace, f"{self.kind.lower()}s"), self.name)
 
     @property
     def group(self) -> str:
@@ -59,18 +66,39 @@ class Owner(NamedTuple):
         return f"{self.kind}/{self.name}" + (f"/{self.replica}" if self.replica else "")
 
 
+class Rest(NamedTuple):
+    """Pods of a group that its controller creates only after those that exist are ready."""
+
+    pods: int
+    gpus: int
+
+
 class GangSize(NamedTuple):
-    """How many of an owner's pods start together: by default, and if a label makes them a group. 1: each alone."""
+    """How many of an owner's pods start together: by default, and if a label makes them a group. 1: each alone.
+
+    `rest` are pods that are created later, for which quota is reserved when the others start.
+    """
 
     pods: int = 1
     labelled: int = 1
+    rest: tuple[Rest, ...] = ()
 
 
 ALONE: Final = GangSize()
 
 
 def owner_of(pod: Pod) -> Owner | None:
-    """Return the owner that determines the pod's gang size; None if there is none."""
+    """Return the owner that determines the pod's gang size; None if there is none.
+
+    What tenants wrote is checked first: a label, an annotation or a reference that no object can have names no owner.
+    """
+    owner = _named_owner(pod)
+    if owner is None or not (is_api_version(owner.api_version) and is_kind(owner.kind) and is_object_name(owner.name)):
+        return None
+    return owner
+
+
+def _named_owner(pod: Pod) -> Owner | None:
     meta = pod.metadata
     namespace, written, notes = meta.namespace, meta.labels, meta.annotations or {}
     if name := written.get(POD_GROUP_LABEL):
@@ -96,12 +124,13 @@ def gang_size(owner: Owner, answer: bytes) -> GangSize:
     if read is None:
         return ALONE
     try:
-        return read(msgspec.json.decode(answer, type=_Object).spec)
-    except msgspec.DecodeError:
+        found = msgspec.json.decode(answer, type=_Object)
+        return read(found.spec, found.status)
+    except (msgspec.DecodeError, ValueError):
         return ALONE
 
 
-def _reader(api_version: str, kind: str) -> Callable[[msgspec.Raw], GangSize] | None:
+def _reader(api_version: str, kind: str) -> Reader | None:
     group = api_version.partition("/")[0]
     if group == "kubeflow.org" and kind.endswith("Job"):
         return _training_job
@@ -110,15 +139,21 @@ def _reader(api_version: str, kind: str) -> Callable[[msgspec.Raw], GangSize] | 
 
 class _Object(Struct, frozen=True):
     spec: msgspec.Raw = msgspec.Raw(b"{}")
+    status: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class _Template(Struct, frozen=True):
     spec: PodSpec = PodSpec()
 
     @property
+    def gpus(self) -> int:
+        """Return the GPUs of each of the template's pods."""
+        return gpus_of(self.spec)
+
+    @property
     def counts(self) -> bool:
         """Return whether the template's pods request GPUs."""
-        return gpus_of(self.spec) > 0
+        return self.gpus > 0
 
 
 class _Job(Struct, frozen=True):
@@ -133,23 +168,51 @@ class _Job(Struct, frozen=True):
         return parallel if self.completions is None else min(parallel, self.completions)
 
 
+class _JobStatus(Struct, frozen=True):
+    succeeded: int = 0
+    failed_indexes: str = ""
+
+
 class _JobTemplate(Struct, frozen=True):
     spec: _Job = _Job()
 
 
+class _DependsOn(Struct, frozen=True):
+    name: str = ""
+    status: str = ""
+
+
 class _Replicated(Struct, frozen=True):
+    name: str = ""
     replicas: int = 1
     template: _JobTemplate = _JobTemplate()
+    depends_on: tuple[_DependsOn, ...] = ()
+
+
+class _StartupPolicy(Struct, frozen=True):
+    startup_policy_order: str = ""
 
 
 class _JobSet(Struct, frozen=True):
     replicated_jobs: tuple[_Replicated, ...] = ()
+    startup_policy: _StartupPolicy | None = None
+
+
+class _ReplicatedStatus(Struct, frozen=True):
+    name: str = ""
+    ready: int = 0
+    succeeded: int = 0
+
+
+class _JobSetStatus(Struct, frozen=True):
+    replicated_jobs_status: tuple[_ReplicatedStatus, ...] = ()
 
 
 class _Replicas(Struct, frozen=True):
     replicas: int | None = None
     min_replicas: int | None = None
     num_of_hosts: int = 1
+    pod_management_policy: str = ""
     template: _Template = _Template()
 
 
@@ -167,6 +230,14 @@ class _RunPolicy(Struct, frozen=True):
     scheduling_policy: _SchedulingPolicy | None = None
 
 
+class _ReplicaStatus(Struct, frozen=True):
+    succeeded: int = 0
+
+
+class _TrainingStatus(Struct, frozen=True):
+    replica_statuses: dict[str, _ReplicaStatus] = msgspec.field(default_factory=dict)
+
+
 class _LeaderAndWorkers(Struct, frozen=True):
     size: int = 1
     worker_template: _Template = _Template()
@@ -182,32 +253,70 @@ class _PodGroup(Struct, frozen=True):
     min_member: int = 1
 
 
-def _job(spec: msgspec.Raw) -> GangSize:
-    job = msgspec.json.decode(spec, type=_Job)
-    size = job.at_once if job.template.counts else 1
+def _job(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
+    job, done = msgspec.json.decode(spec, type=_Job), msgspec.json.decode(status, type=_JobStatus)
+    left = job.at_once
+    if job.completions is not None:
+        left = max(0, min(left, job.completions - done.succeeded - _indexes(done.failed_indexes)))
+    size = left if job.template.counts else 1
     whole = job.completion_mode == "Indexed" and job.at_once == job.completions
-    return GangSize(size if whole else 1, size)
+    return GangSize(max(1, size) if whole else 1, max(1, size))
 
 
-def _job_set(spec: msgspec.Raw) -> GangSize:
-    parts = (
-        one for one in msgspec.json.decode(spec, type=_JobSet).replicated_jobs if one.template.spec.template.counts
-    )
-    return _all(sum(one.replicas * one.template.spec.at_once for one in parts))
+def _indexes(ranges: str) -> int:
+    """Return the number of indexes in a list such as '1,3-5'."""
+    bounds = (part.partition("-") for part in ranges.split(",") if part)
+    return sum(int(last or first) - int(first) + 1 for first, _, last in bounds)
 
 
-def _training_job(spec: msgspec.Raw) -> GangSize:
+def _job_set(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
+    found = msgspec.json.decode(spec, type=_JobSet)
+    states = {one.name: one for one in msgspec.json.decode(status, type=_JobSetStatus).replicated_jobs_status}
+    in_order = found.startup_policy is not None and found.startup_policy.startup_policy_order == "InOrder"
+    jobs = {one.name: one for one in found.replicated_jobs}
+    size, rest, waits = 0, list[Rest](), False
+    for one in found.replicated_jobs:
+        state = states.get(one.name, _ReplicatedStatus())
+        unmet = [need.status for need in one.depends_on if not _is_met(need, jobs, states)]
+        pod = one.template.spec
+        pods = (one.replicas - state.succeeded) * pod.at_once if pod.template.counts else 0
+        if "Complete" in unmet or pods <= 0:
+            pass
+        elif waits or unmet:
+            rest.append(Rest(pods, pod.template.gpus))
+        else:
+            size += pods
+        waits = waits or (in_order and state.ready + state.succeeded < one.replicas)
+    return _all(size, tuple(rest))
+
+
+def _is_met(need: _DependsOn, jobs: Mapping[str, _Replicated], states: Mapping[str, _ReplicatedStatus]) -> bool:
+    state = states.get(need.name, _ReplicatedStatus())
+    there = state.succeeded if need.status == "Complete" else state.succeeded + state.ready
+    return need.name not in jobs or there >= jobs[need.name].replicas
+
+
+def _training_job(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
     """Return the gang size of a training job; kinds differ in a field's name (pytorchReplicaSpecs, mpiReplicaSpecs)."""
     fields = msgspec.json.decode(spec, type=dict[str, msgspec.Raw])
     policy = msgspec.json.decode(fields.get("runPolicy", msgspec.Raw(b"{}")), type=_RunPolicy).scheduling_policy
+    last = fields.get("launcherCreationPolicy") == msgspec.Raw(b'"WaitForWorkersReady"')
     roles = (raw for name, raw in fields.items() if name.endswith("ReplicaSpecs"))
-    parts = [part for raw in roles for part in msgspec.json.decode(raw, type=dict[str, _Replicas]).values()]
-    size = sum(_count(part.replicas) for part in parts if part.template.counts)
+    done = msgspec.json.decode(status, type=_TrainingStatus).replica_statuses
+    size, rest = 0, list[Rest]()
+    for name, part in (item for raw in roles for item in msgspec.json.decode(raw, type=dict[str, _Replicas]).items()):
+        pods = _count(part.replicas) - done.get(name, _ReplicaStatus()).succeeded
+        if not part.template.counts or pods <= 0:
+            continue
+        if last and name == "Launcher":
+            rest.append(Rest(pods, part.template.gpus))
+        else:
+            size += pods
     least = policy.min_available if policy is not None else None
-    return _all(size if least is None else min(size, least))
+    return _all(size if least is None else min(size, least), tuple(rest))
 
 
-def _ray_cluster(spec: msgspec.Raw) -> GangSize:
+def _ray_cluster(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
     cluster = msgspec.json.decode(spec, type=_RayCluster)
     scaled = cluster.enable_in_tree_autoscaling
     workers = sum(
@@ -218,27 +327,36 @@ def _ray_cluster(spec: msgspec.Raw) -> GangSize:
     return _all(workers + cluster.head_group_spec.template.counts)
 
 
-def _leader_worker_set(spec: msgspec.Raw) -> GangSize:
-    """Return the gang size of a LeaderWorkerSet; with startup policy LeaderReady pods cannot start together."""
+def _leader_worker_set(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
+    """Return the gang size of one replica; with startup policy LeaderReady its workers come after its leader."""
     found = msgspec.json.decode(spec, type=_LeaderWorkerSet)
-    if found.startup_policy == "LeaderReady":
-        return ALONE
     group = found.leader_worker_template
     leader = group.leader_template or group.worker_template
-    return _all(leader.counts + (group.size - 1) * group.worker_template.counts)
+    workers = (group.size - 1) * group.worker_template.counts
+    if found.startup_policy == "LeaderReady" and leader.counts and workers:
+        return _all(1, (Rest(workers, group.worker_template.gpus),))
+    return _all(leader.counts + workers)
 
 
-def _replicas(spec: msgspec.Raw) -> GangSize:
+def _replicas(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
     found = msgspec.json.decode(spec, type=_Replicas)
     return GangSize(1, max(1, _count(found.replicas)) if found.template.counts else 1)
 
 
-def _pod_group(spec: msgspec.Raw) -> GangSize:
+def _stateful_set(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
+    found = msgspec.json.decode(spec, type=_Replicas)
+    replicas = _count(found.replicas)
+    if found.pod_management_policy == "Parallel" or not found.template.counts or replicas <= 1:
+        return _replicas(spec, status)
+    return GangSize(1, 1, (Rest(replicas - 1, found.template.gpus),))
+
+
+def _pod_group(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
     return _all(msgspec.json.decode(spec, type=_PodGroup).min_member)
 
 
-def _all(size: int) -> GangSize:
-    return GangSize(max(1, size), max(1, size))
+def _all(size: int, rest: tuple[Rest, ...] = ()) -> GangSize:
+    return GangSize(max(1, size), max(1, size), rest)
 
 
 def _count(replicas: int | None) -> int:
@@ -246,7 +364,7 @@ def _count(replicas: int | None) -> int:
     return 1 if replicas is None else replicas
 
 
-_READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], GangSize]]] = {
+_READERS: Final[dict[tuple[str, str], Reader]] = {
     ("batch", "Job"): _job,
     ("jobset.x-k8s.io", "JobSet"): _job_set,
     ("leaderworkerset.x-k8s.io", "LeaderWorkerSet"): _leader_worker_set,
@@ -254,7 +372,7 @@ _READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], GangSize]]] = {
     ("scheduling.x-k8s.io", "PodGroup"): _pod_group,
     ("scheduling.volcano.sh", "PodGroup"): _pod_group,
     ("apps", "ReplicaSet"): _replicas,
-    ("apps", "StatefulSet"): _replicas,
+    ("apps", "StatefulSet"): _stateful_set,
 }
 
 

@@ -2,6 +2,11 @@
 
 A pod becomes a `PodView`, which holds what decisions need and is kept as long as the pod exists; the decoded object is
 dropped at once.
+
+Invariant: the view is a function of the object alone, and what a pod requests is the same at every stage of its life:
+a controller that starts later sees what one that admitted the pod saw. So the constraints are read from every pod, and
+the part of them that the admission added (the pin to a node, the pool of a stand-in) is left out. Rejected: constraints
+of waiting pods only, as "the others have a node". A restarted controller then moved pods to nodes that they exclude.
 """
 
 from __future__ import annotations
@@ -17,11 +22,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.affinity import NodeTerm
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.api.validation import MAX_PRIORITY
+from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import MAX_GROUP, gang_note
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints, constraints_of
-from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, owner_kind, owner_of
+from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, Rest, owner_kind, owner_of
+from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import Repulsion, repulsions_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
     ResourceRequests,
@@ -30,6 +39,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     resource_requests_of,
 )
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
+from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import unmodelled_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_read
@@ -38,7 +48,6 @@ from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.api.affinity import NodeTerm
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import NodeSelectorTerm, OwnerReference
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
@@ -46,8 +55,8 @@ NODE_NAME_FIELD: Final = "metadata.name"
 RAY_NODE_TYPE: Final = "ray.io/node-type"
 RAY_GROUP: Final = "ray.io/group"
 MAX_TIME_S: Final = 10**12
-MAX_GROUP: Final = 10_000  # pods that start together
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
+NOWHERE: Final = "(no node)"  # no node has such a name: devices there count against the quota only
 KILLED: Final = 137  # 128 + SIGKILL: a shell's exit code of a killed process
 log = logging.getLogger(__name__)
 
@@ -79,7 +88,8 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
     """The parts of a pod that determine the patch that removes its scheduling gate: see requests.admission.
 
     `terms`: for each required node selector term, whether it has matchFields; None without required terms.
-    `affinity`: depth of /spec/affinity: 0 none, 1 an affinity, 2 a nodeAffinity. `selects`: /spec/nodeSelector exists.
+    `affinity`: depth of /spec/affinity: 0 none, 1 an affinity, 2 a nodeAffinity. `selects`: /spec/nodeSelector exists,
+    `prefers`: the nodeAffinity has preferences.
     """
 
     index: int
@@ -87,6 +97,7 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
     terms: tuple[bool, ...] | None = None
     annotated: bool = False
     selects: bool = False
+    prefers: bool = False
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -99,10 +110,15 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     memory, `pool` is the requested node pool, `owner` determines its gang size. `prepared`: its sandbox (volumes and
     network) is ready, so that only image pulls and init containers remain. `controller_uid` is the uid of its managing
     owner, `controller_kind` that owner's API group and kind, from which quota_policy.py derives whether it creates
-    another pod. `excluded_nodes` are nodes on which another pod of its owner did not fit. `grace_s` is its grace
-    period, `ends_at` when the grace period of its deletion ends, `reclaimed_at` when an earlier controller began to
-    reclaim its GPUs; both are 0 if that has not happened. `stand_in` is the stand-in of an autoscaled pool whose
-    devices it holds (autoscaled_pools.py). `ray_group` is the group of its Ray cluster that it belongs to.
+    another pod. `volume_terms` are terms of the nodes on which its volumes can be mounted, `excluded_nodes` are nodes
+    on which another pod of its owner did not fit. `grace_s` is its grace period, `ends_at` when the grace period of its
+    deletion ends, `reclaimed_at` when an earlier controller began to reclaim its GPUs; both are 0 if that has not
+    happened. `stand_in` is the stand-in of an autoscaled pool whose devices it holds (autoscaled_pools.py). `ray_group`
+    is the group of its Ray cluster that it belongs to.
+
+    `unmodelled` are its constraints that only kube-scheduler checks. `reserved_on` is the annotated node of a pod that
+    was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pods/unpinned.py).
+    `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so.
     """
 
     uid: str
@@ -121,6 +137,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptible: bool | None = None
     group: str = ""
     group_size: int = 0
+    rest: tuple[Rest, ...] = ()
     controller_uid: str = ""
     controller_kind: str = ""
     job_uid: str = ""
@@ -130,6 +147,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     start_failure: str = ""
     prepared: bool = False
     constraints: NodeConstraints = NodeConstraints()
+    volume_terms: tuple[NodeTerm, ...] = ()
     share: tuple[tuple[str, Any], ...] = ()
     needs: ResourceRequests = ResourceRequests()
     pool: str = ""
@@ -143,6 +161,10 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reclaimed_at: float = 0.0
     stand_in: str = ""
     ray_group: str = ""
+    unmodelled: tuple[str, ...] = ()
+    reserved_on: str = ""
+    repels: tuple[Repulsion, ...] = ()
+    labels: dict[str, str] = {}
 
     @property
     def holds(self) -> bool:
@@ -216,7 +238,9 @@ def pod_view(pod: Pod) -> PodView:
     meta, spec = pod.metadata, pod.spec
     gate = _gate(pod)
     stand_in = "" if gate else _opened_on(meta.annotations or {})
-    node = spec.node_name or ("" if gate else _sent_to(pod) or stand_in)
+    reserved_on = "" if gate else _reserved_on(meta.annotations or {})
+    node = spec.node_name or reserved_on or ("" if gate else _sent_to(pod) or stand_in)
+    moved = bool(reserved_on) and node != reserved_on  # its annotation names devices of another node
     share = _share(pod)
     requested = gpus_of(spec)
     gpus = min(dict(share).get("gpu_devices", 1), MAX_DEVICES) if share else requested
@@ -234,7 +258,7 @@ def pod_view(pod: Pod) -> PodView:
         node=intern(node),
         bound=bool(spec.node_name),
         running=pod.status.phase == "Running",
-        devices=_devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
+        devices=None if moved else _devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
         gate=gate,
         controller_uid=intern(owner.uid) if owner is not None else "",
         controller_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
@@ -243,8 +267,8 @@ def pod_view(pod: Pod) -> PodView:
         start_failure=_trouble(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
-        constraints=constraints_of(spec) if gate is not None else NodeConstraints(),
-        claims=claims_of(spec) if gate is not None else (),
+        constraints=_own_constraints(pod, gate),
+        claims=claims_of(spec),
         needs=resource_requests_of(spec),
         owner=None if elastic else owner_of(pod),
         requested=requested,
@@ -253,7 +277,11 @@ def pod_view(pod: Pod) -> PodView:
         stand_in=stand_in,
         ray_group=intern(meta.labels.get(RAY_GROUP, "")),
         reclaimed_at=_seconds((meta.annotations or {}).get(labels.RECLAIMED_AT, "")),
-        **_wishes(meta.labels, meta.annotations or {}),
+        unmodelled=unmodelled_in(spec),
+        reserved_on=reserved_on,
+        repels=repulsions_of(spec, meta.namespace),
+        labels=meta.labels,
+        **{**_wishes(meta.labels, meta.annotations or {}), **(_gang(pod) if gate is None and not elastic else {})},
     )
 
 
@@ -281,6 +309,7 @@ def _non_gpu_view(pod: Pod) -> PodView:
         created=0.0,
         node=intern(pod.spec.node_name) if there else "",
         needs=resource_requests_of(pod.spec),
+        repels=repulsions_of(pod.spec, meta.namespace) if there else (),
     )
 
 
@@ -317,6 +346,7 @@ def _gate(pod: Pod) -> GateShape | None:
         terms=shape,
         annotated=pod.metadata.annotations is not None,
         selects=bool(pod.spec.node_selector),
+        prefers=depth == 2 and bool(affinity.node_affinity.preferred),  # type: ignore[union-attr] # by its depth
     )
 
 
@@ -328,20 +358,46 @@ def _terms(pod: Pod) -> tuple[NodeSelectorTerm, ...] | None:
 
 
 def _sent_to(pod: Pod) -> str:
-    """Return the node that the pod was admitted to, which is in all its node selector terms; "" if none."""
+    """Return the node that the pod was admitted to, which is the last field of all its node selector terms; "" if none.
+
+    The user's own fields come before it, and may name other nodes.
+    """
     terms = _terms(pod)
     if not terms or labels.DEVICES not in (pod.metadata.annotations or {}):
         return ""
-    for match in terms[0].match_fields:
-        if match.key == NODE_NAME_FIELD and match.operator == "In" and len(match.values) == 1:
-            return match.values[0]
-    return ""
+    last = terms[0].match_fields[-1:]
+    pins = (m.values[0] for m in last if m.key == NODE_NAME_FIELD and m.operator == "In" and len(m.values) == 1)
+    return next(pins, "")
+
+
+def _own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
+    """Return the constraints that the pod was created with, without those of its admission.
+
+    The pool that a label requests is left out at every stage: the plan considers only nodes of that pool anyway, and an
+    admission to a stand-in adds it to the node selector, where it may have been before.
+    """
+    spec, annotations = pod.spec, pod.metadata.annotations or {}
+    selector = spec.node_selector
+    if selector.get(labels.POOL) and selector[labels.POOL] == pod.metadata.labels.get(labels.POOL):
+        selector = {key: value for key, value in selector.items() if key != labels.POOL}
+        spec = msgspec.structs.replace(spec, node_selector=selector)
+    constraints = constraints_of(spec)
+    not_pinned = labels.OPENED in annotations or labels.RESERVED_ON in annotations
+    pinned = gate is None and labels.DEVICES in annotations and not not_pinned
+    return constraints.unpinned() if pinned else constraints
 
 
 def _opened_on(annotations: Mapping[str, str]) -> str:
     """Return the stand-in to which the pod was admitted; "" for a real node."""
     stand_in = annotations.get(labels.OPENED, "")
     return intern(stand_in) if stand_in and labels.DEVICES in annotations and pool_of(stand_in) else ""
+
+
+def _reserved_on(annotations: Mapping[str, str]) -> str:
+    """Return the node on which a pod that is not pinned holds devices, or NOWHERE; "" for a pinned pod."""
+    if labels.DEVICES not in annotations or (node := annotations.get(labels.RESERVED_ON)) is None:
+        return ""
+    return intern(node) if node else NOWHERE
 
 
 def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
@@ -368,6 +424,16 @@ def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[st
         "attempt": bounded_number(given.get(labels.ATTEMPT, "")) or 0,
         "pool": pool if (pool := given.get(labels.POOL, "")) == short_name(pool) else "",
     }
+
+
+def _gang(pod: Pod) -> dict[str, Any]:
+    """Return the fields of the gang with which an admitted pod was admitted, as annotated."""
+    meta, owner = pod.metadata, owner_of(pod)
+    note = gang_note((meta.annotations or {}).get(labels.GANG, ""))
+    if not note.size:
+        return {}
+    group = meta.labels.get(labels.POD_GROUP, "") or (owner.group if owner is not None else "")
+    return {"group": group, "group_size": note.size, "rest": note.rest}
 
 
 def _group_size(text: str) -> int:
@@ -448,7 +514,8 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
     Pods of one template differ only in their names, so the expensive validation of their requests is cached.
     """
     quality = view.kind, view.priority, view.preemptible, view.pool
-    constraints = view.constraints.excluding(view.excluded_nodes) if view.excluded_nodes else view.constraints
+    constraints = view.constraints.within(view.volume_terms) if view.volume_terms else view.constraints
+    constraints = constraints.excluding(view.excluded_nodes) if view.excluded_nodes else constraints
     spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, constraints, quality))
     msgspec.structs.force_setattr(spec, "name", short_name(view.group.partition("/")[2] or view.group or view.name))
     return spec
@@ -465,7 +532,7 @@ def _unnamed(
     quality: tuple[Kind, int | None, bool | None, str],
 ) -> JobSpec:
     kind, priority, preemptible, pool = quality
-    return JobSpec(
+    return CountedJobSpec(
         name="pod",
         project=namespace,
         command=("pod",),
@@ -500,7 +567,7 @@ def elastic_job(
     job: ElasticJob,
     requests: Mapping[str, Any] | None = None,
     volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
-) -> JobSpec:
+) -> CountedJobSpec:
     """Return the ElasticJob as the scheduler's job. Raises InvalidFieldError.
 
     `requests` are the namespace's default requests, `volume_terms(namespace, claims)` are the terms of the nodes on
@@ -521,6 +588,6 @@ def elastic_job(
         "labels": job.metadata.labels,
     }
     try:
-        return msgspec.convert({**named, **chosen}, JobSpec, strict=False)
+        return msgspec.convert({**named, **chosen}, CountedJobSpec, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", chosen, str(error)) from None

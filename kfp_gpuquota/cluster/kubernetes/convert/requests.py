@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, MERGE_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pods import GateShape, PodView
 
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _AFFINITY: Final = "/spec/affinity"
 _TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
 
 
-def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) -> Write:
+def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *, pinned: bool = True) -> Write:
     """Return the patch that admits a gated pod to `node`: it removes the gate, pins the node and annotates the devices.
+
+    If not `pinned`, the pod only prefers the node, and kube-scheduler may bind it to another one.
 
     It tests the uid and the gate first: the second of two such patches fails and changes nothing, and so does a patch
     that arrives when another pod has the name.
@@ -31,16 +35,18 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
     pool = pool_of(node)
     if pool:
         notes[labels.OPENED] = node
+    elif not pinned:
+        notes[labels.RESERVED_ON] = node
     operations = [
         _operation("test", "/metadata/uid", pod.uid),
         _operation("test", f"{gate}/name", labels.QUOTA_GATE),
         _operation("remove", gate),
-        *(_selecting(pod.gate, pool) if pool else _pinned(pod.gate, node)),
+        *(_selecting(pod.gate, pool) if pool else _pinned(pod.gate, node) if pinned else _preferred(pod.gate, node)),
         *_annotated(pod.gate, notes),
     ]
     return Write(
         verb="PATCH",
-        path=f"{pods_path(pod.namespace)}/{pod.name}",
+        path=join(pods_path(pod.namespace), pod.name),
         about=f"{pod.namespace}/{pod.name}",
         lane=Lane.ADMIT,
         body=operations,
@@ -67,14 +73,22 @@ def eviction(pod: PodView, grace_s: float | None = None) -> Write:
         "metadata": {"name": pod.name, "namespace": pod.namespace},
         "deleteOptions": options,
     }
-    path = f"{pods_path(pod.namespace)}/{pod.name}/eviction"
+    path = join(pods_path(pod.namespace), pod.name, "eviction")
     return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", lane=Lane.RELEASE, body=body)
+
+
+def reservation_note(pod: PodView, node: str, devices: tuple[int, ...]) -> Write:
+    """Return the patch that annotates where a pod that is not pinned holds devices; "" for no node."""
+    notes = {labels.RESERVED_ON: node, labels.DEVICES: ",".join(map(str, devices))}
+    body = {"metadata": {"uid": pod.uid, "annotations": notes}}
+    path = f"{pods_path(pod.namespace)}/{pod.name}"
+    return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
 def reclaim_note(pod: PodView, at: float) -> Write:
     """Return the patch that annotates when the reclaim began (seconds since 1970), for a restarted controller."""
     body = {"metadata": {"uid": pod.uid, "annotations": {labels.RECLAIMED_AT: f"{at:.0f}"}}}
-    path = f"{pods_path(pod.namespace)}/{pod.name}"
+    path = join(pods_path(pod.namespace), pod.name)
     return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
@@ -85,7 +99,7 @@ def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = N
         body["preconditions"] = {"uid": uid}
     if grace_s is not None:
         body["gracePeriodSeconds"] = max(1, int(grace_s))  # 0 would remove the object while the process still runs
-    path = f"{pods_path(namespace)}/{name}"
+    path = join(pods_path(namespace), name)
     return Write(verb="DELETE", path=path, about=f"{namespace}/{name}", lane=Lane.RELEASE, body=body)
 
 
@@ -109,6 +123,18 @@ def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
         )
         for i, has in enumerate(gate.terms)
     ]
+
+
+def _preferred(gate: GateShape, node: str) -> list[dict[str, Any]]:
+    """Return the operation that adds the node to the preferred ones, with the greatest weight."""
+    term = {"weight": 100, "preference": {"matchFields": [node_term(node)]}}
+    if gate.prefers:
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity/{PREFERRED}/-", term)]
+    if gate.affinity == 2:
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity/{PREFERRED}", [term])]
+    if gate.affinity == 1:
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity", {PREFERRED: [term]})]
+    return [_operation("add", _AFFINITY, {"nodeAffinity": {PREFERRED: [term]}})]
 
 
 def _selecting(gate: GateShape, pool: str) -> list[dict[str, Any]]:

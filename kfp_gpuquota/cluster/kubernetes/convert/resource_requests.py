@@ -1,4 +1,4 @@
-"""Sums up a pod's resource requests as kube-scheduler does. Pure.
+"""Sums up a pod's resource requests as kube-scheduler does, for every resource that a node counts. Pure.
 
 The rule is that of `PodRequests` in k8s.io/component-helpers: the maximum of all containers with the sidecars, and of
 each init container with the sidecars started before it; plus the overhead of the runtime class. Pod-level resources
@@ -12,6 +12,7 @@ from math import ceil, floor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kfp_gpuquota.api.quantity import MIB, parse_quantity
+from kfp_gpuquota.api.resources import PORT_PREFIX, WHOLE_PORT
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
@@ -19,6 +20,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, PodSpec
 
 MILLI: Final = 1000
@@ -27,26 +29,61 @@ _LONGEST: Final = 18  # digits: a number that a label or an annotation may hold
 
 
 class ResourceRequests(NamedTuple):
-    """CPU in thousandths of a core, and memory in bytes."""
+    """CPU in thousandths of a core, memory in bytes, and all others that are counted, except GPUs and pod slots."""
 
     cpu: int = 0
     memory: int = 0
+    others: Resources = ()
 
     def constraints(self) -> dict[str, Any]:
-        """Return the requests as fields of a JobSpec, rounded up, and capped at more than any node has."""
+        """Return the requests as fields of a CountedJobSpec, rounded up, and capped at more than any node has."""
         cpu, memory = min(self.cpu / MILLI, MAX_COUNT), min(-(-self.memory // MIB), MAX_MIB)
-        return {"cpu": cpu or None, "memory_mib": memory or None}
+        return {"cpu": cpu or None, "memory_mib": memory or None, "resources": self.others}
 
 
 def resource_requests_of(spec: PodSpec) -> ResourceRequests:
-    """Return the CPU and memory that kube-scheduler reserves for the pod."""
-    whole = spec.resources.requests or spec.resources.limits
-    if not (whole or spec.overhead or any(c.resources.requests or c.resources.limits for c in _containers(spec))):
+    """Return what kube-scheduler reserves for the pod on its node."""
+    names = _named(spec)
+    ports = ports_of(spec)
+    if not names and not ports:
         return NOTHING
-    return ResourceRequests(_needed(spec, "cpu", millicores), _needed(spec, "memory", whole_bytes))
+    others = ((name, _needed(spec, name, whole_number)) for name in names - SEPARATE)
+    counted = (*((name, amount) for name, amount in others if amount), *ports)
+    cpu, memory = _needed(spec, "cpu", millicores), _needed(spec, "memory", whole_bytes)
+    return ResourceRequests(cpu, memory, tuple(sorted(counted)))
+
+
+def ports_of(spec: PodSpec) -> Resources:
+    """Return the host ports of the pod's containers as amounts: see WHOLE_PORT. Init containers take none."""
+    amounts: dict[str, int] = {}
+    for port in (port for container in spec.containers for port in container.ports if port.host_port):
+        name = f"{PORT_PREFIX}{port.protocol}/{port.host_port}"
+        if port.host_ip in _ANY_ADDRESS:
+            amounts[name] = WHOLE_PORT
+        else:
+            amounts[name] = min(WHOLE_PORT, amounts.get(name, 0) + 1)
+            amounts[f"{name}/{port.host_ip}"] = WHOLE_PORT
+    return tuple(amounts.items())
+
+
+def allocatable_of(allocatable: Mapping[str, str], taken: Mapping[str, int]) -> Resources:
+    """Return what a node has of the other resources, without what is `taken`."""
+    amounts = {name: whole_number(amount) for name, amount in allocatable.items() if name not in SEPARATE}
+    amounts |= {name: WHOLE_PORT for name in taken if name.startswith(PORT_PREFIX)}
+    return tuple(sorted((name, max(0, amount - taken.get(name, 0))) for name, amount in amounts.items()))
+
+
+def _named(spec: PodSpec) -> set[str]:
+    """Return the names of all resources in the spec."""
+    names = {*spec.overhead}
+    for resources in (spec.resources, *(container.resources for container in _containers(spec))):
+        names |= resources.requests.keys() | resources.limits.keys()
+    return names
 
 
 NOTHING: Final = ResourceRequests()
+SEPARATE: Final = frozenset({"cpu", "memory", "pods", labels.GPU_RESOURCE})  # counted by fields of their own
+_ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - not bound, but compared
 
 
 def gpus_of(spec: PodSpec) -> int:
@@ -114,6 +151,15 @@ def whole_bytes(quantity: str) -> int:
     """Return a memory quantity in bytes, rounded up; 0 for an invalid quantity."""
     try:
         return max(0, ceil(parse_quantity("memory", quantity)))
+    except InvalidFieldError:
+        return 0
+
+
+@lru_cache(4096)
+def whole_number(quantity: str) -> int:
+    """Return a quantity of any other resource, rounded up; 0 for an invalid quantity."""
+    try:
+        return max(0, ceil(parse_quantity("resources", quantity)))
     except InvalidFieldError:
         return 0
 

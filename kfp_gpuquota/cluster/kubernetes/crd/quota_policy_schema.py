@@ -6,7 +6,13 @@ from typing import Final
 
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS
 from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import NAME, RECLAIM_SLACK_S, ReclaimRules, Unmanaged
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import (
+    NAME,
+    RECLAIM_SLACK_S,
+    ClusterRules,
+    ReclaimRules,
+    Unmanaged,
+)
 
 MAX_OWNERS: Final = 64
 MAX_EXEMPT: Final = 256
@@ -69,6 +75,14 @@ def _spec() -> Schema:
             "description": "Each ElasticJob has a NetworkPolicy that admits traffic to its workers from its own workers"
             " only. Its enforcement is up to the cluster's network plugin. Running jobs get it when this becomes true,"
             " and keep it when it becomes false.",
+        },
+        "maxWaitingPods": {
+            "type": "integer",
+            "default": ClusterRules().max_waiting_pods,
+            "minimum": 1,
+            "maximum": MAX_COUNT,
+            "description": "How many waiting pods of one team are considered at once. More of them wait unseen, the"
+            " youngest ones, until others have started or are deleted.",
         },
         "recreatingOwners": {
             "type": "array",

@@ -254,7 +254,9 @@ class ElasticJobs:
             return
         after = msgspec.structs.replace(before, spec=spec)
         if self.book.alive_of(uid):
-            self.book.jobs[uid] = after  # the scheduler uses it from the job's next start on
+            # the scheduler uses its sizes from the job's next start on, and its constraints for the next worker
+            self.book.jobs[uid] = after
+            self.book.emit(scheduler.ConstraintsChanged(uid, spec))
             return
         self.book.commit(Change(jobs={uid: None}))
         self.book.commit(Change(jobs={uid: after}))
@@ -301,7 +303,7 @@ class ElasticJobs:
                 return
         else:
             self.membership.update_target(uid)
-            self.book.record(unmanaged_size(job, self.book.alive_of(uid), self.book.now()))
+            self.book.record(unmanaged_size(job, self.book.attempt_of(job), self.book.now()))
         self.job_decided(uid)
 
     def job_decided(self, uid: str) -> None:

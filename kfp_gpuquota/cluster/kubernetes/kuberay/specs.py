@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import MAX_GROUP
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
-from kfp_gpuquota.cluster.kubernetes.convert.pods import MAX_GROUP, pod_job, pod_view, short_name
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job, pod_view, short_name
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Named, Pod

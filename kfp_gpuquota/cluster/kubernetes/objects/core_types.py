@@ -103,12 +103,25 @@ class Resources(Struct, frozen=True):
     limits: dict[str, Any] = {}
 
 
+class ContainerPort(Struct, frozen=True):
+    """A port of a container; `host_port` is 0 if it takes none of its node."""
+
+    host_port: int = 0
+    protocol: str = "TCP"
+    host_ip: str = msgspec.field(default="", name="hostIP")
+
+
 class Container(Struct, frozen=True):
     """One container of a pod."""
 
     name: str = ""
     resources: Resources = Resources()
     restart_policy: str = ""
+    ports: tuple[ContainerPort, ...] = ()
+
+
+class Present(Struct, frozen=True):
+    """An object of which only the presence matters."""
 
 
 class NodeMatch(Struct, frozen=True):
@@ -133,9 +146,10 @@ class NodeSelector(Struct, frozen=True):
 
 
 class NodeAffinity(Struct, frozen=True):
-    """A pod's required node affinity; preferences are left to kube-scheduler."""
+    """A pod's required node affinity. Preferences are left to kube-scheduler: only whether there are any is read."""
 
     required: NodeSelector | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
+    preferred: tuple[Present, ...] = msgspec.field(default=(), name="preferredDuringSchedulingIgnoredDuringExecution")
 
 
 class NodeAffinityOfVolume(Struct, frozen=True):
@@ -144,10 +158,49 @@ class NodeAffinityOfVolume(Struct, frozen=True):
     required: NodeSelector | None = None
 
 
+class LabelRequirement(Struct, frozen=True):
+    """One requirement on an object's labels."""
+
+    key: str = ""
+    operator: str = ""
+    values: tuple[str, ...] = ()
+
+
+class LabelSelector(Struct, frozen=True):
+    """Labels that an object must have; an empty one selects every object."""
+
+    match_labels: dict[str, str] = {}
+    match_expressions: tuple[LabelRequirement, ...] = ()
+
+
+class PodAffinityTerm(Struct, frozen=True):
+    """Pods near which, or apart from which, a pod must run."""
+
+    label_selector: LabelSelector | None = None
+    namespaces: tuple[str, ...] = ()
+    namespace_selector: LabelSelector | None = None
+
+
+class PodAffinity(Struct, frozen=True):
+    """A pod's required affinity or anti-affinity to other pods; preferences exclude no node."""
+
+    required: tuple[PodAffinityTerm, ...] = msgspec.field(
+        default=(), name="requiredDuringSchedulingIgnoredDuringExecution"
+    )
+
+
 class Affinity(Struct, frozen=True):
     """A pod's affinity."""
 
     node_affinity: NodeAffinity | None = None
+    pod_affinity: PodAffinity | None = None
+    pod_anti_affinity: PodAffinity | None = None
+
+
+class SpreadConstraint(Struct, frozen=True):
+    """A topology spread constraint of a pod."""
+
+    when_unsatisfiable: str = ""
 
 
 class Toleration(Struct, frozen=True):
@@ -167,9 +220,15 @@ class ClaimSource(Struct, frozen=True):
 
 
 class PodVolume(Struct, frozen=True):
-    """A volume of a pod; only claims are read."""
+    """A volume of a pod: a claim, or a kind of which kube-scheduler checks more than the plan knows."""
 
     persistent_volume_claim: ClaimSource | None = None
+    ephemeral: Present | None = None
+    gce_persistent_disk: Present | None = None
+    aws_elastic_block_store: Present | None = None
+    azure_disk: Present | None = None
+    iscsi: Present | None = None
+    rbd: Present | None = None
 
 
 class PodSpec(Struct, frozen=True):
@@ -186,6 +245,9 @@ class PodSpec(Struct, frozen=True):
     overhead: dict[str, Any] = {}
     volumes: tuple[PodVolume, ...] = ()
     resources: Resources = Resources()
+    topology_spread_constraints: tuple[SpreadConstraint, ...] = ()
+    resource_claims: tuple[Present, ...] = ()
+    scheduler_name: str = ""
 
 
 class Terminated(Struct, frozen=True):
@@ -244,6 +306,7 @@ class ClaimSpec(Struct, frozen=True):
     """The specification of a claim; `volume_name` is "" until it is bound."""
 
     volume_name: str = ""
+    access_modes: tuple[str, ...] = ()
 
 
 class PersistentVolumeClaim(Struct, frozen=True):
@@ -257,6 +320,7 @@ class VolumeSpec(Struct, frozen=True):
     """The specification of a PersistentVolume."""
 
     node_affinity: NodeAffinityOfVolume | None = None
+    csi: Present | None = None
 
 
 class PersistentVolume(Struct, frozen=True):

@@ -215,6 +215,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     recreating_owners: tuple[str, ...] | None = None
     pools: dict[str, PolicyPool] | None = None
     isolate_workers: bool = True
+    max_waiting_pods: int = 5000
 
 
 class QuotaPolicyObject(Struct, frozen=True):

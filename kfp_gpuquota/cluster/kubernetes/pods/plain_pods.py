@@ -1,7 +1,11 @@
 """Tracks pods of other controllers as the scheduler's jobs: each pod alone, or a group that starts together.
 
-A group is formed when as many of its pods wait as its size. Pods that join a formed group later, because their owner
-recreated them, are jobs of their own: their siblings run already, so they need not wait for each other.
+Pods of a group start together; group_stages.py has the stages of a group. Pods that join an admitted group, because
+their owner recreated them or has more of them, are jobs of their own: they need not wait for each other.
+
+A controller may create pods one after another, each after the previous one runs. Then the pods that it can have created
+start, together with placeholders for the others (`rest`): these hold no devices, and count against the quota until the
+pod is created that takes its placeholder's part of the job, or until a pod of the job has ended.
 
 | stage before | stage now   | scheduler events                                                |
 |--------------|-------------|-----------------------------------------------------------------|
@@ -9,7 +13,8 @@ recreated them, are jobs of their own: their siblings run already, so they need 
 | -            | assigned    | JobSubmitted, WorkerStarted                                     |
 | waiting      | assigned    | WorkerStarted                                                   |
 | assigned     | waiting     | WorkerGone: the write that admitted it has failed               |
-| waiting      | ended       | JobRemoved; the rest of a group is formed again                 |
+| waiting      | ended       | JobRemoved; the rest of a gang gathers again                    |
+| assigned     | assigned    | ConstraintsChanged, if a volume that it mounts was bound        |
 | assigned     | terminating | WorkerLeaving; its job is closed                                |
 | assigned     | ended       | WorkerGone; its job is closed, or removed with its last pod     |
 
@@ -18,11 +23,18 @@ A closed job gets no replacement pods: their owner's new pods are new jobs.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import NO_GANG, GangNote
+from kfp_gpuquota.cluster.kubernetes.convert.owners import Rest
+from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE, PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.pods.group_stages import Group, GroupKey, GroupStage
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 if TYPE_CHECKING:
@@ -31,17 +43,18 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 
-GroupKey = tuple[str, str]
+REST: Final = "/rest/"  # in the id of a placeholder, which no pod's uid has
 
 
 @dataclass(slots=True)
 class PodJob:
-    """A job of the scheduler: one pod, or a formed group."""
+    """A job of the scheduler: one pod, or a gang. `rest` are its placeholders with their parts of the job."""
 
     uid: str
     key: GroupKey | None = None
     members: dict[str, Member] = field(default_factory=dict)
     closed: bool = False
+    rest: dict[str, str] = field(default_factory=dict)
 
     @property
     def started(self) -> bool:
@@ -53,7 +66,8 @@ class PodJob:
 class Member:
     """A pod as last seen, and the stage last reported to the scheduler. `sent_to`: it is being admitted there.
 
-    `part`: the part of its group with equal pods, if the group's pods differ.
+    `part`: the part of its gang with equal pods, if the gang's pods differ. `key` is its group's, at its last change of
+    stage.
     """
 
     view: PodView
@@ -62,6 +76,7 @@ class Member:
     sent_to: tuple[str, tuple[int, ...]] | None = None
     evicted: bool = False
     part: str = ""
+    key: GroupKey | None = None
 
     @property
     def stage(self) -> Stage:
@@ -87,9 +102,9 @@ class PlainPods:
         self._emit, self._allocator, self._rules = emit, allocator, rules or RulesBook()
         self.members: dict[str, Member] = {}
         self.jobs: dict[str, PodJob] = {}
-        self.gathering: dict[GroupKey, dict[str, Member]] = {}
-        self._open: dict[GroupKey, int] = {}
+        self.groups: dict[GroupKey, Group] = {}
         self._settled = False
+        self._numbers = itertools.count(1)
 
     def settle(self) -> None:
         """Form the groups after all existing pods were put; groups from before a restart are restored."""
@@ -105,8 +120,9 @@ class PlainPods:
                 groups.setdefault(key, []).append(member)
         for key, members in groups.items():
             if any(member.stage is Stage.ASSIGNED for member in members):
-                self._form(key, members)
-        for member in list(self.members.values()):
+                self._restore(key, members)
+        # Pods that hold GPUs come first: whether the others of their group wait for each other depends on them.
+        for member in sorted(self.members.values(), key=lambda member: member.stage is Stage.WAITING):
             if member.view.uid in self.members:  # it may have been deleted since
                 self._advance(member)
             yield
@@ -123,12 +139,15 @@ class PlainPods:
         if view.stage is not Stage.WAITING:
             member.sent_to = None  # the watch has reported the result
         changed = view.stage is Stage.WAITING and _request(member.view) != _request(view)
+        moved = _nodes_of(member.view) != _nodes_of(view)
         member.view = view
         if not self._settled:
             return
         if changed and member.reported is Stage.WAITING:
             self._leave_queue(member)  # its labels have changed: it is submitted again
         self._advance(member)
+        if moved and member.reported >= Stage.ASSIGNED and member.job is not None:
+            self._emit(scheduler.ConstraintsChanged(member.job.uid, pod_job(view), view.uid))
 
     def drop(self, uid: str) -> None:
         """Remove a deleted pod."""
@@ -158,17 +177,52 @@ class PlainPods:
         """Return the waiting pods of a job, oldest first."""
         return [member.view for member in self._queued(job)]
 
-    def paired(self, job: str, placements: Iterable[scheduler.Placement]) -> list[tuple[PodView, scheduler.Placement]]:
-        """Return a waiting pod for each placement, the oldest first; in a group with parts, one of the same part."""
+    def assign(self, job: str, placements: Iterable[scheduler.Placement]) -> list[tuple[PodView, scheduler.Placement]]:
+        """Return a waiting pod for each placement, the oldest first; in a gang with parts, one of the same part.
+
+        For a placement whose pod does not exist yet a placeholder is started.
+        """
+        found = self.jobs.get(job)
         waiting: dict[str, list[PodView]] = {}
         for member in reversed(self._queued(job)):
             waiting.setdefault(member.part, []).append(member.view)
-        return [(waiting[placement.part].pop(), placement) for placement in placements if waiting.get(placement.part)]
+        assigned = []
+        for placement in placements:
+            if waiting.get(placement.part):
+                assigned.append((waiting[placement.part].pop(), placement))
+            elif found is not None and not found.closed and placement.part.startswith(_REST_PART):
+                self._reserve(found, placement.part)
+        return assigned
+
+    def gang_of(self, uid: str) -> GangNote:
+        """Return what an admission of the pod annotates about its gang."""
+        member = self.members[uid]
+        if (key := _group_key(member.view)) is None:
+            return NO_GANG
+        group = self.groups.get(key)
+        counts = Counter(group.gang.rest.values() if group is not None and group.gang is not None else ())
+        rest = tuple(Rest(count, _gpus_of(part)) for part, count in sorted(counts.items()))
+        return GangNote(max(1, member.view.group_size), rest)
+
+    def rest_of(self, job: str) -> int:
+        """Return for how many pods of the job that do not exist yet quota is reserved."""
+        return len(self.jobs[job].rest) if job in self.jobs else 0
+
+    def give_up_rest(self, job: str) -> None:
+        """Release the quota of pods that were not created."""
+        if (found := self.jobs.get(job)) is not None and found.rest:
+            self._close_job(found)
+
+    def incomplete(self) -> Iterator[list[PodView]]:
+        """Return the waiting pods of each group that is not complete, oldest first."""
+        for group in self.groups.values():
+            if group.stage is GroupStage.GATHERING and group.waiting:
+                yield [member.view for member in sorted(group.waiting.values(), key=_by_age)]
 
     def _queued(self, job: str) -> list[Member]:
         members = self.jobs[job].members.values() if job in self.jobs else ()
         queued = (member for member in members if member.stage is Stage.WAITING)
-        return sorted(queued, key=lambda member: (member.view.created, member.view.uid))
+        return sorted(queued, key=_by_age)
 
     # The table
 
@@ -181,7 +235,14 @@ class PlainPods:
     def _move(self, member: Member, stage: Stage) -> None:
         was, member.reported = member.reported, stage
         if was is stage:
+            self._relocate(member)
+            if member.key != _group_key(member.view):  # its owner was read only now
+                self._account(member, stage)
             return
+        self._change(member, was, stage)
+        self._account(member, stage)
+
+    def _change(self, member: Member, was: Stage, stage: Stage) -> None:
         match stage:
             case Stage.WAITING if was >= Stage.ASSIGNED:
                 self._wait_again(member)
@@ -199,28 +260,98 @@ class PlainPods:
                 self._end(member)
 
     def _queue(self, member: Member) -> None:
-        if member.job is not None:
-            return  # its group was formed with it
+        """Submit a waiting pod without a group; a group decides when its pods are submitted."""
+        if member.job is None and _group_key(member.view) is None:
+            self._form(None, [member])
+
+    # Groups
+
+    def _account(self, member: Member, stage: Stage) -> None:
+        """Update the pod's group after it has changed its stage, and what the group's other pods wait for."""
         key = _group_key(member.view)
-        if key is None or self._open.get(key):
+        if member.key is not None and member.key != key:
+            self._leave_group(member)
+        member.key = key
+        if key is None:
+            return
+        group = self.groups.setdefault(key, Group(key))
+        uid = member.view.uid
+        (group.holding.add if stage is Stage.ASSIGNED else group.holding.discard)(uid)
+        if stage is Stage.WAITING and (member.job is None or member.job is not group.gang):
+            group.waiting[uid] = member
+        else:
+            group.waiting.pop(uid, None)
+        self._regroup(group)
+
+    def _leave_group(self, member: Member) -> None:
+        group = self.groups.get(member.key or ("", ""))
+        if group is not None:
+            group.holding.discard(member.view.uid)
+            group.waiting.pop(member.view.uid, None)
+            self._regroup(group)
+
+    def _regroup(self, group: Group) -> None:
+        """Submit the waiting pods of the group as its stage requires."""
+        if group.advance() and group.stage is not GroupStage.ADMITTED:
+            for member in group.waiting.values():  # no longer alone: they start with the others again
+                self._withdraw(member)
+        if group.stage is GroupStage.ADMITTED:
+            for member in [member for member in group.waiting.values() if member.job is None]:
+                self._join(group, member)
+        elif group.stage is GroupStage.GATHERING and len(group.waiting) >= group.size:
+            members = sorted(group.waiting.values(), key=_by_age)
+            gang = members[: group.size]
+            group.gang = self._form(group.key, gang, gang[0].view.rest)
+            for member in gang:
+                del group.waiting[member.view.uid]
+            group.advance()
+        if not group.waiting and not group.holding and group.gang is None:
+            del self.groups[group.key]
+
+    def _join(self, group: Group, member: Member) -> None:
+        """Submit a pod that waits in an admitted group: in place of an equal placeholder, else alone."""
+        job = group.gang
+        holder = None if job is None else next((h for h, part in job.rest.items() if _takes(member, part)), None)
+        if job is None or holder is None:
             self._form(None, [member])
             return
-        gathered = self.gathering.setdefault(key, {})
-        gathered[member.view.uid] = member
-        if len(gathered) >= member.view.group_size:
-            del self.gathering[key]
-            self._form(key, list(gathered.values()))
+        member.job, member.part = job, job.rest.pop(holder)
+        job.members[member.view.uid] = member
+        del group.waiting[member.view.uid]
+        self._release_holder(holder)
+
+    def _withdraw(self, member: Member) -> None:
+        """Remove the job of a pod that waited alone."""
+        job, member.job = member.job, None
+        if job is not None:
+            self._remove(job)
+
+    def _restore(self, key: GroupKey, members: list[Member]) -> None:
+        """Form the gang of an admitted group again: the pods that hold GPUs, and those whose admission is missing."""
+        holding = [member for member in members if member.stage is Stage.ASSIGNED]
+        size = max(member.view.group_size for member in members)
+        waiting = sorted((member for member in members if member.stage is Stage.WAITING), key=_by_age)
+        rest = max(holding, key=_by_age).view.rest
+        gang = self._form(key, [*holding, *waiting[: max(0, size - len(holding))]], rest)
+        self.groups[key] = Group(key, gang=gang)
+        for number, later in enumerate(rest):
+            for _ in range(later.pods):
+                self._reserve(gang, _rest_part(number, later))
+
+    def _reserve(self, job: PodJob, part: str) -> None:
+        """Start a placeholder: it holds devices of no node, so it only counts against the quota."""
+        holder = f"{job.uid}{REST}{next(self._numbers)}"
+        job.rest[holder] = part
+        devices = self._allocator.take(holder, NOWHERE, _gpus_of(part), None)
+        self._emit(scheduler.WorkerStarted(holder, job.uid, NOWHERE, devices, 0.0, part))
 
     def _leave_queue(self, member: Member) -> None:
         """Remove a pod from the queue. The waiting rest of its group is formed again; running pods continue."""
         uid, job = member.view.uid, member.job
         member.reported, member.job = Stage.OUTSIDE, None
-        if job is None:
-            if (key := _group_key(member.view)) is not None:
-                self.gathering.get(key, {}).pop(uid, None)
-            return
-        del job.members[uid]
-        self._disband(job)
+        if job is not None:
+            del job.members[uid]
+            self._disband(job)
 
     def _hold(self, member: Member, was: Stage) -> None:
         if was >= Stage.ASSIGNED:
@@ -230,16 +361,25 @@ class PlainPods:
                 return
         view = member.view
         if member.job is None:
-            self.gathering.get(_group_key(view) or ("", ""), {}).pop(view.uid, None)
             self._form(None, [member])
         assert member.job is not None
         node, wanted = member.sent_to or (view.node, view.devices)
         devices = self._allocator.take(view.uid, node, view.gpus, wanted, part=bool(view.share))
         self._emit(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created, member.part))
 
+    def _relocate(self, member: Member) -> None:
+        """Hold devices of another node after kube-scheduler has chosen it, or the reservation has moved there."""
+        held = self._allocator.held(member.view.uid)
+        if member.reported is Stage.ASSIGNED and member.sent_to is None and held and held[0] != member.view.node:
+            self._release(member)
+            self._hold(member, Stage.WAITING)
+
     def _release(self, member: Member) -> None:
-        self._allocator.release(member.view.uid)
-        self._emit(scheduler.WorkerGone(member.view.uid))
+        self._release_holder(member.view.uid)
+
+    def _release_holder(self, holder: str) -> None:
+        self._allocator.release(holder)
+        self._emit(scheduler.WorkerGone(holder))
 
     def _wait_again(self, member: Member) -> None:
         """Queue a pod again after its admission failed; if its job was closed in the meantime, as a new job."""
@@ -265,23 +405,24 @@ class PlainPods:
 
     # Jobs
 
-    def _form(self, key: GroupKey | None, members: list[Member]) -> None:
-        first = min(members, key=lambda m: (m.view.created, m.view.uid))
+    def _form(self, key: GroupKey | None, members: list[Member], rest: tuple[Rest, ...] = ()) -> PodJob:
+        first = min(members, key=_by_age)
         uid = first.view.uid if key is None else f"group/{first.view.uid}"
         while uid in self.jobs:  # an earlier group with the same first pod is closed, and some pods still hold devices
             uid += "/again"
         job = PodJob(uid=uid, key=key, members={m.view.uid: m for m in members})
         self.jobs[job.uid] = job
-        if key is not None:
-            self._open[key] = self._open.get(key, 0) + 1
         for member in members:
             member.job = job
-        parts = _split(members)
+        parts = _split(members, rest)
         movable = all(
             self._rules.rules.recreates(member.view) for member in members
         )  # without a new pod a move would lose the work
         spec = pod_job(first.view, 1 if parts else len(members))
-        self._emit(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, parts=parts))
+        self._emit(
+            scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, overlapping=True, parts=parts)
+        )
+        return job
 
     def _close(self, member: Member) -> None:
         assert member.job is not None
@@ -290,33 +431,44 @@ class PlainPods:
     def _close_job(self, job: PodJob) -> None:
         if job.closed:
             return
-        self._no_longer_open(job)
+        self._shut(job)
         self._emit(scheduler.JobCompleting(job.uid))
         for member in [m for m in job.members.values() if m.reported is Stage.WAITING]:
             del job.members[member.view.uid]
-            self._form(None, [member])
+            self._wait_outside(member)
 
     def _disband(self, job: PodJob) -> None:
-        """Form the rest of a group again after it lost a waiting pod."""
+        """Submit the rest of a gang again after it lost a waiting pod."""
         if job.started:
             self._close_job(job)
             return
         self._remove(job)
         for member in list(job.members.values()):
-            member.job = None
-            self._queue(member)
+            self._wait_outside(member)
+
+    def _wait_outside(self, member: Member) -> None:
+        """Let a pod wait without the gang that it was part of; its group decides how."""
+        member.job, member.part = None, ""
+        self._queue(member)
+        if (key := _group_key(member.view)) is not None:
+            group = self.groups.setdefault(key, Group(key))
+            group.waiting[member.view.uid] = member
+            self._regroup(group)
 
     def _remove(self, job: PodJob) -> None:
-        self._no_longer_open(job)
+        self._shut(job)
         del self.jobs[job.uid]
         self._emit(scheduler.JobRemoved(job.uid))
 
-    def _no_longer_open(self, job: PodJob) -> None:
-        if not job.closed and job.key is not None:
-            self._open[job.key] -= 1
-            if not self._open[job.key]:
-                del self._open[job.key]
+    def _shut(self, job: PodJob) -> None:
+        """Release the job's placeholders, and let its group form another gang."""
         job.closed = True
+        group = self.groups.get(job.key) if job.key is not None else None
+        if group is not None and group.gang is job:
+            group.gang = None
+        for holder in job.rest:
+            self._release_holder(holder)
+        job.rest.clear()
 
 
 def _group_key(view: PodView) -> GroupKey | None:
@@ -325,23 +477,52 @@ def _group_key(view: PodView) -> GroupKey | None:
     return view.namespace, view.group
 
 
-def _split(members: list[Member]) -> dict[str, JobSpec]:
-    """Return the job of each part of the group; {} if all pods are equal."""
+def _by_age(member: Member) -> tuple[float, str]:
+    return member.view.created, member.view.uid
+
+
+_REST_PART: Final = "rest/"
+
+
+def _rest_part(number: int, rest: Rest) -> str:
+    """Return the name of a part of a job whose pods do not exist yet."""
+    return f"{_REST_PART}{number}/{rest.gpus}"
+
+
+def _gpus_of(part: str) -> int:
+    return int(part.rpartition("/")[2])
+
+
+def _takes(member: Member, part: str) -> bool:
+    """Return whether the pod is one of the part's."""
+    return member.view.gpus == _gpus_of(part)
+
+
+def _split(members: list[Member], rest: tuple[Rest, ...]) -> dict[str, JobSpec]:
+    """Return the job of each part of the gang; {} if all pods are equal, and all exist."""
     alike: dict[tuple[object, ...], list[Member]] = {}
-    for member in sorted(members, key=lambda m: (m.view.created, m.view.uid)):
+    for member in sorted(members, key=_by_age):
         member.part = ""
-        alike.setdefault((member.view.gpus, member.view.needs, member.view.constraints), []).append(member)
-    if len(alike) == 1:
+        alike.setdefault((member.view.gpus, member.view.needs, _nodes_of(member.view)), []).append(member)
+    if len(alike) == 1 and not rest:
         return {}
     parts: dict[str, JobSpec] = {}
     for number, same in enumerate(alike.values()):
         parts[str(number)] = pod_job(same[0].view, len(same))
         for member in same:
             member.part = str(number)
+    first = min(members, key=_by_age).view
+    for number, later in enumerate(rest):
+        parts[_rest_part(number, later)] = pod_job(msgspec.structs.replace(first, gpus=later.gpus), later.pods)
     return parts
+
+
+def _nodes_of(view: PodView) -> tuple[object, ...]:
+    """Return the fields that determine which nodes a pod may use at any stage."""
+    return view.constraints, view.volume_terms
 
 
 def _request(view: PodView) -> tuple[object, ...]:
     """Return all fields of a waiting pod that determine its job."""
-    quality = view.kind, view.priority, view.preemptible, view.pool, view.constraints, view.excluded_nodes
-    return view.gpus, view.share, view.needs, *quality, view.group, view.group_size
+    quality = view.kind, view.priority, view.preemptible, view.pool, *_nodes_of(view), view.excluded_nodes
+    return view.gpus, view.share, view.needs, *quality, view.group, view.group_size, view.rest

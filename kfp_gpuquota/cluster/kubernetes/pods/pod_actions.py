@@ -13,6 +13,7 @@ import msgspec
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
+    from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
 REFUSED_PAUSE_S: Final = 1.0
+REST_TIMEOUT_S: Final = 900.0  # more than a pod needs to become ready, also with a large image
 
 _RECLAIMS: Final = frozenset({ReasonCode.RECLAIMED, ReasonCode.LENT_GPUS_RETURNED})
 
@@ -55,21 +58,41 @@ class PodActions:
         recorder: PodEventRecorder,
         written_pods: WrittenPods,
         ray: RayUnits,
+        unpinned: UnpinnedPods,
     ) -> None:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
-        self._evictions, self._ray = evictions, ray
+        self._evictions, self._ray, self._unpinned = evictions, ray, unpinned
         self._pod = msgspec.json.Decoder(Pod)
+        self._watched: set[str] = set()  # jobs with quota reserved for pods that do not exist yet
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
         """Admit a waiting pod of the job for each placement."""
-        for pod, placement in self._pods.paired(job, placements):
+        assigned = self._pods.assign(job, placements)
+        self.watch_rest(job)
+        for pod, placement in assigned:
             self._pods.assume_sent(pod.uid, placement.node, placement.devices)
-            admission = requests.admission(pod, placement.node, placement.devices, reason.message)
+            pinned = self._unpinned.may_be_pinned(pod)
+            admission = requests.admission(pod, placement.node, placement.devices, reason.message, pinned=pinned)
+            if gang := self._pods.gang_of(pod.uid).text:
+                admission = requests.with_annotations(admission, {labels.GANG: gang})
+            if not pinned and not pool_of(placement.node):
+                self._unpinned.release(pod.uid)
             if pod.share:
                 self._prepare(pod, admission)
             else:
                 self._admit(pod, admission)
+
+    def watch_rest(self, job: str, before: int = 0) -> None:
+        """Give up the quota reserved for pods that do not exist yet when none of them has been created for a while."""
+        left = self._pods.rest_of(job)
+        if left and left == before:
+            self._pods.give_up_rest(job)
+        elif left and (before or job not in self._watched):
+            self._watched.add(job)
+            self._later(REST_TIMEOUT_S, lambda: self.watch_rest(job, left))
+        else:
+            self._watched.discard(job)
 
     def stop(self, workers: Iterable[str], reason: Reason) -> None:
         """Evict these pods."""
@@ -125,6 +148,7 @@ class PodActions:
     def _admission_failed(self, pod: PodView, error: Exception) -> None:
         """Undo the assumptions after a pause, in which the watch reports the pod's state."""
         log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
+        self._unpinned.drop(pod.uid)
         self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:

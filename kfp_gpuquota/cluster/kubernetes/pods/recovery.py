@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE, PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
+    from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 STUCK_S: Final = 15.0  # longer than a node needs to free capacity, and than an autoscaler's first steps
@@ -103,7 +104,9 @@ class PodRecovery:
         recorder: PodEventRecorder,
         released: ReleaseCounter,
         timeout_s: float,
+        unpinned: UnpinnedPods,
     ) -> None:
+        self._unpinned = unpinned
         self._plain, self._elastic, self._actions, self._exclusions = plain, elastic, actions, exclusions
         self._rules, self._recorder, self._released, self._timeout_s = rules, recorder, released, timeout_s
         self._stuck = [StuckPods(pods, self._not_bindable, is_not_bindable)]
@@ -133,7 +136,13 @@ class PodRecovery:
             self._elastic.pod_events.remake(worker)
 
     def _not_bindable(self, pod: PodView) -> None:
-        """Recreate a pod that kube-scheduler cannot bind to its node, and exclude that node for its owner."""
+        """Recreate a pod that kube-scheduler cannot bind to its node, and exclude that node for its owner.
+
+        A pod that is not pinned stays: only its reservation moves.
+        """
+        if pod.reserved_on:
+            self._refused(pod)
+            return
         why = f"it could not be bound to node {pod.node}, which was planned for it: {pod.start_failure}"
         recreated = self._rules.rules.recreates(pod)
         if recreated:
@@ -145,6 +154,13 @@ class PodRecovery:
             self._actions.remake(pod, "PlaceTaken", why)
         else:
             self._recorder.record(pod, "PlaceTaken", f"{why}; {_NOT_RECREATED}")
+
+    def _refused(self, pod: PodView) -> None:
+        node = self._unpinned.refuse(pod)
+        where = "count against its team's quota" if node == NOWHERE else f"are reserved on node {node}"
+        why = f"kube-scheduler does not bind it to node {pod.node}: {pod.start_failure}"
+        if node != pod.node:
+            self._recorder.record(pod, "ReservationMoved", f"{why}; its GPUs {where}")
 
     def _not_ready(self, pod: PodView) -> None:
         """Evict a pod that does not start; its owner's next pod waits at the gate, and gets another node."""

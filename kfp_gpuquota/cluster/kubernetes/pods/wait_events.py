@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
+    from kfp_gpuquota.cluster.kubernetes.pods.unseen_pods import UnseenPods
 
 LOOK_EVERY_S: Final = 5.0
 MIN_WAIT_S: Final = 3.0
@@ -37,11 +39,23 @@ class Reported(NamedTuple):
     at: float
 
 
-class WaitEvents:
-    """Waiting pods and their last events."""
+class GroupOwners(Protocol):
+    """The owners of groups; implemented by `Gangs`."""
 
-    def __init__(self, pods: PlainPods, ray: RayUnits, recorder: PodEventRecorder) -> None:
-        self._pods, self._ray, self._recorder = pods, ray, recorder
+    def refresh(self, owner: Owner, /) -> None:
+        """Read the owner of an incomplete group again."""
+
+    def unknown(self) -> Iterator[tuple[PodView, str]]:
+        """Yield pods whose owner cannot be read, and why."""
+
+
+class WaitEvents:
+    """Waiting pods and their last events. `owners` is asked for those of incomplete groups and for unknown ones."""
+
+    def __init__(
+        self, pods: PlainPods, ray: RayUnits, recorder: PodEventRecorder, owners: GroupOwners, unseen: UnseenPods
+    ) -> None:
+        self._pods, self._ray, self._recorder, self._owners, self._unseen = pods, ray, recorder, owners, unseen
         self._reasons: Mapping[str, Reason] = {}
         self._reported: dict[str, Reported] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -49,7 +63,7 @@ class WaitEvents:
     def note(self, reasons: Mapping[str, Reason]) -> None:
         """Update the reasons why jobs wait, from the newest plan."""
         self._reasons = reasons
-        if self._timer is None and (reasons or self._pods.gathering):
+        if self._timer is None and (reasons or any(self._pods.incomplete()) or any(self._owners.unknown())):
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def close(self) -> None:
@@ -75,16 +89,18 @@ class WaitEvents:
         for uid, reason in self._reasons.items():
             if pods := self._pods.waiting_of(uid) or self._ray.pods.waiting_of(uid):
                 yield pods[0], reason.code.value, reason.message
-        for gathered in self._pods.gathering.values():
-            views = [member.view for member in gathered.values()]
-            if views:
-                first = min(views, key=lambda view: (view.created, view.uid))
-                have, size = len(views), views[-1].group_size
-                yield (
-                    first,
-                    "gathering",
-                    f"{have} of the {size} pods of group {first.group} exist; they start together",
-                )
+        for views in self._pods.incomplete():
+            if views[0].owner is not None:
+                self._owners.refresh(views[0].owner)
+            first, size = views[0], max(view.group_size for view in views)
+            yield (
+                first,
+                "gathering",
+                f"{len(views)} of the {size} pods of group {first.group} exist; they start together",
+            )
+
+        yield from ((pod, "unknown-owner", why) for pod, why in self._owners.unknown())
+        yield from ((pod, "unseen", why) for pod, why in self._unseen.waiting())
 
     def _is_due(self, uid: str, code: str, message: str, now: float) -> bool:
         last = self._reported.get(uid)

@@ -7,6 +7,7 @@
 | reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` protects borrowed GPUs from being reclaimed | 45 |
 | unmanaged | the handling of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
+| maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
 | recreatingOwners | added to, or with a leading '-' removed from, the kinds of owners that recreate a deleted pod | |
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -103,6 +104,10 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     recreating_owners: frozenset[str] = RECREATING_OWNERS
     pools: tuple[AutoscaledPool, ...] = ()
     isolates_workers: bool = True
+    max_waiting_pods: int = 5000
+
+    def __post_init__(self) -> None:
+        check_range("maxWaitingPods", self.max_waiting_pods, 1, MAX_COUNT)
 
     def recreates(self, pod: PodView) -> bool:
         """Return whether the pod's owner recreates a deleted pod."""
@@ -152,6 +157,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             recreating_owners=_owners(spec.recreating_owners or ()),
             pools=_pools(spec.pools or {}),
             isolates_workers=spec.isolate_workers,
+            max_waiting_pods=spec.max_waiting_pods,
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None

@@ -14,6 +14,7 @@ import msgspec
 from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
+from kfp_gpuquota.api.resources import plain_job, plain_node
 from kfp_gpuquota.api.validation import check_no_runtime_env
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
@@ -141,7 +142,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
     return Job(
         uid=stored.metadata.uid,
-        spec=msgspec.structs.replace(translate.elastic_job(stored), command=_command(stored)),
+        spec=msgspec.structs.replace(plain_job(translate.elastic_job(stored)), command=_command(stored)),
         status=JobStatus(
             phase=Phase(status.phase or Phase.PENDING),
             reason=_trouble(status) or _reason(status.reason, status.message),
@@ -244,7 +245,7 @@ def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ())
     The devices of those are recorded by the kubelet only: the first unassigned ones are shown for them.
     """
     here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and holds_devices(pod)]
-    shown, held = nodes.node_of(node), dict[int, tuple[str, ...]]()
+    shown, held = plain_node(nodes.node_of(node)), dict[int, tuple[str, ...]]()
     for pod in here:
         for device in devices_of(pod):
             held[device] = (*held.get(device, ()), pod.metadata.name)

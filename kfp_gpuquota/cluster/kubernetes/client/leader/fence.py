@@ -11,6 +11,7 @@ tasks that write may run before that task.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -48,10 +49,15 @@ def boot_time_s() -> float:
 
 
 class LeaseValidity:
-    """Fence that is open for `period_s` seconds from the start of the request that acquired or renewed the lease."""
+    """Fence that is open for `period_s` seconds from the start of the request that acquired or renewed the lease.
+
+    The thread that renews the lease and those that write share it: once one of them has seen it closed, no renewal
+    opens it, so each method is one step for the others.
+    """
 
     def __init__(self, period_s: float, clock: Callable[[], float] = boot_time_s) -> None:
         self._period_s, self._clock = period_s, clock
+        self._lock = threading.RLock()
         self._until: float | None = None  # None: not held
 
     def acquired(self, requested_at: float) -> None:
@@ -60,8 +66,9 @@ class LeaseValidity:
 
     def renewed(self, requested_at: float) -> None:
         """Keep the fence open for another period. After it has closed, only `acquired` opens it again."""
-        if self.valid():
-            self.acquired(requested_at)
+        with self._lock:
+            if self.valid():
+                self.acquired(requested_at)
 
     def revoke(self) -> None:
         """Close the fence."""
@@ -69,9 +76,11 @@ class LeaseValidity:
 
     def remaining_s(self) -> float:
         """Return for how many more seconds the fence is open; 0 after the lease has expired."""
-        if self._until is not None and self._clock() >= self._until:
-            self.revoke()
-        return 0.0 if self._until is None else self._until - self._clock()
+        with self._lock:
+            now = self._clock()
+            if self._until is not None and now >= self._until:
+                self.revoke()
+            return 0.0 if self._until is None else self._until - now
 
     def valid(self) -> bool:
         """Return whether this process may write now."""

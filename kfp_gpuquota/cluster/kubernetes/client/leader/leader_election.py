@@ -1,4 +1,4 @@
-"""Leader election by one Lease, with the semantics of client-go's `leaderelection` package.
+"""Leader election by one Lease, with the semantics and the periods of client-go's `leaderelection` package.
 
 The holder renews the lease; a candidate acquires it when it has not changed for its duration, by the candidate's own
 clock. The holder stops leading `renew_deadline_s` after the *start* of its last successful request (client-go counts
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import LeaseValidity, boot_time_s
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Lease
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 
 NAME: Final = "gpuquota-controller"
-DURATION_S: Final = 12.0
-RENEW_DEADLINE_S: Final = 8.0
+DURATION_S: Final = 15.0
+RENEW_DEADLINE_S: Final = 10.0
 RETRY_S: Final = 2.0
 
 log = logging.getLogger(__name__)
@@ -54,9 +55,9 @@ class LeaderElection:
             periods = f"duration {duration_s:g}, renew deadline {renew_deadline_s:g}, retry {retry_s:g}"
             raise InvalidFieldError("lease periods", periods, "each must be longer than the next, all above 0 s")
         self._connection, self._identity, self._name = connection, identity, name
-        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._path = join("/apis/coordination.k8s.io/v1/namespaces", namespace, "leases")
         self._duration_s, self._renew_deadline_s, self._retry_s = duration_s, renew_deadline_s, retry_s
-        self._clock = clock
+        self._clock = self.clock = clock
         self._seen: tuple[str, float] = ("", 0.0)  # resourceVersion of the lease, and when it was first read
         self._version = ""  # resourceVersion of the lease as this process last wrote it
         self.validity = LeaseValidity(renew_deadline_s, clock)
@@ -70,12 +71,20 @@ class LeaderElection:
             await asyncio.sleep(self._retry_s)
         log.info("%s leads, epoch %d", self._identity, self.epoch)
 
-    async def hold(self) -> None:
-        """Renew the lease until this process must not lead any more."""
-        while self.leads and (remaining_s := self.validity.remaining_s()) > 0:
-            await asyncio.sleep(min(self._retry_s, remaining_s))
-            if self.validity.valid():
-                await self.attempt()
+    async def hold(self, connection: Connection | None = None, alive: Callable[[], bool] = lambda: True) -> None:
+        """Renew the lease until this process must not lead any more; while not `alive()` it is not renewed.
+
+        It may run in another thread, with a `connection` of that thread: then no other method is called meanwhile.
+        """
+        own = self._connection
+        try:
+            self._connection = connection or own
+            while self.leads and (remaining_s := self.validity.remaining_s()) > 0:
+                await asyncio.sleep(min(self._retry_s, remaining_s))
+                if alive() and self.validity.valid():
+                    await self.attempt()
+        finally:
+            self._connection = own
         self.leads = False
         self.validity.revoke()
         log.error("%s is no longer the leader", self._identity)
@@ -112,14 +121,14 @@ class LeaderElection:
         body = {"metadata": {"resourceVersion": self._version}, "spec": spec}
         try:
             await self._connection.call(
-                "PATCH", f"{self._path}/{self._name}", body, content_type="application/merge-patch+json", retry_for_s=0
+                "PATCH", join(self._path, self._name), body, content_type="application/merge-patch+json", retry_for_s=0
             )
         except (ApiError, ClusterUnavailableError) as error:
             log.info("the lease %s was not released and will expire: %s", self._name, error)
 
     async def _try(self, requested_at: float) -> bool:
         try:
-            lease = await self._connection.read(f"{self._path}/{self._name}", Lease)
+            lease = await self._connection.read(join(self._path, self._name), Lease)
         except ApiError as error:
             if not error.not_found:
                 raise
@@ -134,7 +143,7 @@ class LeaderElection:
             epoch = (lease.spec.lease_transitions or 0) + (not mine)
             since = lease.spec.acquire_time or "" if mine else ""
             body = self._body(epoch, lease.metadata.resource_version, since)
-            written = await self._connection.call("PUT", f"{self._path}/{self._name}", body, retry_for_s=0)
+            written = await self._connection.call("PUT", join(self._path, self._name), body, retry_for_s=0)
         self._version = msgspec.json.decode(written, type=Lease).metadata.resource_version
         self._note_held(requested_at, epoch)
         return True

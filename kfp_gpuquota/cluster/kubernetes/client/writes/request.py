@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import CALL_TIMEOUT_S, JSON
 
 
 class Lane(StrEnum):
@@ -19,12 +20,13 @@ class Lane(StrEnum):
     CREATE = "create"  # creates a pod or an object that it mounts
     STATUS = "status"
     EVENT = "event"
+    LOOK_UP = "look-up"  # reads an object of a tenant, or of another project
     OTHER = "other"
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `about` is "namespace/name" of its object, or only a name. `level` is the level of its log line:
-    frequent writes are logged for debugging only.
+    frequent writes are logged for debugging only. An attempt may take `limit_s`.
     """
 
     verb: str
@@ -34,6 +36,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
     body: Any = None
     content_type: str = JSON
     level: int = logging.INFO
+    limit_s: float = CALL_TIMEOUT_S
 
     @property
     def namespace(self) -> str:
@@ -43,4 +46,4 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
 
 def pods_path(namespace: str) -> str:
     """Return the API path of a namespace's pods."""
-    return f"/api/v1/namespaces/{namespace}/pods"
+    return join("/api/v1/namespaces", namespace, "pods")

@@ -24,7 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import RETRY_FOR_S
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of, cause, fields
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
-from kfp_gpuquota.errors import ClusterUnavailableError
+from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 
-SLOTS: Final = {Lane.ADMIT: 24, Lane.RELEASE: 24, Lane.CREATE: 16, Lane.STATUS: 6, Lane.EVENT: 2, Lane.OTHER: 6}
+SLOTS: Final = {
+    Lane.ADMIT: 24,
+    Lane.RELEASE: 24,
+    Lane.CREATE: 16,
+    Lane.STATUS: 6,
+    Lane.EVENT: 2,
+    Lane.LOOK_UP: 8,
+    Lane.OTHER: 6,
+}
 RESERVED: Final = 2
 
 log = logging.getLogger(__name__)
@@ -156,25 +164,37 @@ class Writer:
         extra = fields(verb=write.verb, path=write.path, object=write.about)
         backoff = request.backoff = request.backoff or self._connection.backoff(self._retry_for_s)
         try:
-            answer = await self._connection.call(
-                write.verb,
-                write.path,
-                write.body,
-                content_type=write.content_type,
-                retry_for_s=0.0,
-                fence=self._fence,
-            )
+            async with asyncio.timeout(write.limit_s):
+                answer = await self._connection.call(
+                    write.verb,
+                    write.path,
+                    write.body,
+                    content_type=write.content_type,
+                    retry_for_s=0.0,
+                    fence=self._fence,
+                )
+        except TimeoutError:
+            self._refused(request, backoff, ClusterUnavailableError(f"no answer in {write.limit_s:g} s"))
         except StaleLeaseError as error:
             log.error("%s", error, extra=extra)
         except (ApiError, ClusterUnavailableError) as error:
-            if is_retryable(error) and not backoff.exhausted:
-                self._retry(request, backoff, error)
-                return
-            log.info("%s %s was refused: %s", write.verb, write.about, error, extra=extra)
+            self._refused(request, backoff, error)
+        except InvalidFieldError as error:
+            log.error("%s %s was not sent: %s", write.verb, write.about, error, extra=extra)
             _report(request.failed, error, write)
         else:
             log.log(write.level, "%s %s", write.verb, write.path, extra=extra)
             self._succeeded(request, answer)
+
+    def _refused(self, request: _Request, backoff: Backoff, error: ApiError | ClusterUnavailableError) -> None:
+        """Retry a request that may succeed later. A look-up is not: its caller decides when to ask again."""
+        write = request.write
+        if is_retryable(error) and not backoff.exhausted and write.lane is not Lane.LOOK_UP:
+            self._retry(request, backoff, error)
+            return
+        extra = fields(verb=write.verb, path=write.path, object=write.about)
+        log.info("%s %s was refused: %s", write.verb, write.about, error, extra=extra)
+        _report(request.failed, error, write)
 
     def _succeeded(self, request: _Request, answer: bytes) -> None:
         try:

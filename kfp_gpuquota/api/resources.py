@@ -1,0 +1,56 @@
+"""Other countable resources of a node: extended resources, ephemeral storage, huge pages, host ports.
+
+They are a part of a job and of a node as the scheduler plans them, on clusters whose nodes announce them (Kubernetes).
+They are no part of `JobSpec` and `Node`, which users write and read: there a job that named one would wait permanently
+on a cluster that counts none.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api.job import JobSpec
+from kfp_gpuquota.api.node import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Resources = tuple[tuple[str, int], ...]
+"""Amounts by resource, sorted by name."""
+
+PORT_PREFIX: Final = "hostPort/"
+WHOLE_PORT: Final = 1 << 20
+"""What a node has of each port. A wildcard address takes all of it, any other address one unit, and all of its own."""
+
+
+class CountedJobSpec(JobSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job of which each worker needs these amounts on its node."""
+
+    resources: Resources = ()
+
+
+class CountedNode(Node, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node with the amounts that its workers may hold together; it has none of a resource that it does not list."""
+
+    resources: Resources = ()
+
+
+def capacity_of(resources: Mapping[str, int] | None, name: str) -> float:
+    """Return what a node has of a resource: none if it does not list it, but every node has every host port.
+
+    `resources` is None for a node that does not count any, such as one that an autoscaler has yet to add: unlimited.
+    """
+    if resources is None:
+        return inf
+    return resources.get(name, WHOLE_PORT if name.startswith(PORT_PREFIX) else 0)
+
+
+def plain_job(spec: JobSpec) -> JobSpec:
+    """Return the job as users see it, without the other resources of its workers."""
+    return JobSpec(**{field: getattr(spec, field) for field in JobSpec.__struct_fields__})
+
+
+def plain_node(node: Node) -> Node:
+    """Return the node as users see it, without its other resources."""
+    return Node(**{field: getattr(node, field) for field in Node.__struct_fields__})

@@ -1,0 +1,129 @@
+"""Tracks pods that were released without a pin, because kube-scheduler checks more of them than the plan models.
+
+    released ──────────────► bound                      counted on the node that kube-scheduler has chosen
+       │ refused for STUCK_S   ▲
+       ▼                       │
+    reserved elsewhere ────────┤                         the node that refused it is not reserved for it again
+       │ no node has devices   │
+       ▼                       │
+    reserved on no node ───────┘                         counts against the quota only, until devices become idle
+
+Invariants. The pod's GPUs count against its team's quota from its release on. On a node they are reserved until the pod
+is bound, so that no other pod is planned there. Nothing is deleted when kube-scheduler refuses a node. A pod is pinned
+only while none of these pods may still be bound to its node: then it is released without a pin, too.
+
+The reservation is annotated on the pod, so that a restarted controller continues with it. Rejected: to model pod
+affinity and the like, since kube-scheduler's filters change with its version and its configuration; and to pin no pod
+at all, since kube-scheduler spreads pods where the plan packs them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE, PodView, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kfp_gpuquota.api import Node
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
+    from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
+
+
+class UnpinnedPods:
+    """Reservations of unbound pods without a pin. `nodes` are those of the plan, `put` receives pods that moved."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        allocator: DeviceAllocator,
+        volumes: Volumes,
+        repulsions: PodRepulsions,
+        writer: Writer,
+        put: Callable[[PodView], None],
+    ) -> None:
+        self._nodes, self._allocator, self._volumes, self._repulsions = nodes, allocator, volumes, repulsions
+        self._writer, self._put = writer, put
+        self._unbound: dict[str, PodView | None] = {}  # by uid; None: released, and not seen since
+        self._reserved_on: dict[str, str] = {}  # by uid, until the pod's annotation names it
+        self._refused: dict[str, set[str]] = {}  # nodes by uid
+
+    def may_be_pinned(self, pod: PodView) -> bool:
+        """Return whether the plan models all that decides where the pod can run."""
+        if pod.share:
+            return True  # its part is of a device of that node
+        if self._unbound or pod.unmodelled or self._volumes.unmodelled(pod.namespace, pod.claims):
+            return False
+        return not self._repulsions.keeps_away(pod.namespace, pod.labels)
+
+    def release(self, uid: str) -> None:
+        """Record that the pod is released without a pin."""
+        self._unbound[uid] = None
+
+    def drop(self, uid: str) -> None:
+        """Forget a pod that was deleted, or whose release has failed."""
+        self._unbound.pop(uid, None)
+        self._reserved_on.pop(uid, None)
+        self._refused.pop(uid, None)
+
+    def apply(self, pod: PodView) -> PodView:
+        """Return the pod with the node on which its devices are reserved at present."""
+        if not pod.reserved_on:
+            return pod
+        if pod.bound or pod.stage is not Stage.ASSIGNED:
+            self.drop(pod.uid)
+            return pod
+        node = self._reserved_on.get(pod.uid, pod.reserved_on)
+        if node == pod.reserved_on:
+            self._reserved_on.pop(pod.uid, None)
+        elif node != pod.node:
+            pod = msgspec.structs.replace(pod, node=node, devices=None)
+        self._unbound[pod.uid] = pod
+        return pod
+
+    def note_bound(self, pod: PodView) -> None:
+        """Annotate the node and the devices of a pod that kube-scheduler has bound to another node."""
+        if pod.reserved_on and pod.bound and pod.node != pod.reserved_on and pod.holds:
+            self._annotate(pod, pod.node)
+
+    def refuse(self, pod: PodView) -> str:
+        """Move the reservation of a pod that kube-scheduler does not bind to its node; return the next node."""
+        self._refused.setdefault(pod.uid, set()).add(pod.node)
+        node = self._node_for(pod)
+        self._reserve(pod, node)
+        return node
+
+    def reserve_again(self) -> None:
+        """Reserve devices for the pods without any, oldest first; called before each plan, so before other pods."""
+        without = (pod for pod in self._unbound.values() if pod is not None and pod.node == NOWHERE)
+        for pod in sorted(without, key=lambda pod: (pod.created, pod.uid)):
+            if (node := self._node_for(pod)) != NOWHERE:
+                self._reserve(pod, node)
+
+    def _node_for(self, pod: PodView) -> str:
+        """Return the node with the fewest idle devices that are enough, of those that did not refuse it."""
+        refused = self._refused.get(pod.uid, set())
+        idle = {name: self._allocator.idle(name) for name in self._nodes if name not in refused}
+        fitting = (name for name, count in idle.items() if count >= pod.gpus and self._admits(name, pod))
+        return min(fitting, key=lambda name: (idle[name], name), default=NOWHERE)
+
+    def _admits(self, name: str, pod: PodView) -> bool:
+        node = self._nodes[name]
+        return node.ready and node.pool == pod.pool and pod.constraints.within(pod.volume_terms).admit(node)
+
+    def _reserve(self, pod: PodView, node: str) -> None:
+        if node == pod.node:
+            return
+        self._reserved_on[pod.uid] = node
+        self._put(msgspec.structs.replace(pod, node=node, devices=None))
+        self._annotate(pod, "" if node == NOWHERE else node)
+
+    def _annotate(self, pod: PodView, node: str) -> None:
+        _, devices = self._allocator.held(pod.uid) or (node, ())
+        self._writer.submit(requests.reservation_note(pod, node, devices), lambda _: None, lambda _: None)

@@ -1,0 +1,257 @@
+"""A restarted controller plans what one that never stopped plans: its view of an object depends on the object alone."""
+
+from __future__ import annotations
+
+import asyncio
+from copy import deepcopy
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_job, pod_view
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from tests.kubernetes import detached as watches
+from tests.kubernetes.test_admission import patched
+from tests.kubernetes.twin_world import EPOCH, NODE_NAMES, World, plan_of, records_of, running
+
+Object = dict[str, Any]
+TEAMS = "abc"
+ZONES = ("a", "b")
+REQUIRED = requests.REQUIRED
+
+zone_terms = st.fixed_dictionaries(
+    {"matchExpressions": st.just([{"key": "zone", "operator": "In", "values": ["a"]}])} | {"matchFields": st.just([])}
+)
+name_terms = st.builds(
+    lambda operator, names: {"matchFields": [{"key": "metadata.name", "operator": operator, "values": names}]},
+    st.sampled_from(["In", "NotIn"]),
+    st.lists(st.sampled_from(NODE_NAMES), min_size=1, max_size=2, unique=True).map(sorted),
+)
+
+
+def _affinity(terms: list[Object] | None, preferred: bool) -> Object:
+    node: Object = {} if terms is None else {REQUIRED: {"nodeSelectorTerms": terms}}
+    return {"nodeAffinity": node} if terms is not None or preferred else {"podAntiAffinity": {}}
+
+
+affinities = st.none() | st.builds(
+    _affinity, st.none() | st.lists(zone_terms | name_terms, min_size=1, max_size=2), st.booleans()
+)
+constraints = st.fixed_dictionaries(
+    {},
+    optional={
+        "nodeSelector": st.sampled_from([{}, {"zone": "a"}, {"zone": "b"}]),
+        "affinity": affinities.filter(lambda affinity: affinity is not None),
+        "tolerations": st.just([{"key": "slow", "operator": "Exists"}]),
+        "volumes": st.just([{"name": "v", "persistentVolumeClaim": {"claimName": "claim"}}]),
+    },
+)
+pools = st.sampled_from(["", "p"])
+
+
+def pod_body(spec: Object, gpus: int = 1, **metadata: Any) -> Object:
+    """A gated pod with these fields in its specification."""
+    container = {"name": "main", "resources": {"limits": {labels.GPU_RESOURCE: str(gpus)}}}
+    return {
+        "metadata": {"name": "p", "namespace": "a", "uid": "u", **metadata},
+        "spec": {"containers": [container], "schedulingGates": [{"name": labels.QUOTA_GATE}], **deepcopy(spec)},
+        "status": {"phase": "Pending"},
+    }
+
+
+def view_of(body: Object) -> PodView:
+    return pod_view(msgspec.convert(body, Pod))
+
+
+def admitted(body: Object, node: str) -> Object:
+    return patched(body, requests.admission(view_of(body), node, (0,), "why").body)
+
+
+@given(spec=constraints, pool=pools, stand_in=st.booleans())
+def test_what_a_pod_requests_does_not_depend_on_its_stage(spec: Object, pool: str, stand_in: bool) -> None:
+    gated = pod_body(spec, labels={labels.POOL: pool} if pool else {})
+    node = "gpuquota-stand-in-p-0" if pool and stand_in else "n1"
+    waits, sent = view_of(gated), admitted(gated, node)
+    bound = {**sent, "spec": {**sent["spec"], "nodeName": "n1"}, "status": {"phase": "Running"}}
+    ends = {**bound, "metadata": {**bound["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    for later in map(view_of, (sent, bound, ends)):
+        assert pod_job(later) == pod_job(waits)
+        assert later.claims == waits.claims
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("pod"), st.sampled_from(TEAMS), constraints, st.integers(1, 4)),
+        st.tuples(st.just("gang"), st.sampled_from(TEAMS), constraints, st.integers(1, 2)),
+        st.tuples(st.just("share"), st.sampled_from(TEAMS), constraints, st.sampled_from(["0.25", "0.5"])),
+        st.tuples(st.just("job"), st.sampled_from(TEAMS), constraints, st.integers(1, 3)),
+        st.tuples(st.just("plan")),
+        st.tuples(st.just("run")),
+        st.tuples(st.just("end")),
+        st.tuples(st.just("delete"), st.integers(0, 20)),
+        st.tuples(st.just("finish"), st.integers(0, 20)),
+        st.tuples(st.just("cordon"), st.sampled_from(NODE_NAMES), st.booleans()),
+        st.tuples(st.just("quota"), st.sampled_from(TEAMS), st.integers(0, 6)),
+        st.tuples(st.just("drop-claim"), st.sampled_from(TEAMS)),
+        st.tuples(st.just("bind-claim"), st.sampled_from(TEAMS), st.sampled_from(ZONES)),
+    ),
+    min_size=3,
+    max_size=25,
+)
+
+
+def make_node(world: World, name: str, *, cordoned: bool = False) -> None:
+    at = NODE_NAMES.index(name)
+    allocatable = {labels.GPU_RESOURCE: "4", "cpu": "64", "memory": "256Gi", "pods": "110"}
+    taints = [{"key": "slow", "value": "", "effect": "NoSchedule"}] if at == 2 else []
+    world.put(
+        watches.NODES,
+        {
+            "metadata": {"name": name, "uid": f"node-{name}", "labels": {"zone": ZONES[at % 2]}},
+            "spec": {"taints": taints, **({"unschedulable": True} if cordoned else {})},
+            "status": {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]},
+        },
+    )
+
+
+def set_quota(world: World, team: str, guaranteed: int) -> None:
+    world.put(watches.QUOTAS, {"metadata": {"name": team, "uid": f"quota-{team}"}, "spec": {"guaranteed": guaranteed}})
+
+
+class History:
+    """Carries out drawn operations on a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.made = world, 0
+
+    def apply(self, what: str, *how: Any) -> None:
+        """Carry out one operation."""
+        getattr(self, what.replace("-", "_"))(*how)
+
+    def _pod(self, team: str, spec: Object, gpus: int, **metadata: Any) -> None:
+        self.made += 1
+        owner = {"kind": "ReplicaSet", "apiVersion": "apps/v1", "name": "r", "uid": f"rs-{team}", "controller": True}
+        body = pod_body(spec, gpus, ownerReferences=[owner], **metadata)
+        body["metadata"] |= {"name": f"p{self.made}", "namespace": team, "uid": f"pod-{self.made}"}
+        self.world.put(watches.PODS, body)
+
+    def pod(self, team: str, spec: Object, gpus: int) -> None:
+        self._pod(team, spec, gpus)
+
+    def gang(self, team: str, spec: Object, gpus: int) -> None:
+        group = {"labels": {labels.POD_GROUP: f"g{self.made}"}, "annotations": {labels.POD_GROUP_SIZE: "2"}}
+        for _ in range(2):
+            self._pod(team, spec, gpus, **deepcopy(group))
+
+    def share(self, team: str, spec: Object, part: str) -> None:
+        self._pod(team, spec, 0, annotations={"gpu-fraction": part})
+
+    def job(self, team: str, spec: Object, gpus: int) -> None:
+        self.made += 1
+        template = {"spec": {"containers": [{"name": "main", "image": "none"}], **deepcopy(spec)}}
+        self.world.put(
+            watches.JOBS,
+            {
+                "metadata": {"name": f"j{self.made}", "namespace": team, "uid": f"job-{self.made}", "generation": 1},
+                "spec": {"gpus": gpus, "minGpus": 1, "maxGpus": gpus + 2, "template": template},
+            },
+        )
+
+    def run(self) -> None:
+        self.world.run_pods()
+
+    def end(self) -> None:
+        self.world.end_terminating()
+
+    def _nth_pod(self, number: int) -> Object | None:
+        pods = [pod for pod in self.world.objects[watches.PODS].values() if pod["metadata"]["namespace"] in TEAMS]
+        return pods[number % len(pods)] if pods else None
+
+    def delete(self, number: int) -> None:
+        pod = self._nth_pod(number)
+        if pod is None or pod["status"]["phase"] == "Succeeded":  # a finished worker's pod is what says that it has
+            return
+        pod["metadata"].setdefault("deletionTimestamp", self.world.now())
+        self.world.put(watches.PODS, pod)
+
+    def finish(self, number: int) -> None:
+        pod = self._nth_pod(number)
+        if pod is not None and pod["spec"].get("nodeName"):
+            pod["status"] = {"phase": "Succeeded"}
+            self.world.put(watches.PODS, pod)
+
+    def cordon(self, node: str, cordoned: bool) -> None:
+        make_node(self.world, node, cordoned=cordoned)
+
+    def quota(self, team: str, guaranteed: int) -> None:
+        set_quota(self.world, team, guaranteed)
+
+    def bind_claim(self, team: str, zone: str) -> None:
+        term = {"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]}
+        volume = {"nodeAffinity": {"required": {"nodeSelectorTerms": [term]}}}
+        self.world.put(watches.VOLUMES, {"metadata": {"name": f"v-{team}", "uid": f"v-{team}"}, "spec": volume})
+        claim = {"name": "claim", "namespace": team, "uid": f"claim-{team}"}
+        self.world.put(watches.CLAIMS, {"metadata": claim, "spec": {"volumeName": f"v-{team}"}})
+
+    def drop_claim(self, team: str) -> None:
+        self.world.drop(watches.CLAIMS, f"{team}/claim")
+
+
+async def compare(history: list[tuple[Any, ...]]) -> None:
+    world = World()
+    for node in NODE_NAMES:
+        make_node(world, node)
+    for team in TEAMS:
+        set_quota(world, team, 4)
+    player = History(world)
+    async with running(world) as lasting:
+        world.twin = lasting
+        for what, *how in history:
+            if what != "plan":
+                player.apply(what, *how)
+            await lasting.settle()
+        world.twin = None
+        lasting.controller._stop_timers()
+        lasting.controller.snapshot.complete = False  # it plans no more, so that both see the same objects
+        async with running(deepcopy_of(world)) as restarted:
+            restarted.controller._stop_timers()
+            lasting.controller.snapshot.complete = True
+            assert records_of(restarted) == records_of(lasting)
+            now = EPOCH + 86_400.0
+            assert plan_of(restarted, now) == plan_of(lasting, now)
+
+
+def deepcopy_of(world: World) -> World:
+    other = World()
+    other.objects = deepcopy(world.objects)
+    return other
+
+
+@settings(max_examples=60)
+@given(history=operations)
+def test_a_restarted_controller_plans_what_one_that_never_stopped_plans(history: list[tuple[Any, ...]]) -> None:
+    asyncio.run(compare(history))
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(history=operations)
+def test_it_does_after_many_histories(history: list[tuple[Any, ...]]) -> None:
+    asyncio.run(compare(history))
+
+
+def test_a_pod_is_where_its_admission_sent_it_whatever_other_nodes_its_user_names() -> None:
+    names = [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": [name]}]} for name in ("n0", "n1")]
+    gated = pod_body({"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": names}}}})
+    assert view_of(admitted(gated, "n1")).node == "n1"
+
+
+def test_a_claim_that_was_bound_after_the_start_keeps_a_running_job_within_its_zone() -> None:
+    claim = {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "claim"}}]}
+    for what in ("pod", "job"):
+        asyncio.run(compare([(what, "a", claim, 1), ("run",), ("bind-claim", "a", "b"), ("bind-claim", "a", "a")]))

@@ -1,0 +1,134 @@
+"""Pods with constraints that the plan does not model: kube-scheduler chooses their node, nothing is deleted for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kfp_gpuquota.api.resources import WHOLE_PORT
+from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions, repulsions_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ports_of
+from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import unmodelled_in
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
+
+if TYPE_CHECKING:
+    from tests.kubernetes.controlled import Controlled
+
+HOST = "kubernetes.io/hostname"
+TERM = {"labelSelector": {"matchLabels": {"app": "loud"}}, "topologyKey": HOST}
+REQUIRED = {"requiredDuringSchedulingIgnoredDuringExecution": [TERM]}
+PREFERRED = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "podAffinityTerm": TERM}]}
+
+
+def notes_of(pod: dict[str, Any]) -> dict[str, str]:
+    notes: dict[str, str] = pod["metadata"].get("annotations", {})
+    return notes
+
+
+def spec_of(**spec: Any) -> PodSpec:
+    return msgspec.convert(spec, PodSpec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        ({"affinity": {"podAffinity": REQUIRED}}, ("pod affinity",)),
+        ({"affinity": {"podAntiAffinity": REQUIRED}}, ("pod anti-affinity",)),
+        ({"affinity": {"podAffinity": PREFERRED, "podAntiAffinity": PREFERRED}}, ()),
+        ({"topologySpreadConstraints": [{"whenUnsatisfiable": "DoNotSchedule"}]}, ("topology spread",)),
+        ({"topologySpreadConstraints": [{"whenUnsatisfiable": "ScheduleAnyway"}]}, ()),
+        ({"resourceClaims": [{"name": "gpu"}]}, ("resource claims",)),
+        ({"schedulerName": "volcano"}, ("scheduler volcano",)),
+        ({"schedulerName": "default-scheduler"}, ()),
+        ({"volumes": [{"ephemeral": {"volumeClaimTemplate": {}}}, {"rbd": {}}]}, ("volumes",)),
+        ({"volumes": [{"emptyDir": {}}, {"persistentVolumeClaim": {"claimName": "data"}}]}, ()),
+    ],
+)
+def test_what_only_kube_scheduler_checks_is_found(spec: dict[str, Any], found: tuple[str, ...]) -> None:
+    assert unmodelled_in(spec_of(**spec)) == found
+
+
+@pytest.mark.parametrize(
+    ("selector", "labels_", "applies"),
+    [
+        ({"matchLabels": {"app": "x"}}, {"app": "x", "more": "y"}, True),
+        ({"matchLabels": {"app": "x"}}, {"app": "y"}, False),
+        ({"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["x"]}]}, {}, True),
+        ({"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["x"]}]}, {"app": "x"}, False),
+        ({"matchExpressions": [{"key": "app", "operator": "Exists"}]}, {"app": ""}, True),
+        ({"matchExpressions": [{"key": "app", "operator": "DoesNotExist"}]}, {"app": ""}, False),
+        ({}, {"app": "x"}, True),
+        (None, {"app": "x"}, False),
+    ],
+)
+def test_the_anti_affinity_of_others_applies_to_a_pod(
+    selector: dict[str, Any] | None, labels_: dict[str, str], applies: bool
+) -> None:
+    term = {"labelSelector": selector, "topologyKey": HOST}
+    anti = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    repulsions = PodRepulsions()
+    repulsions.put("a", repulsions_of(spec_of(affinity=anti), "team"))
+    repulsions.put("b", repulsions_of(spec_of(affinity=anti), "team"))
+    assert repulsions.keeps_away("team", labels_) is applies
+    assert not repulsions.keeps_away("other", labels_)
+    repulsions.drop("a")
+    assert repulsions.keeps_away("team", labels_) is applies
+    repulsions.put("b", ())
+    assert not repulsions.keeps_away("team", labels_)
+
+
+def test_a_wildcard_address_takes_a_whole_port_and_any_other_its_own() -> None:
+    def ports(*given: dict[str, Any]) -> dict[str, int]:
+        return dict(ports_of(spec_of(containers=[{"ports": [{"containerPort": 1, **one} for one in given]}])))
+
+    assert ports({}) == {}
+    assert ports({"hostPort": 80}) == {"hostPort/TCP/80": WHOLE_PORT}
+    assert ports({"hostPort": 80, "protocol": "UDP", "hostIP": "0.0.0.0"}) == {"hostPort/UDP/80": WHOLE_PORT}
+    own = {"hostPort/TCP/80": 1, "hostPort/TCP/80/10.0.0.1": WHOLE_PORT}
+    assert ports({"hostPort": 80, "hostIP": "10.0.0.1"}) == own
+    assert ports({"hostPort": 80, "hostIP": "10.0.0.1"}, {"hostPort": 80})["hostPort/TCP/80"] == WHOLE_PORT
+
+
+@pytest.mark.slow  # kube-scheduler is given 15 s to bind a pod
+def test_a_refused_reservation_moves_and_nothing_is_deleted(controlled: Controlled) -> None:
+    refusing, full = sorted(controlled.add_nodes(2, gpus=1))
+    team, other = controlled.team(guaranteed=1, limit=1), controlled.team(guaranteed=2)
+    blocker = controlled.pod(other, "blocker", nodeSelector={HOST: full})
+    controlled.start()
+    controlled.until_bound(blocker)
+    loud = {"containers": [{"name": "main", "image": "none"}], "nodeName": refusing}
+    body = {"metadata": {"name": "loud", "labels": {"app": "loud"}}, "spec": loud}
+    controlled.cluster.api.create(f"/api/v1/namespaces/{team}/pods", body)
+    apart = controlled.pod(team, "apart", affinity={"podAntiAffinity": REQUIRED})
+    moved = controlled.until(apart, lambda pod: notes_of(pod).get(labels.RESERVED_ON) == "")
+    uid = moved["metadata"]["uid"]
+    assert not moved["spec"].get("schedulingGates")
+    controlled.pod(team, "over")  # its team's limit is reached
+    controlled.until_bound(controlled.pod(other, "next"))  # it gets the GPU that was reserved in vain
+    controlled.kill()
+    controlled.start()
+    assert "over" in controlled.waiting(team)
+    controlled.cluster.api.delete(blocker)
+    bound = controlled.until_bound(apart)
+    assert (bound["spec"]["nodeName"], bound["metadata"]["uid"]) == (full, uid)
+    controlled.until(apart, lambda pod: notes_of(pod)[labels.RESERVED_ON] == full)
+    assert "ReservationMoved" in controlled.log()
+
+
+def test_no_pod_is_pinned_while_another_one_may_take_its_place(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=3)
+    controlled.start()
+    waits = controlled.pod(
+        team, "waits", affinity={"podAffinity": REQUIRED}
+    )  # kube-scheduler does not find what it wants to be near
+    controlled.until(waits, lambda pod: pod["status"].get("conditions", [{}])[0].get("reason") == "Unschedulable")
+    second = controlled.until_bound(controlled.pod(team, "second"))
+    assert "requiredDuringScheduling" not in str(second["spec"]["affinity"])
+    controlled.cluster.api.delete(waits)
+    controlled.wait(lambda: "waits" not in controlled.pods(team))
+    third = controlled.until_bound(controlled.pod(team, "third"))
+    assert "requiredDuringScheduling" in str(third["spec"]["affinity"])
