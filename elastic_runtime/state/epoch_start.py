@@ -80,10 +80,11 @@ class EpochStart:
         if resumed and start is None:  # a checkpoint of an older version
             self._kept = self._middle(whole=True)
         elif resumed and start is not None and start["epoch"] == state.position.epoch:
-            self._kept = self._middle(whole=start["changes"]) if start["entered"] else None
             self._replayed = list(start["results"])
+            if start["entered"]:
+                self._kept = self._middle(whole=start["changes"])
+                self._streams.load(start["streams"])  # those of this worker are put back
             self._apply(start["small"])
-            self._streams.load(start["streams"])
         else:
             self.capture()
         self._marks = self._checksums()
