@@ -115,8 +115,9 @@ class EpochStart:
         if not self._replayed:
             if self._replayed is not None and self._kept is not None:
                 raise LoopError(
-                    "the code before the loader's loop calls job.repeat or job.mean more often than it did when the epoch "
-                    "began; it must do the same whenever an epoch is entered, for the other workers are in their steps"
+                    "the code before the loader's loop calls job.repeat or job.mean more often than it did when the "
+                    "epoch began; it must do the same whenever an epoch is entered, for the other workers are in "
+                    "their steps"
                 )
             return NOTHING
         found = self._replayed.pop(0)
