@@ -22,10 +22,11 @@ from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
+from elastic_runtime.loop.uncaught import note_on_lightning
 from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
 from elastic_runtime.process.metric_rows import MetricRows
-from elastic_runtime.process.process_exit import end_with
+from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
@@ -89,6 +90,7 @@ class Job:
             progress=options.progress,
         )
         if environment.coordinator:
+            note_exit_codes()
             atexit.register(self._check_trained)
         self._on_leader: list[Callable[[], None]] = []
         self._session: Session | None = None
@@ -523,9 +525,9 @@ class Job:
         the work by itself, and none would have been the one that saves.
         """
         began = self._session is not None and self._session.started
-        if began or self.leaving or hasattr(sys, "last_type") or _trained:
+        if began or self.leaving or failed() or _trained:
             return
-        print(f"{UsageError.__name__}: {UNTRAINED}", file=sys.stderr, flush=True)  # noqa: T201  (there is no caller)
+        print(f"{UsageError.__name__}: {UNTRAINED}{note_on_lightning()}", file=sys.stderr, flush=True)  # noqa: T201  (there is no caller)
         end_with(UsageError.exit_code)
 
     def _check_only_one(self) -> None:

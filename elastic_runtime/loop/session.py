@@ -19,7 +19,7 @@ from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.closures import Closures
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import Rounds
-from elastic_runtime.loop.uncaught import explain_errors
+from elastic_runtime.loop.uncaught import explain_errors, note_on_lightning
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
@@ -227,6 +227,7 @@ class Session:
         if not self.started:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
+                + note_on_lightning()
             )
         self.abandon_iteration()
         self._epoch_start.enter()

@@ -1,4 +1,4 @@
-"""A note for an error that ends a script in an iteration without gradients, where torch's own words name no cause."""
+"""Notes for errors whose own words name no cause: about None where there are no gradients, and of Lightning's loops."""
 
 from __future__ import annotations
 
@@ -32,3 +32,14 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if about_none and any(session.without_gradients for session in _sessions):
         error.add_note(_WITHOUT_GRADIENTS)
     _before(kind, error, trace)
+
+
+def note_on_lightning() -> str:
+    """Return what to add to an error about a missing loop, if the script uses Lightning; else nothing."""
+    if not {"lightning", "pytorch_lightning"} & set(sys.modules):
+        return ""
+    return (
+        ". Lightning's Trainer iterates by a loop of its own, which cannot change size: train the LightningModule by "
+        "job.epochs(N) and job.backward(module.training_step(batch, index)), with the optimizers of "
+        "module.configure_optimizers()"
+    )

@@ -32,6 +32,28 @@ def end_with(code: int) -> None:
     sys.last_traceback = _Last(code)  # type: ignore[assignment]  # the first object that the interpreter drops after atexit
 
 
+_asked: list[object] = []  # the codes that the script has asked for by sys.exit
+
+
+def note_exit_codes() -> None:
+    """Note from now on what the script passes to `sys.exit`: an `atexit` handler does not get the exit code."""
+    if getattr(sys.exit, "notes", False):
+        return
+    original = sys.exit
+
+    def noted(code: object = None, /) -> NoReturn:
+        _asked.append(code)
+        original(code)  # type: ignore[arg-type]
+
+    noted.notes = True  # type: ignore[attr-defined]
+    sys.exit = noted
+
+
+def failed() -> bool:
+    """Whether the script ends by an exception, or has asked for another exit code than 0."""
+    return hasattr(sys, "last_type") or any(code not in {None, 0} for code in _asked)
+
+
 class _Last:
     def __init__(self, code: int) -> None:
         self._code = code

@@ -20,7 +20,8 @@ from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.reduction.exact import ExactReducer
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import StepMetadata
-from elastic_runtime.validation.agreement import Agreement, scheduled
+from elastic_runtime.validation.agreement import Agreement
+from elastic_runtime.validation.compared_numbers import scheduled
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from elastic_runtime.errors import LoopError, StateError
+from elastic_runtime.state.layouts import flat
 from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
 from elastic_runtime.state.packing import pack, unpack
 
@@ -36,6 +37,7 @@ NOTHING: Final = object()
 """Returned where no result of `job.repeat` is kept."""
 MOST_ELEMENTS = 1 << 20
 """Of the tensors of one object: one with more is left as it is in the middle of the epoch."""
+_SAMPLED = 1000
 _STREAM = "loader"
 
 
@@ -78,10 +80,11 @@ class EpochStart:
         if resumed and start is None:  # a checkpoint of an older version
             self._kept = self._middle(whole=True)
         elif resumed and start is not None and start["epoch"] == state.position.epoch:
-            self._kept = self._middle(whole=start["changes"]) if start["entered"] else None
             self._replayed = list(start["results"])
+            if start["entered"]:
+                self._kept = self._middle(whole=start["changes"])
+                self._streams.load(start["streams"])  # those of this worker are put back
             self._apply(start["small"])
-            self._streams.load(start["streams"])
         else:
             self.capture()
         self._marks = self._checksums()
@@ -110,6 +113,12 @@ class EpochStart:
     def next_result(self) -> Any:
         """Return the result that the other workers had here, while the code runs again; else NOTHING."""
         if not self._replayed:
+            if self._replayed is not None and self._kept is not None:
+                raise LoopError(
+                    "the code before the loader's loop calls job.repeat or job.mean more often than it did when the "
+                    "epoch began; it must do the same whenever an epoch is entered, for the other workers are in "
+                    "their steps"
+                )
             return NOTHING
         found = self._replayed.pop(0)
         if isinstance(found, str) and found == _UNSENDABLE:
@@ -201,22 +210,30 @@ class EpochStart:
 
     @torch.no_grad()
     def _checksums(self) -> list[int]:
-        """Return a number of each large tensor, which most likely differs if a bit of it does."""
+        """Return a number of each large tensor, which most likely differs if the script has changed it.
+
+        Of a model above MOST_ELEMENTS it is that of about a thousand elements, and torch's counter of changes in place:
+        a joiner computes it while the others wait for its first step.
+        """
         kept = [list(part.state.values()) for _, part in self._optimizers()]
         modules = [part.state_dict() for _, part in self._others() if isinstance(part, torch.nn.Module)]
         tensors = pack([[parameter for _, parameter in self._state.parameters()], kept, modules])[1]
-        sums = [_checksum(tensor) for tensor in tensors if tensor.numel()]
-        return [len(tensors), *torch.stack([each.cpu() for each in sums]).tolist()] if sums else [len(tensors)]
+        parts = 1 if sum(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS else _SAMPLED
+        sums = [_checksum(tensor, parts) for tensor in tensors if tensor.numel()]
+        changes = [tensor._version for tensor in tensors]  # noqa: SLF001  (there is no public counter)
+        return [*changes, *torch.stack([each.cpu() for each in sums]).tolist()] if sums else changes
 
 
 _UNSENDABLE = "\0unsendable"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def _checksum(tensor: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return a checksum of all elements, or of so many of them. Shape: ()."""
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-    return own.contiguous().view(_BITS[own.element_size()]).sum(dtype=torch.int64)
+    bits = flat(own.detach()).view(_BITS[own.element_size()])
+    return bits[:: 1 if parts == 1 else max(1, bits.numel() // parts)].sum(dtype=torch.int64)
 
 
 def _copied(tree: Any) -> Any:

@@ -20,19 +20,18 @@ Workers whose parameters had equal bits in the fresh steps are compared more str
 
 from __future__ import annotations
 
-import math
 import zlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_runtime.errors import CollectiveError, ModelMismatchError
 from elastic_runtime.state.transfer import gather_values
 from elastic_runtime.torch_internals.modules import scale_of
+from elastic_runtime.validation.compared_numbers import first_difference, named_numbers, numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from elastic_runtime.membership.process_group import Group
 
@@ -44,7 +43,6 @@ FRESH = 4
 """Steps after a change of the members in which all parameters are compared."""
 _TOLERANCE = 1e-3
 _STRICT = 1e-5
-_NUMBER_TOLERANCE = 1e-5
 _ELEMENTS = 4
 _MOD = 251
 MARKS = 5
@@ -130,7 +128,7 @@ class Agreement:
     # Numbers
 
     def _stamped(self) -> tuple[int, int]:
-        values = _numbers(self._optimizers, self.schedulers)
+        values = numbers(self._optimizers, self.schedulers)
         if values != self._kept:
             self._kept = values
             self._checksum = zlib.crc32(repr(values).encode())
@@ -138,12 +136,12 @@ class Agreement:
 
     def _compare_numbers(self, group: Group, step: int) -> None:
         """Gather all numbers, and compare them one by one: what was rounded differently is no difference."""
-        own = dict(_named_numbers(self._optimizers, self.schedulers))
+        own = dict(named_numbers(self._optimizers, self.schedulers))
         rows, veterans = zip(*gather_values(group, (own, self._veteran)), strict=True)
-        other = [rank for rank, row in enumerate(rows) if _first_difference(row, rows[0])]
+        other = [rank for rank, row in enumerate(rows) if first_difference(row, rows[0])]
         if other:
             rank = group.rank if group.rank in other else other[0]
-            name = _first_difference(rows[rank], rows[0])
+            name = first_difference(rows[rank], rows[0])
             self._raise(_number_differs(name, step, rank, rows), group.rank in other, rank_0_trained=veterans[0])
 
     def _raise(self, message: str, mine: bool, *, rank_0_trained: bool) -> NoReturn:  # noqa: FBT001
@@ -233,64 +231,6 @@ def _number_differs(name: str, step: int, rank: int, rows: Sequence[dict[str, An
 def _same(value: int, total: float, squares: float, workers: int) -> bool:
     """Return whether so many stamps, all equal to `value`, have these sums: no others have both."""
     return abs(total - workers * value) < 0.5 and abs(squares - workers * value**2) < 0.5
-
-
-def _numbers(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[object]) -> list[object]:
-    """Return what the host has; numbers in a GPU's memory are left out, for to read them is to wait."""
-    found = [v for each in optimizers for group in each.param_groups for v in group.values() if type(v) is not list]
-    if any(type(value) is torch.Tensor for value in found):
-        found = [_plain(value) if type(value) is torch.Tensor else value for value in found]
-    for part in (*optimizers, *schedulers):
-        found += [v for name, v in vars(part).items() if type(v) in _PLAIN and name[0] != "_"]
-    return found
-
-
-_PLAIN = {int, float, bool}
-
-
-def _plain(value: object) -> object:
-    """Return a value as something to be compared: numbers in tuples and in tensors of the host; else None."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.device.type == "cpu" and value.numel() <= _MOD else None
-    if isinstance(value, tuple | list) and all(type(item) in _PLAIN for item in value):
-        return tuple(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else None
-
-
-def _named_numbers(
-    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[object]
-) -> Iterator[tuple[str, object]]:
-    """Yield the same with names, for a message."""
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        for number, group in enumerate(optimizer.param_groups):
-            named = {name: _plain(value) if type(value) not in _PLAIN else value for name, value in group.items()}
-            yield from ((f"{name!r} of group {number} of {kind}", v) for name, v in named.items() if name != "params")
-    for part in (*optimizers, *schedulers):
-        for name, value in vars(part).items():
-            if type(value) in _PLAIN and not name.startswith("_"):
-                yield f"attribute {name!r} of {type(part).__name__}", value
-
-
-def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return the first name whose values differ; "" where none do."""
-    for name in [*other, *(name for name in one if name not in other)]:
-        if not _alike(one.get(name), other.get(name)):
-            return name
-    return ""
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if type(one) in _PLAIN and type(other) in _PLAIN:
-        return math.isclose(one, other, rel_tol=_NUMBER_TOLERANCE) or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)
-
-
-def scheduled(parts: Sequence[object]) -> list[object]:
-    """Return the schedulers among the parts of a state."""
-    return [part for part in parts if isinstance(part, LRScheduler)]
 
 
 def _element(parameter: torch.nn.Parameter, step: int) -> torch.Tensor:

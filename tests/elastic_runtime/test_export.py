@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def model() -> nn.Module:
-    conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
     return nn.Sequential(conv, nn.BatchNorm2d(4), nn.Linear(2, 3).to(torch.bfloat16))
 
 

@@ -88,7 +88,7 @@ def split_without_a_seed(**init: Any) -> Any:
     return model
 
 
-@script(rehearsed="another state than the first one|differs from rank 0's")
+@script(refused="an initialisation from the first batch")
 def bias_set_from_the_first_batch(**init: Any) -> Any:
     job, model, optimizer, loader = prepared(init)
     begun = False
@@ -131,7 +131,7 @@ def noise_of_a_generator_of_its_own(**init: Any) -> Any:
     return model
 
 
-@script(rehearsed="learning rates of this worker differ")
+@script(rehearsed="'lr' of group 0 of SGD of rank 1 differs from rank 0's")
 def rate_counted_by_the_loop(**init: Any) -> Any:
     job, model, optimizer, loader = prepared(init)
     steps = 0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ended", "History", "catalogue", "play"]
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 _GRACE_S = 2.0
 
 
@@ -295,6 +295,6 @@ class Events:
 
 
 def _wait_for_vote(session: Session) -> None:
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + TIMEOUT_S
     while session._member.vote() is None and not session._member.must_recover and time.monotonic() < until:
         time.sleep(0.001)

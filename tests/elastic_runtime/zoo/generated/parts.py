@@ -236,7 +236,8 @@ def amsgrad_in_groups(s: Draft) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         given: list[Any] = list(model.parameters())
         first, others = given[0], given[1:]
-        return torch.optim.Adam([{"params": [first], "lr": 0.02}, {"params": others}], lr=0.01, amsgrad=True)
+        groups: Any = [{"params": [first], "lr": 0.02}, {"params": others}]
+        return torch.optim.Adam(groups, lr=0.01, amsgrad=True)
 
     s.make_optimizer = make
 

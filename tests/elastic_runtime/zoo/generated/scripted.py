@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _UNFORESEEN = 1000
 """Generations from this number on are of workers that were left by an unforeseen end."""
-_WAIT_S = 20.0
+_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def judge(case: Case) -> Verdict:
     with tempfile.TemporaryDirectory() as directory:
         process = context.Process(target=_judge, args=(case, directory))
         process.start()
-        process.join(300)
+        process.join(1500)
         if process.exitcode is None:
             process.kill()
             process.join()
