@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def would_not_start(cycle: Cycle) -> set[Job]:
     """Return the jobs for which other jobs lose workers in this cycle, and which the next cycle would not place."""
-    takers = {job for job, action in cycle.causes.values() if action != "evict_stale"}
+    takers = {job for job, action in cycle.causes.values() if action not in {"evict_stale", "limit"}}
     ledger = cycle.ledger
     if not ledger.special and all(_simple(job) for job in takers):
         return set()

@@ -54,6 +54,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
+from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
@@ -195,6 +196,7 @@ class Controller:
             self.ray,
             self.unpinned,
         )
+        self._limits = LimitEnforcement(cluster.emit, self.rules)
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
@@ -541,6 +543,10 @@ class Controller:
         self._quotas_timer = None
         for name in self.snapshot.quotas:
             self._quota_status.changed(name)
+            exceeded = self.snapshot.exceeds_limit(name)
+            self._limits.note(name, exceeded=exceeded, now=self._loop.time())
+        if self._limits.pending:
+            self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
 
     def _stop_timers(self) -> None:
         self._recovery.close()
