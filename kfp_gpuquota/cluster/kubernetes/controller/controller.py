@@ -83,7 +83,7 @@ QUOTAS_LOOKED_AT_S: Final = 1.0
 PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
 FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})
 FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
-PROFILES_LOOKED_FOR_S: Final = 2.0
+LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
 KINDS: Final = {
     "PolicyObject": "WorkloadPolicy",
     "QuotaPolicyObject": "QuotaPolicy",
@@ -271,15 +271,27 @@ class Controller:
         ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
         return [
             self._reflector("/api/v1/nodes", core_types.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(f"{ours}/gpuquotas", custom_types.GpuQuota, self._quota_changed, self._quota_deleted),
-            self._reflector(f"{ours}/elasticjobs", custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job),
+            self._reflector(
+                f"{ours}/gpuquotas",
+                custom_types.GpuQuota,
+                self._quota_changed,
+                self._quota_deleted,
+                not_installed_s=LOOKED_FOR_S,
+            ),
+            self._reflector(
+                f"{ours}/elasticjobs",
+                custom_types.ElasticJob,
+                snapshot.put_job,
+                snapshot.drop_job,
+                not_installed_s=LOOKED_FOR_S,
+            ),
             self._reflector(
                 PROFILES,
                 core_types.Profile,
                 profiles.put_profile,
                 profiles.drop_profile,
                 optional=True,
-                not_installed_s=PROFILES_LOOKED_FOR_S,
+                not_installed_s=LOOKED_FOR_S,
             ),
             self._reflector(
                 quota_policy.PATH, custom_types.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True
