@@ -62,6 +62,8 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	CHURN_SECONDS=3600 CHURN_PER_SECOND=20 $(BIN)/python -m pytest -n 0 tests/kubernetes/test_churn.py
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' tests/api tests/membership tests/scheduler
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
+	ELASTIC_RECIPES=2000 $(BIN)/python -m pytest -n 2 -m slow tests/elastic_runtime/test_generated.py --timeout 7200
+	$(BIN)/python -m pytest $(PARALLEL) tests/simulation --histories 0:20000
 	$(BIN)/python -m pytest -n 2 --dist load -m slow tests/cluster/test_chaos.py tests/cluster/test_hostile_machine.py \
 	  --seeds $$(seq -s , 1 $(HISTORIES))
 	GOBIN=$(CURDIR)/out/karpenter go install sigs.k8s.io/karpenter/kwok@$(KARPENTER)

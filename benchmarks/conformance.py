@@ -258,6 +258,7 @@ def _job(spec: dict[str, Any], queue: Queue, grace_s: float, topologies: dict[st
         groups=_groups(spec, topologies),
         priority=spec["priority"],
         preemptible=spec["preemptible"],
+        overlapping=True,
         submitted_at=spec["age_rank"],
         waiting_since=-60.0 * spec["age_minutes"],
         preemption_delay_s=spec.get("preemption_delay_s", 0),

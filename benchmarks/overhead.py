@@ -113,8 +113,9 @@ def agreement_part(task: Task, steps: int) -> float:
     compared, trained = [], []
     for step in range(steps * FULL_TURN):
         began = time.thread_time()
+        marks = agreement.marks()
         agreement.fill(section, step, leader=True)
-        agreement.check(section, step)
+        agreement.check(marks, section, step, 1)
         compared.append(time.thread_time() - began)
         if step % FULL_TURN == 0:
             began = time.thread_time()

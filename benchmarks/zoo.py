@@ -2,9 +2,13 @@
 
 `passed`: the same samples in each step and the same parameters (within rounding with "fast", to the bit with "exact"),
 in each mode that the script has; `refused`: ended alone, with the message that the script names; `wrong`: neither.
+
+`--generated N`: N scripts composed of parts instead, each in one mode and through three histories of stops, resumes,
+joins, leaves and losses (tests/elastic_runtime/zoo/generated). `refused`: ended by a message that a part of it names;
+`rehearsed`: went wrong, and its rehearsal says so; `wrong`: anything else.
 Last line: JSON.
 
-Usage: python benchmarks/zoo.py [NAME...]
+Usage: python benchmarks/zoo.py [NAME...] | --generated N [--seed S]
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import print_conditions, print_result
 
 from tests.elastic_runtime.zoo import driver
+from tests.elastic_runtime.zoo.generated.recipes import PREFIX
+from tests.elastic_runtime.zoo.generated.verdicts import drawn, judge_all
 from tests.elastic_runtime.zoo.parts import SCRIPTS, Script
 
 
@@ -37,11 +43,30 @@ def outcome(script: Script, directory: Path) -> tuple[str, str]:
     return "passed", " and ".join(script.modes)
 
 
+def judge_generated(count: int, seed: int) -> None:
+    """Draw scripts, print what is not `passed`, and the sums."""
+    print_conditions("generated training scripts through histories", scripts=count, seed=seed)
+    found = dict.fromkeys(("passed", "refused", "rehearsed", "wrong"), 0)
+    began = time.perf_counter()
+    for case, verdict in judge_all(drawn(count, seed)):
+        found[verdict.result] += 1
+        if verdict.result != "passed":
+            name = f"{case.script.removeprefix(PREFIX)} ({case.reduction}; {', '.join(case.histories)})"
+            print(f"{verdict.result:9} {name}: {verdict.why[: 1000 if verdict.result == 'wrong' else 160]}", flush=True)
+    print_result(scripts=sum(found.values()), **found, seconds=round(time.perf_counter() - began))
+
+
 def main() -> None:
     """Run them, print a line for each, and the sums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="scripts; default: all")
-    chosen = parser.parse_args().names or list(SCRIPTS)
+    parser.add_argument("--generated", type=int, metavar="N", help="so many scripts composed of parts")
+    parser.add_argument("--seed", type=int, default=0, help="of the parts that are drawn")
+    options = parser.parse_args()
+    if options.generated:
+        judge_generated(options.generated, options.seed)
+        return
+    chosen = options.names or list(SCRIPTS)
     print_conditions("training scripts through changes of size and a loss", scripts=len(chosen))
     found = dict.fromkeys(("passed", "refused", "wrong"), 0)
     seconds = []

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.home import Home, private
 from kfp_gpuquota.cluster.local.start import READY, await_stop, start_with
 from kfp_gpuquota.errors import NotFoundError
 from tests import forked, programs
@@ -147,7 +147,7 @@ def start_daemon(home: Home, config: ClusterConfig) -> forked.Program:
     """Start the daemon as `start_with` does, but forked; returns when it serves."""
     home.create()
     read, write = os.pipe()
-    with os.fdopen(read) as answer, home.log_file.open("ab") as log:
+    with os.fdopen(read) as answer, open(home.log_file, "ab", opener=private) as log:
         try:
             daemon = forked.Program(
                 programs.daemon,
@@ -214,4 +214,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=20, help="simulated workers that outlive failovers")
     parser.addoption("--failovers", type=int, default=7, help="how many kinds of failovers, of 7")
     parser.addoption("--away", type=float, default=8.0, help="seconds for which the API server is away")
+    parser.addoption("--histories", default="0:500", help="seeds of the simulated histories, from:to")
     parser.addoption("--seeds", default="1,2,3", help="seeds of the random histories, separated by commas")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from kfp_gpuquota.version import __version__
 from tests.kubernetes.conftest import skip_or_fail
 from tests.kubernetes.test_chart import run_helm
 from tools.devcluster import UnavailableError
-from tools.release import distributions, manifests, sbom
+from tools.release import distributions, manifests, requirements, sbom
 from tools.release.__main__ import release
 
 if TYPE_CHECKING:
@@ -64,6 +67,35 @@ def test_the_charts_archive_has_the_same_bytes_each_time_and_renders(tmp_path: P
     assert first.read_bytes() == second.read_bytes()
     objects = yaml.safe_load_all(run_helm("template", "gpuquota", str(first)))
     assert sum(one is not None for one in objects) > 50
+
+
+@pytest.mark.parametrize("image", requirements.EXTRAS)
+def test_an_image_has_each_package_that_it_needs_by_version_and_hash(image: str) -> None:
+    text = (requirements.FOLDER / f"{image}.txt").read_text()
+    versions = requirements.pinned(text)
+    assert all("--hash=sha256:" in part for part in text.split("==")[1:])
+    assert "://" not in text
+    project = tomllib.loads((distributions.REPOSITORY / "pyproject.toml").read_text())["project"]
+    for line in project["optional-dependencies"][requirements.EXTRAS[image]]:
+        wanted = Requirement(line)
+        assert wanted.specifier.contains(versions[wanted.name]), line
+    constraints = (distributions.REPOSITORY / "constraints.txt").read_text()
+    tested = {name.lower(): version for name, version in requirements.pinned(constraints).items()}
+    same = {name: version for name, version in versions.items() if name not in requirements.HELD_BACK}
+    assert same == {name: tested.get(name, version) for name, version in same.items()}
+    if image == "launcher":
+        assert Version(versions["kubernetes"]) > Version(tested["kubernetes"]), "only kfp holds it back"
+
+
+def test_install_files_name_images_by_digest_where_there_is_one(tmp_path: Path) -> None:
+    digests = {"controller": f"sha256:{'1' * 64}", "reservation": f"sha256:{'2' * 64}"}
+    for path in manifests.render(tmp_path, "registry.example/x", "v1", digests):
+        text = path.read_text()
+        assert f"registry.example/x/controller@{digests['controller']}" in text
+        assert f"registry.example/x/reservation@{digests['reservation']}" in text
+        assert "x/controller:v1" not in text
+    (tagged, _) = manifests.render(tmp_path, "registry.example/x", "v1")
+    assert "registry.example/x/controller:v1" in tagged.read_text()
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -49,16 +49,19 @@ class Loop(Protocol):
     def last_step(self) -> int | None:
         """The training ends after so many steps, wherever in an epoch that is."""
 
+    def most_steps(self, epoch: int) -> int | None:
+        """Return after how many steps an epoch ends, if not with its samples: in a rehearsal."""
+
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch."""
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """The loop gets this micro-batch next."""
+    def begin(self, micro_batch: MicroBatch) -> int:
+        """The loop gets this micro-batch next; return the iteration's number."""
 
     def end(self) -> bool:
         """The loop is done with it; False where what follows is to be planned anew."""
 
-    def abandon_iteration(self, iteration: MicroBatch | None = None) -> None:
+    def abandon_iteration(self, iteration: int | None = None) -> None:
         """The loop was left within this iteration."""
 
 
@@ -121,13 +124,13 @@ class ElasticLoader:
         epoch = loop.position.epoch
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
-                loop.begin(micro_batch)
+                iteration = loop.begin(micro_batch)
                 for second in self.seconds:
                     second.advance()
                 try:
                     yield batch
                 except GeneratorExit:
-                    loop.abandon_iteration(micro_batch)
+                    loop.abandon_iteration(iteration)
                     raise
                 if not loop.end():
                     break
@@ -167,6 +170,13 @@ class ElasticLoader:
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Micro-batches and batches from here to the end of the epoch, as long as nothing changes."""
         raise NotImplementedError
+
+
+def last_step(loop: Loop, position: Position) -> int | None:
+    """Return the step before which the epoch, or the training, ends whatever samples are left; None: there is none."""
+    most = loop.most_steps(position.epoch)
+    ends = None if most is None else position.step - position.index + most
+    return min((each for each in (ends, loop.last_step) if each is not None), default=None)
 
 
 class IndexedLoader(ElasticLoader):
@@ -216,7 +226,7 @@ class IndexedLoader(ElasticLoader):
     def _steps(self, position: Position) -> Iterator[Step]:
         """Return the rest of the epoch at the current size."""
         size = self.batch.at(self._loop.place[1])
-        number, last = position.step, self._loop.last_step
+        number, last = position.step, last_step(self._loop, position)
         for start, samples in self._source.cuts(position.index, position.samples, size):
             if last is not None and number >= last:
                 return

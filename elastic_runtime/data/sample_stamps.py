@@ -33,7 +33,7 @@ def sample_stamp(read: Callable[[list[int]], Any], length: int, seed: int) -> in
         found = []
         for _ in range(2):
             streams.reseed(seed)
-            found.append(zlib.crc32("\n".join(_texts(read(indices))).encode()))
+            found.append(zlib.crc32("\n".join(texts_of(read(indices))).encode()))
     except Exception:  # noqa: BLE001  (a dataset that cannot be read out of turn is not compared)
         return 0
     finally:
@@ -41,16 +41,17 @@ def sample_stamp(read: Callable[[list[int]], Any], length: int, seed: int) -> in
     return found[0] + 1 if found[0] == found[1] else 0
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield the content of a sample as text; figures are rounded."""
     if isinstance(value, torch.Tensor):
         yield from _of_tensor(value)
     elif isinstance(value, dict):
         for key in value:
             yield str(key)
-            yield from _texts(value[key])
+            yield from texts_of(value[key])
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _texts(part)
+            yield from texts_of(part)
     elif isinstance(value, str | bytes | int | bool | None):
         yield repr(value)
     else:
@@ -66,4 +67,4 @@ def _of_tensor(value: torch.Tensor) -> Iterator[str]:
         plain = plain.double()
         yield f"{plain.mean():.2e} {plain.abs().mean():.2e}"
     else:
-        yield str(zlib.crc32(plain.contiguous().view(torch.uint8).numpy().tobytes()))
+        yield str(zlib.crc32(plain.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()))

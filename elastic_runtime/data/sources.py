@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
+from elastic_runtime.data.sampler_history import SamplerHistory
 from elastic_runtime.errors import UsageError
 from elastic_runtime.plan.order import Drawn, epoch_order, mix_seed, order_stamp, steps_in_epoch
 from elastic_runtime.state.random_streams import RandomStreams
@@ -30,6 +31,9 @@ class Source:
         self._shuffle = _is_a_permutation(loader.sampler)
         self._drop_last = bool(loader.drop_last)
         self._sizes: list[int] = []
+        inner = getattr(self._own_batches, "sampler", None)
+        self._drawn_from = [each for each in (self._own_batches or self._sampler, inner) if each is not None]
+        self._history = SamplerHistory(self._drawn_from, self._draw)
         self.length = len(self._own_batches or loader.sampler)  # type: ignore[arg-type]
 
     def steps(self, batch: int) -> int:
@@ -50,10 +54,15 @@ class Source:
                 f"{type(self._sampler).__name__} gives {self.length} samples an epoch, which are read at once; give it "
                 "fewer, and train for more epochs or by job.steps(n)"
             )
+        order: list[int] = self._history.epoch(epoch)
+        return order
+
+    def _draw(self, epoch: int) -> list[int]:
+        """Draw one epoch from the sampler as it is now."""
         streams = RandomStreams()
         streams.save()
         streams.reseed(mix_seed(self._seed, epoch))
-        for drawn_from in (self._own_batches or self._sampler, getattr(self._own_batches, "sampler", None)):
+        for drawn_from in self._drawn_from:
             _set_epoch(drawn_from, epoch, mix_seed(self._seed, epoch, 1))
         try:
             if self._own_batches is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from elastic_runtime.data.sample_stamps import texts_of
 from elastic_runtime.errors import StateError, UsageError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.state.codec import UNPICKLABLE, Skeleton, decode, encode
@@ -22,6 +23,10 @@ from elastic_runtime.torch_internals import no_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_LOOKS_AT = 8
+"""Samples before a state, and after it, that are read twice when a stream is prepared."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,11 @@ class Reader:
                 self._go_back(request.mark)
             self._take(request.start - self._at, keep=False)
             return self._read_on(request)
+
+    def rewind(self) -> None:
+        """Leave the dataset as it was."""
+        if self._stateful:
+            self._dataset.load_state_dict(_restored(self._initial))  # type: ignore[attr-defined]
 
     def _read_on(self, request: Request) -> Read:
         samples = self._take(max(request.stop, request.keep) - request.start)
@@ -193,6 +203,30 @@ def check_stateful(dataset: IterableDataset[Any]) -> None:
             f"the loader's dataset, {type(dataset).__name__}, is an IterableDataset without a state, so that a worker "
             "which joins cannot go on where the others are; give it, or the iterator that its __iter__ returns, "
             "state_dict() and load_state_dict(state), or make it a map-style dataset (__len__ and __getitem__)"
+        )
+
+
+def check_resumes(dataset: IterableDataset[Any], seed: int) -> None:
+    """UsageError where the first samples after a state are others when the stream goes back to it.
+
+    A buffer that shuffles, or a generator, that the state leaves out: a worker that goes back, joins or resumes would
+    read other samples than the others.
+    """
+    reader = Reader(dataset, seed)
+    start = Mark()
+    first = reader.read(Request(0, 0, _LOOKS_AT, start, _LOOKS_AT, _LOOKS_AT))
+    if first.mark is None or first.length is not None:
+        reader.rewind()
+        return
+    request = Request(0, _LOOKS_AT, 2 * _LOOKS_AT, first.mark)
+    before = list(texts_of(reader.read(request).samples))
+    again = list(texts_of(reader.read(request).samples))
+    reader.rewind()
+    if before != again:
+        raise UsageError(
+            f"the stream of {type(dataset).__name__} gives other samples after its load_state_dict(state_dict()) than "
+            "it gave before: its state leaves something out, like the content of a buffer that shuffles, or a "
+            "generator of its own; put them into state_dict, or shuffle by index in a map-style dataset"
         )
 
 

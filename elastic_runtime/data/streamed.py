@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.data.dataloader import like
-from elastic_runtime.data.loader import ElasticLoader, Step
-from elastic_runtime.data.stream_reader import Mark, Read, Request, StreamedDataset, check_stateful
+from elastic_runtime.data.loader import ElasticLoader, Step, last_step
+from elastic_runtime.data.stream_reader import Mark, Read, Request, StreamedDataset, check_resumes, check_stateful
 from elastic_runtime.errors import UsageError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.state.random_streams import RandomStreams
@@ -38,6 +38,7 @@ class StreamedLoader(ElasticLoader):
     ) -> None:
         super().__init__(loader, loop, seed, batch, plan, seeded=seeded)
         check_stateful(loader.dataset)  # type: ignore[arg-type]
+        check_resumes(loader.dataset, seed)  # type: ignore[arg-type]
         self._drop_last = bool(loader.drop_last)
         self._marks = (Mark(), Mark())  # at the beginning of the step, and at its end once that has been read
         self._length: int | None = None  # of the epoch, once it is known
@@ -73,7 +74,7 @@ class StreamedLoader(ElasticLoader):
         return second if second.offset <= position.samples else first
 
     def _steps(self, position: Position) -> Iterator[Step]:
-        size, last = self.batch.at(self._loop.place[1]), self._loop.last_step
+        size, last = self.batch.at(self._loop.place[1]), last_step(self._loop, position)
         number, start = position.step, position.samples
         while last is None or number < last:
             samples = size if self._length is None else min(size, self._length - start)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
+import sys
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -22,10 +24,14 @@ from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
 from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
+from elastic_runtime.process.metric_rows import MetricRows
+from elastic_runtime.process.process_exit import end_with
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
-from elastic_runtime.validation.frozen_parameters import FrozenParameters
+from elastic_runtime.validation.changed_parameters import ChangedParameters
+from elastic_runtime.validation.new_parameters import NewParameters
+from elastic_runtime.validation.optimizer_attributes import OptimizerAttributes
 from elastic_runtime.validation.prepare_checks import (
     check_gradients,
     check_kinds,
@@ -56,6 +62,11 @@ Result = TypeVar("Result")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _coordinated: list[Job] = []  # the newest job that has a coordinator: what the process is for
 _trained: list[Job] = []  # the first job of this process whose loop began, if a coordinator manages it
+UNTRAINED = (
+    "the script called elastic_runtime.init() and ended without a step of job.epochs(...) or job.steps(...): nothing "
+    "was shared, each worker did the same work by itself, and job.is_leader was False on all of them; write: model, "
+    "optimizer, loader = job.prepare(model, optimizer, loader), iterate over job.epochs(N), and call job.backward(loss)"
+)
 _log = logging.getLogger("elastic_runtime")
 
 
@@ -77,6 +88,8 @@ class Job:
             keep_checkpoints=options.keep_checkpoints,
             progress=options.progress,
         )
+        if environment.coordinator:
+            atexit.register(self._check_trained)
         self._on_leader: list[Callable[[], None]] = []
         self._session: Session | None = None
         self._state: TrainingState | None = None
@@ -194,11 +207,13 @@ class Job:
             guard_class(scaler, ("update", "unscale_"), session.may_act)
             guard_class(scaler, ("step",), session.may_scale)
         watch_unprepared_optimizers(session, optimizers)
+        session.structure = NewParameters(whole, optimizers) if shard is None else None
         session.watches.append(LoaderWatch(models))
+        session.watches.append(OptimizerAttributes(optimizers))
         if shard is None and all(each is plain(each) for each in models):
             session.watches.append(CarriedState(models))
         if shard is None:
-            session.watches.append(FrozenParameters(models))
+            session.watches.append(ChangedParameters(models))
         if self._member.rehearsed:
             self._rehearse(session, state, models, loaders[0].num_workers)
         self._session, self._state = session, state
@@ -266,6 +281,7 @@ class Job:
         while not session.finished:
             while session.position.epoch < count:
                 epoch = session.position.epoch
+                session.begin_epoch()
                 yield epoch
                 session.leave_epoch(epoch)
             session.finish()
@@ -387,8 +403,7 @@ class Job:
         session = self._prepared
         if self._member.sharding:
             return work()
-        session.pause()
-        return session.rounds.run(work)
+        return session.repeat(work)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
@@ -437,6 +452,20 @@ class Job:
     def report(self, **metrics: float) -> None:
         """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""
         self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
+
+    def on_report(self, callback: Callable[..., object]) -> Callable[..., object]:
+        """Call `callback(metrics, step=step)` on rank 0 with the figures of each step that `report` got, once.
+
+        So `job.on_report(run.log)` of Weights & Biases, or `job.on_report(mlflow.log_metrics)`, log one row for each
+        step through changes of size: of a step that was repeated the last figures, and the rows of a lost rank 0 by
+        the worker that becomes rank 0. An exception is logged, and training continues.
+        """
+        rows = MetricRows(lambda: self.is_leader, callback)
+        reporter = self._member.reporter
+        reporter.listen("metrics", lambda line: rows.add(line["step"], _figures(line)))
+        for event in ("left", "finished"):
+            reporter.listen(event, rows.flush)
+        return callback
 
     def on_resize(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """Call it in the loop after each change of the membership; the report file's line for it is its argument."""
@@ -489,6 +518,16 @@ class Job:
         self._prepared.start(total_steps=total_steps, last_step=last_step)
         self._call_leader()
 
+    def _check_trained(self) -> None:
+        """At the exit of a cluster's worker: it fails where the loop never began, for each worker would have done all
+        the work by itself, and none would have been the one that saves.
+        """
+        began = self._session is not None and self._session.started
+        if began or self.leaving or hasattr(sys, "last_type") or _trained:
+            return
+        print(f"{UsageError.__name__}: {UNTRAINED}", file=sys.stderr, flush=True)  # noqa: T201  (there is no caller)
+        end_with(UsageError.exit_code)
+
     def _check_only_one(self) -> None:
         """UsageError for a second training in a process of a cluster, which has ended the job with the first one."""
         if _trained and _trained[0] is not self:
@@ -505,6 +544,7 @@ class Job:
         optimizers = [part for _, part in parts if isinstance(part, torch.optim.Optimizer)]
         for index, scheduler in find_schedulers(optimizers, [part for _, part in parts]):
             parts.append((f"scheduler of optimizer{index + 1}", scheduler))
+            session.compare(scheduler)
             guard_class(scheduler, ("step",), session.may_act)
             _log.info("%s was not given to prepare, and is carried along", type(scheduler).__name__)
 
@@ -549,6 +589,11 @@ class Retrying:
 def current_job() -> Job | None:
     """Return the job that this process is a worker of, for integrations that do not make it; None without one."""
     return _coordinated[0] if _coordinated else None
+
+
+def _figures(line: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a line of the report file."""
+    return {name: value for name, value in line.items() if isinstance(value, float)}
 
 
 def _several(given: Any) -> list[Any]:

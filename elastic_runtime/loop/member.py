@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.sharded.wrap import Wrapping
     from elastic_runtime.state.training_state import TrainingState
+    from elastic_runtime.validation.agreement import Agreement
 
 RELEASE_S = 5.0
 
@@ -306,10 +307,12 @@ class Member:
         if self.group is not None and self.group.size > 1:
             self.group.barrier()
 
-    def all_here(self, state: TrainingState) -> bool:
-        """Wait for all members; False where one was lost."""
+    def all_here(self, state: TrainingState, agreement: Agreement) -> bool:
+        """Wait for all members, and compare what they have trained; False where one was lost."""
         try:
             self.meet()
+            if self.group is not None and self.group.size > 1:
+                agreement.check_all(self.group)
         except CollectiveError as error:
             if self._environment.static:
                 self.recover(state, error)

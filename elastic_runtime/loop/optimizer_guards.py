@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.errors import UsageError
+from elastic_runtime.errors import LoopError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +94,19 @@ def _reduce_plain(self: object, kind: Any, protocol: Any) -> Any:
 def _guarded(original: Callable[..., Any], may_act: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(self: object, *args: object, **kwargs: object) -> Any:
-        return original(self, *args, **kwargs) if may_act() else None
+        if not may_act():
+            return None
+        try:
+            return original(self, *args, **kwargs)
+        except AssertionError as error:
+            if "No inf checks" in str(error):
+                raise LoopError(_NO_GRADIENTS) from error
+            raise
 
     return guarded
+
+
+_NO_GRADIENTS = (
+    "GradScaler was asked to step an optimizer none of whose parameters has a gradient in this step; call "
+    "scaler.step(optimizer) and scaler.update() only where the loss of the step depends on its parameters"
+)

@@ -11,7 +11,7 @@ import atexit
 import sys
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.closures import Closures
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import Rounds
+from elastic_runtime.loop.uncaught import explain_errors
+from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from elastic_runtime.process.device_memory import MemoryFollower
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
+    from elastic_runtime.validation.new_parameters import NewParameters
+
+
+Result = TypeVar("Result")
+MOST_WATCHED = 64
+"""Iterations, after which nothing is looked for any more."""
 
 
 class Watch(Protocol):
@@ -51,6 +59,7 @@ class Session:
 
     loader: ElasticLoader  # set once it is made: the two need each other
     warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
+    structure: NewParameters | None = None  # what model and optimizers consist of; None: not watched
 
     def __init__(
         self, state: TrainingState, member: Member, mode: Mode, memory: MemoryFollower, step: GlobalStep
@@ -63,9 +72,16 @@ class Session:
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._at_exit: Callable[[], None] | None = None
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
+        self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self.watches: list[Watch] = []
+        self._iteration = 0  # its number: micro-batches of different steps may be one object
         self.rounds = Rounds(state, member, self._recover_between_steps)
         self.closures = Closures(step, self)
+        self._epoch_start = EpochStart(state, mode.buffers, member.streams)
+
+    def compare(self, scheduler: object) -> None:
+        """Compare the numbers of one more scheduler with those of the other workers."""
+        self._mode.tail.agreement.schedulers.append(scheduler)
 
     def observe(self, observer: Observer) -> None:
         """Attach a rehearsal's observer."""
@@ -147,6 +163,8 @@ class Session:
         if self.finished and self._member.coordinated:
             raise LoopError("the job's training has finished; what comes after it needs a job of its own")
         self.finished = self._released = False
+        if self.structure is not None:
+            self.structure.start()
         synchronize([self._state.model], self)
         self._mode.reducer.attach()
         self._member.check_state(self._state)
@@ -156,7 +174,10 @@ class Session:
             self._state.sample_stamp = self.loader.sample_stamp()
             self._warm_up()
         self.started = True
+        explain_errors(self)
         self._finish_at_exit()
+        if self._keeps_epochs:
+            self._epoch_start.capture()  # in the structure of the state that a joiner receives
         self._member.join(self._state, self._mode)
         self._memory.follow()
 
@@ -175,6 +196,32 @@ class Session:
             self._mode.reducer.attach()
             self._mode.restore()
 
+    def most_steps(self, epoch: int) -> int | None:
+        """Return after how many steps an epoch ends, if not with its samples: the first one of a rehearsal."""
+        orders, several = self._member.rehearsed, self._state.totals.epochs > 1
+        return orders.first_epoch if orders is not None and several and epoch == 0 else None
+
+    @property
+    def _keeps_epochs(self) -> bool:
+        """Whether a worker may enter an epoch of the script's in its middle."""
+        return self._member.awaited and self.last_step is None
+
+    def begin_epoch(self) -> None:
+        """The script gets the next epoch, or one again that others, or a checkpoint, have begun."""
+        if self._keeps_epochs:
+            self._member.stable_state.end()
+            self._epoch_start.begin()
+
+    def repeat(self, work: Callable[[], Result]) -> Result:
+        """Do work of all workers, as `Job.repeat` does; in an epoch that others have begun, what it returned there."""
+        found: Result = self._epoch_start.next_result()
+        if found is not NOTHING:
+            return found
+        self.pause()
+        result = self.rounds.run(work)
+        self._epoch_start.note(result)
+        return result
+
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch. LoopError outside `job.epochs`."""
         if not self.started:
@@ -182,6 +229,7 @@ class Session:
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
             )
         self.abandon_iteration()
+        self._epoch_start.enter()
         self._catching_up, self._step.first = False, True
         self._change_membership()
         self._remember()
@@ -190,13 +238,13 @@ class Session:
         """The script is done with an epoch, unless others already are further."""
         self.abandon_iteration()
         if self.position.epoch == epoch:
-            self._state.position = self.position.after_epoch()
+            self._state.position, self._state.resumed = self.position.after_epoch(), False
 
     def finish(self) -> None:
         """End the training: wait for all workers, so that one which is a step behind can still receive the state."""
         self._catching_up = False
         step = self.position.step
-        while not self._member.all_here(self._state):
+        while not self._member.all_here(self._state, self._mode.tail.agreement):
             self._member.recover(self._state, None)
             if self.position.step < step:
                 return  # a shard was lost, and the steps since the checkpoint are to be trained again
@@ -213,6 +261,8 @@ class Session:
         """Leave model, optimizers and schedulers to the script, or to another job."""
         self._released = True
         release([self._state.model])
+        if self.structure is not None:
+            self.structure.end()
         for watch in self.watches:
             watch.end()
         self._mode.reducer.release()
@@ -242,12 +292,23 @@ class Session:
 
     # Iterations
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """The loop gets this micro-batch next."""
+    def begin(self, micro_batch: MicroBatch) -> int:
+        """The loop gets this micro-batch next; return the iteration's number."""
+        if self.watches:
+            self._watch(micro_batch)
+        self._step.begin(micro_batch, self.loader.stamp)
+        self._counted = self._catching_up = self._state.resumed = False
+        self._iteration += 1
+        return self._iteration
+
+    def _watch(self, micro_batch: MicroBatch) -> None:
+        """Let the first iterations be looked at."""
         for watch in self.watches:
             watch.begin(micro_batch.size)
-        self._step.begin(micro_batch, self.loader.stamp)
-        self._counted = self._catching_up = False
+        if self._iteration > MOST_WATCHED:
+            for watch in self.watches:
+                watch.end()
+            self.watches.clear()
 
     def backward(
         self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
@@ -365,17 +426,18 @@ class Session:
         self._recover(error)
         self._moved = True
 
-    def abandon_iteration(self, iteration: MicroBatch | None = None) -> None:
+    def abandon_iteration(self, iteration: int | None = None) -> None:
         """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
         it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
         step, micro = self._step, self._step.micro
-        if micro is not None and iteration is not None and iteration is not micro:
+        if micro is not None and iteration is not None and iteration != self._iteration:
             return
         counted, self._counted = self._counted, False
         if micro is None:
             return
         step.micro = None
+        self.without_gradients = step.computed and not step.complete
         if step.complete and not counted:
             self._count(micro)
         elif step.begun:

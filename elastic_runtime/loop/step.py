@@ -51,10 +51,11 @@ class BackwardOptions:
     inputs: Sequence[torch.Tensor] | None = None
 
     def given(self) -> dict[str, Any]:
-        """Its keywords; none in the usual case."""
-        return {key: value for key, value in vars(self).items() if value}
+        """Return its keywords; none in the usual case."""
+        return _NO_OPTIONS if self is PLAIN else {key: value for key, value in vars(self).items() if value}
 
 
+_NO_OPTIONS: dict[str, Any] = {}
 PLAIN = BackwardOptions()
 
 
@@ -380,12 +381,12 @@ class GlobalStep:
         member, mode = self._member, self._mode
         vote = member.vote() if self.computed else None
         rank, workers = member.place
-        mode.fill_tail(self._share(vote), leader=rank == 0)
+        mode.fill_tail(self._share(vote), leader=rank == 0, alone=workers == 1)
         member.check()
         mode.reducer.reduce()
         member.stable_state.end()
         keeps = rank == 0 or not self.computed  # between two passes a graph may still need the buffers as they are
-        agreed = mode.take_tail(micro, leader=keeps, workers=workers)
+        agreed = mode.take_tail(micro, leader=keeps, workers=workers, group=member.group)
         factor = self._losses.final(micro.step_samples, mode.tail.weight)
         if not self.computed:
             self._passes.complete_one()

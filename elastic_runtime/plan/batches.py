@@ -7,6 +7,7 @@ micro-batches as even as possible, none above the maximum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from elastic_runtime.errors import BatchPlanError
 
@@ -41,6 +42,7 @@ class MicroBatch:
         return self.size / self.step_samples
 
 
+@lru_cache(maxsize=256)
 def split(total: int, parts: int) -> list[tuple[int, int]]:
     """Return `parts` contiguous ranges [start, stop) of range(total), as even as possible, larger ones first."""
     size, larger = divmod(total, parts)
@@ -48,6 +50,7 @@ def split(total: int, parts: int) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
+@lru_cache(maxsize=256)
 def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | None) -> list[MicroBatch]:
     """Return the micro-batches of `rank` in a step of `samples`: at least one; the last one is marked."""
     start, stop = split(samples, world_size)[rank]
@@ -58,6 +61,7 @@ def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | Non
     return [MicroBatch(start + a, start + b, samples, last=b == stop - start) for a, b in cuts]
 
 
+@lru_cache(maxsize=256)
 def lockstep_batches(samples: int, rank: int, world_size: int, max_batch: int | None) -> list[MicroBatch]:
     """Return the micro-batches of `rank` if all ranks must have equally many: a short share may end in ghosts."""
     shares = split(samples, world_size)
@@ -68,6 +72,7 @@ def lockstep_batches(samples: int, rank: int, world_size: int, max_batch: int | 
     return [MicroBatch(start + a, start + b, samples, last=n == count) for n, (a, b) in enumerate(cuts, 1)]
 
 
+@lru_cache(maxsize=256)
 def shard_batches(samples: int, rank: int, world_size: int, shards: int) -> list[MicroBatch]:
     """Return the micro-batches of `rank` if a step is computed in `shards` parts for any number of workers.
 

@@ -23,8 +23,13 @@ def leave(code: int) -> NoReturn:
     script still ends the process with its traceback and exit code.
     """
     gc.disable()
-    sys.last_traceback = _Last(code)  # type: ignore[assignment]  # the first object that the interpreter drops after atexit
+    end_with(code)
     raise SystemExit(code)
+
+
+def end_with(code: int) -> None:
+    """Make the process end with this exit code, whatever the script's is, right after its `atexit` handlers."""
+    sys.last_traceback = _Last(code)  # type: ignore[assignment]  # the first object that the interpreter drops after atexit
 
 
 class _Last:

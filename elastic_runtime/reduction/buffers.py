@@ -12,13 +12,14 @@ pass, and normalisation layers keep their buffers for it without reading them.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.torch_internals.modules import BatchNorm, is_persistent, own_buffers
+from elastic_runtime.torch_internals.modules import EXTRA_STATE, BatchNorm, has_extra_state, is_persistent, own_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -64,6 +65,7 @@ class FollowedBuffers:
     """The buffers of `modules` that follow rank 0, and the values of all of them at a step's beginning."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        modules = list(modules)
         buffers = [buffer for module in modules for buffer in _buffers_of(module)]
         if sum(buffer.tensor.numel() for buffer in buffers) > MAX_NUMEL:
             buffers = [b for b in buffers if isinstance(b.module, BatchNorm)]
@@ -71,6 +73,7 @@ class FollowedBuffers:
         self._kept: list[torch.Tensor] = []
         self._saved = [b.tensor.detach().clone() for b in self._buffers]
         self._shapes = [(b.tensor.dtype, b.tensor.shape) for b in self._buffers]
+        self._extra = ExtraStates(modules)
         self.size = sum(_width(dtype) * shape.numel() for dtype, shape in self._shapes)
 
     def transient(self) -> dict[str, torch.Tensor]:
@@ -78,10 +81,14 @@ class FollowedBuffers:
         return {b.path: b.tensor.detach() for b in self._buffers if not b.persistent}
 
     def load_transient(self, values: dict[str, torch.Tensor]) -> None:
-        """Set values that `transient` returned, in this process or another one."""
+        """Set values that `transient` or `values` returned, in this process or another one."""
         for buffer in self._buffers:
             if buffer.path in values:
                 buffer.write(values[buffer.path].to(buffer.tensor.device))
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of the values of all buffers that follow rank 0, by name."""
+        return {b.path: b.tensor.detach().clone() for b in self._buffers}
 
     def save(self) -> None:
         """Save the values at a step's beginning. UsageError if a shape or type has changed since the training began."""
@@ -91,33 +98,38 @@ class FollowedBuffers:
                 raise UsageError(
                     f"buffer {buffer.path!r} was {shape[0]} of shape {tuple(shape[1])} before the training and is "
                     f"{value.dtype} of shape {tuple(value.shape)} now; buffers follow rank 0 in a fixed layout: "
-                    "register it with its final shape and type"
+                    "register it with its final shape and type, or, where layers set it in their first forward pass "
+                    "(the observers of quantization), compute one batch before prepare"
                 )
             if saved.device == value.device:
                 saved.copy_(value)
             else:
                 self._saved[index] = value.clone()
+        self._extra.save()
 
     def restore(self) -> None:
         """Restore the values of the step's beginning, to repeat the step."""
         self._write(self._saved)
+        self._extra.restore()
 
     def rewound(self, model: dict[str, Any]) -> dict[str, Any]:
         """Return a model's `state_dict` with the values that its buffers had at the step's beginning."""
         saved = {b.tensor.data_ptr(): value for b, value in zip(self._buffers, self._saved, strict=True)}
         return {
             name: saved.get(value.data_ptr(), value) if isinstance(value, torch.Tensor) else value
-            for name, value in model.items()
+            for name, value in (model | self._extra.saved).items()
         }
 
     def keep(self) -> None:
         """Save the values a second time, apart from those of the step's beginning."""
         self._kept = [b.tensor.detach().clone() for b in self._buffers]
+        self._extra.keep()
 
     def restore_kept(self) -> None:
         """Restore the values that `keep` has saved."""
         if self._kept:
             self._write(self._kept)
+        self._extra.restore_kept()
 
     def _write(self, values: list[torch.Tensor]) -> None:
         for buffer, value in zip(self._buffers, values, strict=True):
@@ -140,6 +152,48 @@ class FollowedBuffers:
             count = _width(tensor.dtype) * tensor.numel()
             tensor.data.copy_(_value(section[at : at + count], tensor))
             at += count
+
+
+class ExtraStates:
+    """What modules return by `get_extra_state`, beside their tensors: restored where a step is repeated, as buffers
+    are.
+
+    It does not follow rank 0: it is any object, and has to be the same function of the steps on all workers.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        found = [(prefix, part) for module in modules for prefix, part in module.named_modules()]
+        self._modules = [
+            (f"{prefix}.{EXTRA_STATE}".lstrip("."), part) for prefix, part in found if has_extra_state(part)
+        ]
+        self.saved: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
+
+    def _values(self) -> dict[str, Any]:
+        return {name: copy.deepcopy(part.get_extra_state()) for name, part in self._modules}
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, part in self._modules:
+            if name in values:
+                part.set_extra_state(copy.deepcopy(values[name]))
+
+    def save(self) -> None:
+        """Save the values at a step's beginning."""
+        if self._modules:
+            self.saved = self._values()
+
+    def restore(self) -> None:
+        """Restore the values of the step's beginning."""
+        self._set(self.saved)
+
+    def keep(self) -> None:
+        """Save the values a second time."""
+        if self._modules:
+            self._kept = self._values()
+
+    def restore_kept(self) -> None:
+        """Restore the values that `keep` has saved."""
+        self._set(self._kept)
 
 
 def _buffers_of(model: torch.nn.Module) -> Iterator[Buffer]:

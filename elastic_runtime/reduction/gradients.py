@@ -103,7 +103,10 @@ class BucketReducer:
     def attach(self) -> None:
         """Register the hooks on the parameters. What gradients they have now is no part of the training."""
         self._leftovers = Leftovers()
-        self._layout.hook(self._receive)
+        if self._layout.outdated:  # layers were frozen since it was made
+            self._lay_out()
+        else:
+            self._layout.hook(self._receive)
 
     def release(self) -> None:
         """Remove the hooks from the parameters."""

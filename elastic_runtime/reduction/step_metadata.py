@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.errors import LoopError
-from elastic_runtime.validation.agreement import Agreement
+from elastic_runtime.validation.agreement import MARKS, Agreement
 
 if TYPE_CHECKING:
+    from elastic_runtime.membership.process_group import Group
     from elastic_runtime.reduction.buffers import FollowedBuffers
 
-_HEAD = 9
+_HEAD = 9 + MARKS
 _BASE = 1 << 20
 STAMPS = 251
 """A prime, and small enough for sums of squares over hundreds of workers to be exact."""
@@ -48,7 +49,8 @@ class StepMetadata:
     """
 
     def __init__(self, buffers: FollowedBuffers, agreement: Agreement | None = None) -> None:
-        self._buffers, self._agreement = buffers, agreement or Agreement()
+        self._buffers = buffers
+        self.agreement = self._agreement = agreement or Agreement()
         self._before_buffers = _HEAD + self._agreement.size
         self.size = self._before_buffers + buffers.size
         self._share = Share(0)
@@ -64,6 +66,7 @@ class StepMetadata:
         vote, stamp = share.vote, share.stamp
         numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, share.loss]
         numbers += divmod(share.weight, _BASE)
+        numbers += self._agreement.marks()
         self._numbers[:] = array("d", numbers)
         section[:_HEAD].copy_(self._values)
         if self._agreement.size:
@@ -71,15 +74,26 @@ class StepMetadata:
         if self._buffers.size:
             self._buffers.fill(section[self._before_buffers :], leader=leader)
 
-    def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
+    def take_alone(self, share: Share, samples: int) -> bool:
+        """Read the sums of one worker, which are its own numbers, as `take` does."""
+        _check_samples(share.samples, samples)
+        self._share, self.weight, self.busy_s, self.loss = share, share.weight, share.busy_s, share.loss
+        if self._agreement.size:
+            self._agreement.train_alone()
+        return share.vote > 0
+
+    def take(
+        self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int, group: Group | None = None
+    ) -> bool:
         """Read the sums; return whether all workers voted for the same generation. `keeps`: buffers are not set.
 
+        `group`: of all workers, for values that turn out to differ.
+
         LoopError if the workers are not at the same step, or their samples do not add up to it; ModelMismatchError if
-        learning rates or parameters differ.
+        hyperparameters or parameters differ here, CollectiveError if they do on another worker.
         """
-        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, self.loss, high, low = section[
-            :_HEAD
-        ].tolist()
+        numbers = section[:_HEAD].tolist()
+        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, self.loss, high, low, *marks = numbers
         self.weight = high * _BASE + low
         if not _unanimous(self._share.stamp, stamps, stamp_squares, workers):
             raise LoopError(
@@ -87,17 +101,21 @@ class StepMetadata:
                 "loop (leave it by `break` only where all do, after the same step) over the same dataset, with the "
                 "same seed and the same sampler"
             )
-        if round(counted) != samples:
-            raise LoopError(
-                f"the workers counted {round(counted)} samples in a step of {samples}; every worker must run the same "
-                "loop over a dataset of the same length"
-            )
+        _check_samples(round(counted), samples)
         if self._agreement.size and workers > 1:
-            self._agreement.check(section[_HEAD : self._before_buffers], self._share.step)
+            self._agreement.check(marks, section[_HEAD : self._before_buffers], self._share.step, workers, group)
         if not keeps and self._buffers.size:
             self._buffers.take(section[self._before_buffers :])
         vote = self._share.vote
         return vote > 0 and _unanimous(vote, votes, vote_squares, workers)
+
+
+def _check_samples(counted: int, samples: int) -> None:
+    if counted != samples:
+        raise LoopError(
+            f"the workers counted {counted} samples in a step of {samples}; every worker must run the same loop over a "
+            "dataset of the same length"
+        )
 
 
 def _unanimous(value: int, total: float, squares: float, workers: int) -> bool:

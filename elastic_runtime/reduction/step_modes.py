@@ -20,11 +20,12 @@ from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.reduction.exact import ExactReducer
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import StepMetadata
-from elastic_runtime.validation.agreement import Agreement
+from elastic_runtime.validation.agreement import Agreement, scheduled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elastic_runtime.membership.process_group import Group
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.reduction.buffers import FollowedBuffers
     from elastic_runtime.reduction.gradients import GradientReducer
@@ -60,8 +61,10 @@ class Mode:
         agreement: Agreement | None = None,
     ) -> None:
         """`make_reducer` gets the number of values in the tail."""
-        self._buffers, self._streams = buffers, streams
+        self.buffers = self._buffers = buffers
+        self._streams = streams
         self.tail = StepMetadata(buffers, agreement)
+        self._alone: Share | None = None  # what one worker adds to its own sums
         self.reducer = make_reducer(self.tail.size)
 
     def remember(self) -> None:
@@ -76,13 +79,18 @@ class Mode:
         """End the backward pass of a micro-batch."""
         self.reducer.end()
 
-    def fill_tail(self, share: Share, *, leader: bool) -> None:
-        """Write this worker's numbers, for the sum over all workers."""
-        self.tail.fill(self.reducer.tail, share, leader=leader)
+    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
+        """Write this worker's numbers, for the sum over all workers. `alone`: there is no other one."""
+        self._alone = share if alone else None
+        if not alone:
+            self.tail.fill(self.reducer.tail, share, leader=leader)
 
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
+    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums; return whether all workers voted for the switch that this one voted for."""
-        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
+        if self._alone is not None:
+            return self.tail.take_alone(self._alone, micro.step_samples)
+        tail = self.reducer.tail
+        return self.tail.take(tail, keeps=leader, samples=micro.step_samples, workers=workers, group=group)
 
     def completed(self, step: int) -> None:
         """Called when the gradients are summed, before optimizer and scheduler act."""
@@ -139,11 +147,11 @@ class ExactMode(Mode):
         if micro.shard == 0 and not micro.ghost:
             self._buffers.keep()
 
-    def fill_tail(self, share: Share, *, leader: bool) -> None:
+    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers. Rank 0 has the first shard, and so the step's buffers."""
         if leader:
             self._buffers.restore_kept()
-        super().fill_tail(share, leader=leader)
+        super().fill_tail(share, leader=leader, alone=alone)
 
     def completed(self, step: int) -> None:
         """Continue with random streams that are a function of the step."""
@@ -163,7 +171,7 @@ def agreement_of(state: TrainingState) -> Agreement:
     parts = [part for _, part in state.parts]
     optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     scaler = next((part for part in parts if isinstance(part, torch.amp.GradScaler)), None)
-    return Agreement(list(state.parameters()), optimizers, scaler)
+    return Agreement(list(state.parameters()), optimizers, scaler, scheduled(parts))
 
 
 def use_deterministic_algorithms() -> None:

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from elastic_runtime.errors import CollectiveError, ElasticError
 from elastic_runtime.rehearsal.objects import attributes_of, objects_beside
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from elastic_runtime.state.training_state import TrainingState
 
 _SMALLEST_HALF = 2.0**-24
+_COARSE = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 class Observer:
@@ -47,6 +49,8 @@ class Observer:
         self._offset: int | None = None
         self._between = -1  # the step before which the state was recorded last
         self._streams: list[Any] = []
+        self._coarse = any(p.dtype in _COARSE for _, p in state.parameters())
+        register_module_forward_hook(self._look_at_precision)
 
     @property
     def _step(self) -> int:
@@ -83,12 +87,23 @@ class Observer:
             random=self._processes > 0 or streams() != self._streams,
             normalised=self._normalised(),
             resolution=self._resolution(),
+            precision=self._precision(),
             exact=self._state.reduction != "reduction='fast'",
             attributes=attributes_of(self._state.model),
         )
         self._attempts[step] = attempt + 1
         if step in FAILING and attempt == 0:
             raise CollectiveError(f"the rehearsal lets step {step} fail")
+
+    def _look_at_precision(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        """Note that modules compute in a coarse type, as autocast lets them."""
+        if isinstance(output, torch.Tensor) and output.dtype in _COARSE:
+            self._coarse = True
+
+    def _precision(self) -> str:
+        """What rounding depends on: the types that are computed in, and the device."""
+        device = next((p.device.type for _, p in self._state.parameters()), "cpu")
+        return "coarse" if self._coarse else "full" if device == "cpu" else "device"
 
     def _gradients(self) -> Prints:
         return prints_of((name, p.grad) for name, p in self._state.parameters())
@@ -101,7 +116,11 @@ class Observer:
 
     def _captured(self) -> dict[str, Any]:
         """Return the state that all workers share; the position in a stream is each worker's own."""
-        return self._shared(self._state.capture())
+        captured = self._state.capture()
+        for name, part in self._state.parts:
+            for own in getattr(part, "values_of_each_worker", ()):
+                captured["parts"][name]["state"].pop(own, None)
+        return self._shared(captured)
 
     @staticmethod
     def _shared(captured: dict[str, Any]) -> dict[str, Any]:

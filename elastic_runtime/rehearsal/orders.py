@@ -16,7 +16,7 @@ from elastic_runtime.membership.orders import Order
 from elastic_runtime.rehearsal import report
 from elastic_runtime.rehearsal.records import Records
 from elastic_runtime.rehearsal.second_worker import SecondWorker, key_of, note_errors, prepare_directory
-from elastic_runtime.rehearsal.timetable import FIRST, SECOND, first_order, order_after_failure
+from elastic_runtime.rehearsal.timetable import FIRST, FIRST_EPOCH, SECOND, first_order, order_after_failure
 from elastic_runtime.rehearsal.verdict import findings_of
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class RehearsedOrders:
     """
 
     exit_code = 0
+    first_epoch = FIRST_EPOCH
 
     def __init__(self, rehearse: str, worker: str, on_order: Callable[[Order], None]) -> None:
         """`rehearse`: the value of ELASTIC_REHEARSE, which names the second worker's directory."""

@@ -7,6 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.rehearsal.timetable import JOINED, LAST, LEADER_LOST, REPEATED, REPEATED_ALONE, SAVED
+from elastic_runtime.rehearsal.verdict import largest_difference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,7 +60,26 @@ def lines(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> Iterat
     for finding in findings:
         if not finding.fails:
             yield from _block(f"Note: {finding.what}", finding)
-    yield f"{len(fails)} would go wrong on a cluster." if fails else "Nothing would go wrong on a cluster."
+    if fails:
+        yield f"{len(fails)} would go wrong on a cluster."
+        return
+    yield from textwrap.wrap(_limits(rows), _WIDTH)
+    yield "Nothing was found that would go wrong on a cluster."
+
+
+def _limits(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what the comparison of sizes could find, and what it could not."""
+    gradients = [row for row in rows if row["what"] == "gradients"]
+    if gradients and all(row["exact"] for row in gradients):
+        return "Gradients of one worker and of two were compared bit by bit."
+    found = largest_difference(rows)
+    if found is None:
+        return "Gradients of one worker and of two were not compared: a loss that depends on the size is not found."
+    difference, limit = found
+    return (
+        f"Gradients of one worker and of two differ by {difference:.1g} of their norm at most; up to {limit:.1g} "
+        "counts as rounding."
+    )
 
 
 def _block(head: str, finding: Finding) -> Iterator[str]:

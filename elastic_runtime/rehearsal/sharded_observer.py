@@ -21,6 +21,7 @@ from elastic_runtime.rehearsal.records import flattened, prints_of
 from elastic_runtime.rehearsal.timetable import LAST, SAVED, SHARDS_SAVED
 from elastic_runtime.sharded import files
 from elastic_runtime.state import checkpoint
+from elastic_runtime.state.layouts import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -113,4 +114,4 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(checkpoint.bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
+    return hashlib.sha256(checkpoint.bytes_of(flat(tensor.detach().cpu()))).hexdigest()

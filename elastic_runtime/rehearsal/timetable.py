@@ -24,6 +24,10 @@ SAVED = 9
 """Before it the state is written to a checkpoint and read again."""
 LAST = 10
 """After it the rehearsal ends."""
+FIRST_EPOCH = 2
+"""Steps of the first epoch, if there are several: the second worker joins in the middle of the second one, so that what
+a script counts by epochs, or does between them, is found where it differs.
+"""
 
 FAILING = (REPEATED_ALONE, JOINED, REPEATED, LEADER_LOST)
 _MEMBERS = ((FIRST,), (FIRST,), (FIRST, SECOND), (FIRST, SECOND), (SECOND,))

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 REPEATED_TOLERANCE = 1e-4
 """Of the norm of all gradients: what operations that are not deterministic may change."""
-SIZE_TOLERANCE = 0.02
-"""The same, where another number of workers computes in another order, perhaps in bfloat16."""
+SIZE_TOLERANCES = {"full": 1e-4, "device": 2e-3, "coarse": 0.02}
+"""The same, where another number of workers computes in another order: in float32 or better on a CPU, on a device that
+may round float32 products as TF32, and where something is computed in 16 bits or fewer.
+"""
 STATE_TOLERANCE = 1e-3
 """Of a tensor's own norm: two workers that apply the same gradients."""
 _SHOWN = 4
@@ -41,7 +43,7 @@ class Finding:
 
 def findings_of(rows: Sequence[Row]) -> list[Finding]:
     """All findings, errors first."""
-    rules = (_errors, _repeated_steps, _changed_sizes, _states, _objects, _gathered, _checkpoint)
+    rules = (_errors, _untrained, _repeated_steps, _changed_sizes, _states, _objects, _gathered, _checkpoint)
     return [finding for rule in rules for finding in rule(rows)]
 
 
@@ -62,6 +64,17 @@ def _stage(rows: Sequence[Row], worker: str) -> str:
         return "a worker that joins"
     became = ", which had become rank 0 after the loss of the first one," if max(steps) >= LEADER_LOST else ""
     return f"the worker that joined in step {JOINED}{became} in step {max(steps)}"
+
+
+def _untrained(rows: Sequence[Row]) -> Iterator[Finding]:
+    if all(row["what"] in {"end", "sharded"} for row in rows):
+        yield Finding(
+            "the script ended without a step of the job",
+            "elastic_runtime.init() alone shares nothing: on a cluster each worker would do all the work by itself, "
+            "and job.is_leader would be False on all of them, so that none would save",
+            "write: model, optimizer, loader = job.prepare(model, optimizer, loader), iterate over job.epochs(N), and "
+            "call job.backward(loss)",
+        )
 
 
 # Gradients
@@ -88,9 +101,21 @@ def _changed_sizes(rows: Sequence[Row]) -> Iterator[Finding]:
     for before, after in _attempts(rows):
         if before["workers"] == after["workers"]:
             continue
-        if _differing(before, after, SIZE_TOLERANCE):
+        if _differing(before, after, limit_of(before)):
             yield _size_finding(before, after)
             return
+
+
+def limit_of(row: Row) -> float:
+    """Return the part of the norm of all gradients up to which a difference counts as rounding."""
+    return SIZE_TOLERANCES[row.get("precision", "coarse")]
+
+
+def largest_difference(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """Return (the largest difference of gradients between sizes, its limit); None where none were compared."""
+    pairs = [(a, b) for a, b in _attempts(rows) if a["workers"] != b["workers"] and not a["exact"]]
+    found = [(_off(a, b), limit_of(a)) for a, b in pairs if not (a["random"] or a["normalised"])]
+    return max(found, default=None)
 
 
 def _size_finding(before: Row, after: Row) -> Finding:
@@ -109,7 +134,10 @@ def _size_finding(before: Row, after: Row) -> Finding:
         return Finding(
             what,
             f"{why}: those with 2 are {ratio:.2f} times as large, as those of a sum over the samples are",
-            'job.backward takes the mean over the micro-batch: take it, or use job.backward(loss, reduction="sum")',
+            'a sum over the samples, also one divided by a constant, needs job.backward(loss, reduction="sum"), or '
+            "becomes "
+            "a mean; a sum divided by a number that is counted in the micro-batch (tokens, boxes, weights of classes) "
+            "is a mean over these, and needs job.backward(loss, weight=number)",
         )
     if before["random"] or before["normalised"]:
         cause = "normalisation layers see each worker's own samples" if before["normalised"] else ""
@@ -118,9 +146,10 @@ def _size_finding(before: Row, after: Row) -> Finding:
     return Finding(
         what,
         why + _hint(small["attributes"], large["attributes"]),
-        "a mean over anything but samples (tokens, pixels that count) needs job.backward(loss, weight=number); a loss "
-        "over pairs of a batch needs reduction='exact'; a tensor that a module changes has to be a buffer; state of "
-        "the loop has to be in an object that job.track carries",
+        "a mean over anything but samples (tokens, pixels that count, boxes, weights of classes) needs "
+        "job.backward(loss, weight=number); a loss over pairs of a batch, or a term that is no mean over samples (a "
+        "balance of experts), needs reduction='exact' or job.gather_batch; a tensor that a module changes has to be a "
+        "buffer; state of the loop has to be in an object that job.track carries",
     )
 
 

@@ -7,36 +7,41 @@ never mixed. A part is written beside its place, synced, and renamed; a checkpoi
 there: no rank waits for another, and no last word has to be written. One file, gathered by rank 0, was rejected: all of
 the model would pass through one worker while the others wait.
 
-Layout of a part: magic, tensors, head (pickled: skeleton, kinds, ranges, and of each tensor offset, length and CRC-32),
-length of the head (8 bytes), its CRC-32 (4 bytes). So a reader checks just what it reads.
+Layout of a part: magic, tensors, head (encoded: skeleton, kinds, ranges, and of each tensor offset, length and CRC-32),
+length of the head (8 bytes), its CRC-32 (4 bytes). So a reader checks just what it reads. Until version 0.2 the head
+was pickled; such a part is read with the classes of a head only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import pickle
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_runtime.errors import CheckpointError
+from elastic_runtime.sharded.layout import Sharded
 from elastic_runtime.state import checkpoint
+from elastic_runtime.state.codec import Skeleton, decode, encode, is_opaque
+from elastic_runtime.state.file_owner import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BufferedReader
 
-    from elastic_runtime.sharded.layout import Range, Sharded
+    from elastic_runtime.sharded.layout import Range
     from elastic_runtime.sharded.state import Parts
-    from elastic_runtime.state.codec import Skeleton
 
-MAGIC = b"ELASTICS"
+MAGIC = b"ELASTIC3"
+_PICKLED = b"ELASTICS"  # until 0.2
 _PART = re.compile(r"checkpoint-(\d{12})-([0-9a-f]{8})\.part-(\d+)-of-(\d+)")
 _TAIL = 12
 
@@ -75,6 +80,24 @@ class _Head:
     ranges: list[Range]
     shards: list[_Stored]
     replicated: list[tuple[_Stored, torch.dtype, tuple[int, ...]]]
+
+    def encoded(self) -> bytes:
+        """Return the head as plain values, which need no pickle."""
+        kinds = [None if kind is None else (kind.dtype, kind.shape, kind.dim) for kind in self.kinds]
+        common = [(astuple(stored), dtype, shape) for stored, dtype, shape in self.replicated]
+        return encode((bytes(self.skeleton), kinds, self.ranges, [astuple(one) for one in self.shards], common))
+
+    @classmethod
+    def decoded(cls, raw: bytes) -> _Head:
+        """Return the head again; nothing in it is executed."""
+        skeleton, kinds, ranges, shards, common = decode(raw, trusted=False)
+        return cls(
+            Skeleton(skeleton),
+            [None if kind is None else Sharded(*kind) for kind in kinds],
+            ranges,
+            [_Stored(*one) for one in shards],
+            [(_Stored(*stored), dtype, tuple(shape)) for stored, dtype, shape in common],
+        )
 
 
 def whole_ones(directory: str) -> list[Saved]:
@@ -165,13 +188,14 @@ def _blocks(parts: Parts, rank: int, ranks: int) -> Iterator[bytes | memoryview]
     ranges = [kind.part(rank, ranks) for kind in parts.sharded]
     common = tensors[len(ranges) :]
     described = [(s, t.dtype, tuple(t.shape)) for s, t in zip(stored[len(ranges) :], common, strict=True)]
-    head = pickle.dumps(_Head(parts.skeleton, parts.kinds, ranges, stored[: len(ranges)], described), protocol=5)
+    head = _Head(parts.skeleton, parts.kinds, ranges, stored[: len(ranges)], described).encoded()
     yield head
     yield len(head).to_bytes(8, "little") + zlib.crc32(head).to_bytes(4, "little")
 
 
 def _head(file: BufferedReader) -> _Head:
-    if file.read(len(MAGIC)) != MAGIC:
+    magic = file.read(len(MAGIC))
+    if magic not in {MAGIC, _PICKLED}:
         raise ValueError("it does not begin as one does")
     end = file.seek(-_TAIL, os.SEEK_END)
     tail = file.read(_TAIL)
@@ -182,8 +206,25 @@ def _head(file: BufferedReader) -> _Head:
     head = file.read(length)
     if zlib.crc32(head) != int.from_bytes(tail[8:], "little"):
         raise ValueError("the checksum of its head does not match")
-    found: _Head = pickle.loads(head)  # noqa: S301  (written by a worker of the same job)
+    found = _Head.decoded(head) if magic == MAGIC else _HeadUnpickler(io.BytesIO(head)).load()
+    if not isinstance(found, _Head):
+        raise TypeError("it has no head")
+    if not is_own(file) and is_opaque(bytes(found.skeleton)):
+        raise ValueError("it holds objects that only pickle can make, and another user may have written it")
     return found
+
+
+class _HeadUnpickler(pickle.Unpickler):
+    """Reads the head of a part until version 0.2: no other class, and no function, is loaded."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of a head, or a type of tensors."""
+        allowed = {one.__qualname__: one for one in (_Head, _Stored, Sharded, Skeleton)}
+        if name in allowed and module == allowed[name].__module__:
+            return allowed[name]
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"a head has no {module}.{name}")
 
 
 def _shard(index: int, kind: Sharded, wanted: Range, files: list[BufferedReader], heads: list[_Head]) -> torch.Tensor:
@@ -201,6 +242,8 @@ def _shard(index: int, kind: Sharded, wanted: Range, files: list[BufferedReader]
 
 
 def _read(file: BufferedReader, stored: _Stored) -> bytearray:
+    if not 0 <= stored.offset <= stored.offset + stored.length <= os.fstat(file.fileno()).st_size:
+        raise ValueError("a tensor would lie outside of the file")
     raw = bytearray(stored.length)
     file.seek(stored.offset)
     if file.readinto(raw) != stored.length or zlib.crc32(raw) != stored.crc:

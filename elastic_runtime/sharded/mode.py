@@ -114,17 +114,17 @@ class ShardedMode(Mode):
         self._reducer = ShardedReducer(self._sharding, tail_size)
         return self._reducer
 
-    def fill_tail(self, share: Share, *, leader: bool) -> None:
+    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, and whether it wants a checkpoint or was asked to leave."""
-        super().fill_tail(share, leader=leader)
+        super().fill_tail(share, leader=leader, alone=alone)
         save = self._sharding.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_preempted()], dtype=torch.float32))
 
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
+    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums, and agree on a checkpoint or the end."""
         save, preempted = self._reducer.own.tolist()
         self._sharding.agreed(save=int(save), preempted=preempted > 0)
-        return super().take_tail(micro, leader=leader, workers=workers)
+        return super().take_tail(micro, leader=leader, workers=workers, group=group)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip by the norm over all shards. CollectiveError if a peer is lost."""

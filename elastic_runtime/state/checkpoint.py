@@ -1,7 +1,8 @@
 """Checkpoints: whole or not there, checked, and readable at any world size.
 
 A file is written beside its place, synced, and renamed into it; so, killed at any instant, what has the name is whole.
-Layout: magic, length of the head (8 bytes), CRC-32 of both and of the head, head (encoded: step, skeleton, shapes),
+Layout: magic, length of the head (8 bytes), CRC-32 of both and of the head, head (encoded: step, skeleton, and of
+each tensor type, shape and unusual strides),
 tensors, CRC-32 of all before it. Nothing is decoded, and no memory is taken, before its checksum was verified.
 """
 
@@ -10,19 +11,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_runtime.errors import CheckpointError
 from elastic_runtime.state.codec import decode, encode
-from elastic_runtime.state.packing import describe, pack, unpack
+from elastic_runtime.state.file_owner import is_own
+from elastic_runtime.state.layouts import allocate, describe, flat
+from elastic_runtime.state.packing import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from io import BufferedReader
+
+    import torch
 
 MAGIC = b"ELASTIC2"
 KEEP = 2
@@ -35,7 +39,7 @@ def save(directory: str, step: int, state: object, *, keep: int = KEEP) -> Path:
     cannot be saved at all.
     """
     skeleton, tensors = pack(state)
-    tensors = [tensor.cpu().contiguous() for tensor in tensors]
+    tensors = [tensor.cpu() for tensor in tensors]
     target = Path(directory) / f"checkpoint-{step:012d}.elastic"
     partial = target.with_suffix(f".partial-{os.getpid()}")
     write_whole(target, partial, step, _blocks(step, skeleton, tensors))
@@ -69,6 +73,7 @@ def write_whole(target: Path, partial: Path, step: int, blocks: Iterable[bytes |
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~stat.S_IWOTH)  # see `file_owner`
             file.writelines(blocks)
             file.flush()
             os.fsync(file.fileno())
@@ -83,7 +88,7 @@ def write_whole(target: Path, partial: Path, step: int, blocks: Iterable[bytes |
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a tensor on the CPU, which must live as long."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
@@ -96,7 +101,7 @@ def _blocks(step: int, skeleton: bytes, tensors: list[torch.Tensor]) -> Iterator
         start,
         zlib.crc32(head, zlib.crc32(start)).to_bytes(4, "little"),
         head,
-        *map(bytes_of, tensors),
+        *map(bytes_of, map(flat, tensors)),
     ]
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -110,14 +115,14 @@ def _read(file: BufferedReader) -> tuple[int, Any]:
     if not start.startswith(MAGIC) or length > os.fstat(file.fileno()).st_size:
         raise CheckpointError("it does not begin as a checkpoint does")
     (step, skeleton, shapes), checksum = _head(file, start, length)
-    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
-    for part in map(bytes_of, tensors):
+    tensors = [allocate(each) for each in shapes]
+    for part in map(bytes_of, map(flat, tensors)):
         if file.readinto(part) != part.nbytes:
             raise CheckpointError("it ends too early")
         checksum = zlib.crc32(part, checksum)
     if file.read() != checksum.to_bytes(4, "little"):
         raise CheckpointError(_WRONG_CHECKSUM)
-    return step, unpack(skeleton, tensors)
+    return step, unpack(skeleton, tensors, trusted=is_own(file))
 
 
 _WRONG_CHECKSUM = "its checksum is wrong"
@@ -128,7 +133,7 @@ def _head(file: BufferedReader, start: bytes, length: int) -> tuple[Any, int]:
     stored, raw = file.read(4), file.read(length)
     if stored != zlib.crc32(raw, zlib.crc32(start)).to_bytes(4, "little"):
         raise CheckpointError(_WRONG_CHECKSUM)
-    return decode(raw, trusted=True), zlib.crc32(raw, zlib.crc32(stored, zlib.crc32(start)))
+    return decode(raw, trusted=is_own(file)), zlib.crc32(raw, zlib.crc32(stored, zlib.crc32(start)))
 
 
 def _sync_directory(directory: Path) -> None:

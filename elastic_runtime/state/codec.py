@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import StateError
+from elastic_runtime.state.layouts import allocate, describe, flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,10 +167,13 @@ def _write_numpy(value: Any, out: _Parts) -> None:
 
 def _write_tensor(value: Any, out: _Parts) -> None:
     """A tensor in place, for values that do not leave their tensors to `packing`."""
-    tensor = value.detach().cpu().contiguous()
+    tensor = value.detach().cpu()
+    (description,) = describe([tensor])
+    memory = flat(tensor)
     out.append(b"x")
-    raw = ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
-    _write((tensor.dtype, tuple(tensor.shape), raw), out)
+    raw = ctypes.string_at(memory.data_ptr(), memory.numel() * memory.element_size()) if memory.numel() else b""
+    dtype, shape, *strides = description
+    _write((dtype, shape, raw, *strides), out)
 
 
 _WRITERS: dict[type, Callable[[Any, _Parts], None]] = {
@@ -269,9 +273,13 @@ class _Reader:
         return found
 
     def tensor(self, depth: int) -> torch.Tensor:
-        dtype, shape, raw = self.read(depth + 1)
-        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return flat.view(shape)
+        dtype, shape, raw, *strides = self.read(depth + 1)
+        memory = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        if not strides:
+            return memory.view(shape)
+        found = allocate((dtype, shape, strides[0]))
+        flat(found).copy_(memory)
+        return found
 
     def composite(self, depth: int) -> Composite:
         name, parts, context, shape, stride = self.read(depth + 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from elastic_runtime.state.packing import describe
+from elastic_runtime.state.layouts import allocate, describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
+
+    from elastic_runtime.state.layouts import Description
 
 
 class Copies:
@@ -19,14 +21,15 @@ class Copies:
         self._device = device
         self._tensors: list[torch.Tensor] = []
 
-    def make_room(self, tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def make_room(self, tensors: list[Description]) -> None:
         """Allocate memory for a copy of such tensors; writing zeros makes the system provide its pages."""
-        self._tensors = [torch.zeros(shape, dtype=dtype, device=self._device) for dtype, shape in tensors]
+        self._tensors = [allocate(each, self._device, zeros=True) for each in tensors]
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The copy, valid until the next one is taken."""
         if describe(tensors) != describe(self._tensors):
-            self._tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device or t.device) for t in tensors]
+            pairs = zip(describe(tensors), tensors, strict=True)
+            self._tensors = [allocate(each, self._device or tensor.device) for each, tensor in pairs]
         for copy, tensor in zip(self._tensors, tensors, strict=True):
             copy.copy_(tensor)
         return self._tensors

@@ -31,9 +31,12 @@ def add_missing_groups(
         optimizer.add_param_group({"params": [parameters[name] for name in names]})
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], *, laid_out: bool = True) -> None:
     """`optimizer.load_state_dict(saved)`; what that changed of the state is put right, unless it is the optimizer's own
     `load_state_dict`.
+
+    `laid_out`: tensors have the memory layout that they were saved with. In checkpoints of older versions all are
+    contiguous, and get their parameter's: fused kernels go through all memories side by side.
     """
     optimizer.load_state_dict(saved)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
@@ -42,10 +45,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in saved["state"] and parameter in optimizer.state:
-            optimizer.state[parameter] = _as_saved(saved["state"][number], optimizer.state[parameter], parameter)
+            optimizer.state[parameter] = _as_saved(
+                saved["state"][number], optimizer.state[parameter], None if laid_out else parameter
+            )
 
 
-def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor) -> Any:
+def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor | None) -> Any:
     """`loaded`, where it means the same; a torch that is newer than a checkpoint may have made tensors of numbers."""
     if isinstance(loaded, torch.Tensor):
         return _tensor_as_saved(saved, loaded, parameter) if isinstance(saved, torch.Tensor) else loaded
@@ -57,11 +62,11 @@ def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor) -> Any:
     return saved
 
 
-def _tensor_as_saved(saved: torch.Tensor, loaded: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in its saved type and its parameter's memory layout: received tensors are contiguous, and fused
-    kernels go through all memories side by side.
-    """
-    found = loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+def _tensor_as_saved(saved: torch.Tensor, loaded: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor in its saved type and memory layout; the layout of `parameter`, if it is given."""
+    found = loaded if loaded.dtype == saved.dtype and loaded.stride() == saved.stride() else saved.to(loaded.device)
+    if parameter is None:
+        return found
     if type(found) is not torch.Tensor or found.shape != parameter.shape or found.stride() == parameter.stride():
         return found
     return torch.empty_like(parameter, dtype=found.dtype).copy_(found)

@@ -6,15 +6,12 @@ tensor made of others (an 8-bit optimizer's moments: codes and scales) is a `Com
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from elastic_runtime.errors import StateError
 from elastic_runtime.state.codec import UNPICKLABLE, Composite, Hole, Skeleton, decode, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def pack(state: object) -> tuple[Skeleton, list[torch.Tensor]]:
@@ -33,11 +30,6 @@ def pack(state: object) -> tuple[Skeleton, list[torch.Tensor]]:
 def unpack(skeleton: bytes, tensors: list[torch.Tensor], *, trusted: bool = True) -> Any:
     """The state again, made of these tensors. StateError where the skeleton needs pickle and is not `trusted`."""
     return _fill(decode(skeleton, trusted=trusted), tensors)
-
-
-def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the tensors that a receiver must allocate."""
-    return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
 
 
 def holes(skeleton: bytes, *, trusted: bool = True) -> list[str]:

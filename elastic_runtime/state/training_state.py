@@ -68,6 +68,8 @@ class TrainingState:
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
     awaited: bool = False  # the sender of the state is in a round that this worker has not begun
+    epoch_start: dict[str, Any] | None = None  # see EpochStart; None: nothing is kept
+    resumed: bool = False  # the state was received or read, and no epoch was begun with it yet
     _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -85,8 +87,10 @@ class TrainingState:
             "position": dataclasses.astuple(self.position),
             "model": dict(self.model.state_dict()) if model is None else model,
             "parts": {name: part.state_dict() for name, part in self.parts},
-            "groups": self._groups(),
+            "groups": self.groups(),
             "transient": self.transient.transient() if self.transient else {},
+            "epoch_start": self.epoch_start,
+            "laid_out": True,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -113,10 +117,11 @@ class TrainingState:
             if isinstance(part, torch.optim.Optimizer):
                 add_missing_groups(part, state.get("groups", {}).get(name, []), named)
             if isinstance(part, torch.optim.Optimizer):
-                load_optimizer(part, state["parts"][name])
+                load_optimizer(part, state["parts"][name], laid_out=state.get("laid_out", False))
             else:
                 part.load_state_dict(state["parts"][name])
         self.position = Position(*state["position"])
+        self.epoch_start, self.resumed = state.get("epoch_start"), True
 
     def check(self, state: dict[str, Any]) -> None:
         """StateError where a captured state is another model's, or was trained in another way."""
@@ -147,8 +152,8 @@ class TrainingState:
             if type(optimizer).__module__.startswith("torch.optim") and not optimizer.state:
                 self._rehearse(optimizer)
 
-    def _groups(self) -> dict[str, list[list[str]]]:
-        """The names of the parameters in each optimizer's groups."""
+    def groups(self) -> dict[str, list[list[str]]]:
+        """Return the names of the parameters in each optimizer's groups."""
         names = {id(parameter): name for name, parameter in self.parameters()}
         return {
             part_name: [[names.get(id(p), "") for p in group["params"]] for group in part.param_groups]

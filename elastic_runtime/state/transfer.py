@@ -23,17 +23,17 @@ import torch
 
 from elastic_runtime.errors import CollectiveError, StateError
 from elastic_runtime.state.codec import decode, encode, is_opaque
-from elastic_runtime.state.packing import describe, holes, pack, unpack
+from elastic_runtime.state.layouts import allocate, describe, flat
+from elastic_runtime.state.packing import holes, pack, unpack
 
 if TYPE_CHECKING:
     from elastic_runtime.membership.process_group import Group
+    from elastic_runtime.state.layouts import Description
 
 SMALL_NUMEL = 1 << 14
 HEAD_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 28
 _LENGTH_BYTES = 8
-
-Shapes = list[tuple[torch.dtype, tuple[int, ...]]]
 
 
 def send_state(group: Group, to: int, state: object) -> None:
@@ -108,10 +108,10 @@ def _receive_head(group: Group, source: int) -> tuple[bytes, int]:
     return whole[_LENGTH_BYTES:length], len(parts)
 
 
-def _check_shapes(shapes: Shapes) -> None:
+def _check_shapes(shapes: list[Description]) -> None:
     """StateError for tensors that this machine's memory cannot hold."""
-    size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes)
-    if any(number < 0 for _, shape in shapes for number in shape) or size > _memory_bytes():
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape, *_ in shapes)
+    if any(number < 0 for _, *numbers in shapes for row in numbers for number in row) or size > _memory_bytes():
         raise StateError(f"its tensors have {size} bytes, and this machine's memory {_memory_bytes()}")
 
 
@@ -127,13 +127,18 @@ def _cut(head: bytes) -> list[torch.Tensor]:
     return [first, torch.frombuffer(rest, dtype=torch.uint8)] if rest else [first]
 
 
-def _room(skeleton: bytes, shapes: Shapes, own: object, *, trusted: bool) -> list[torch.Tensor]:
-    if own is not None:
-        mine, tensors = pack(own)
-        usable = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-        if usable and describe(tensors) == shapes and holes(mine) == holes(skeleton, trusted=trusted):
-            return tensors
-    return [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+def _room(skeleton: bytes, shapes: list[Description], own: object, *, trusted: bool) -> list[torch.Tensor]:
+    if own is None:
+        return [allocate(each) for each in shapes]
+    mine, tensors = pack(own)
+    if len(tensors) != len(shapes) or holes(mine) != holes(skeleton, trusted=trusted):
+        return [allocate(each) for each in shapes]
+    pairs = zip(tensors, describe(tensors), shapes, strict=True)
+    return [tensor if own == each and _usable(tensor) else allocate(each) for tensor, own, each in pairs]
+
+
+def _usable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and flat(tensor).data_ptr() == tensor.data_ptr()
 
 
 def _messages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -141,8 +146,8 @@ def _messages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
     All as bytes: gloo refuses to send booleans and complex numbers.
     """
-    large = [half for t in tensors if t.numel() > SMALL_NUMEL for half in t.contiguous().view(-1).chunk(2)]
-    joined = [torch.cat([t.reshape(-1) for t in small]) for small in _small(tensors)]
+    large = [half for t in tensors if t.numel() > SMALL_NUMEL for half in flat(t).chunk(2)]
+    joined = [torch.cat([flat(t) for t in small]) for small in _small(tensors)]
     return [message.view(torch.uint8) for message in large + joined]
 
 
@@ -156,7 +161,7 @@ def _small(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _scatter(tensors: list[torch.Tensor], messages: list[torch.Tensor]) -> None:
     joined = messages[2 * sum(t.numel() > SMALL_NUMEL for t in tensors) :]
-    for small, flat in zip(_small(tensors), joined, strict=True):
-        parts = torch.split(flat.view(small[0].dtype), [t.numel() for t in small])
+    for small, whole in zip(_small(tensors), joined, strict=True):
+        parts = torch.split(whole.view(small[0].dtype), [t.numel() for t in small])
         for tensor, part in zip(small, parts, strict=True):
-            tensor.view(-1).copy_(part)
+            flat(tensor).copy_(part)

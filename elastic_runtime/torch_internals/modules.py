@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _NormBase as BatchNorm
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
+from torch.nn.modules.module import Module
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 if TYPE_CHECKING:
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 __all__ = [
+    "EXTRA_STATE",
     "BatchNorm",
     "LoaderIterator",
     "drop_loader_processes",
+    "has_extra_state",
     "index_sampler",
     "is_compiled",
     "is_persistent",
@@ -42,6 +46,11 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def is_persistent(module: torch.nn.Module, name: str) -> bool:
     """Return whether the module's buffer of this name is in its state_dict."""
     return name not in module._non_persistent_buffers_set  # noqa: SLF001
+
+
+def has_extra_state(module: torch.nn.Module) -> bool:
+    """Return whether the module's class has a `get_extra_state` of its own."""
+    return type(module).get_extra_state is not Module.get_extra_state
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -1,76 +1,188 @@
-"""Values that must be equal on all workers: compared with rank 0's in the sum that each step has anyway.
+"""Values that must be equal on all workers, compared in the sum that each step has anyway.
 
-A worker whose learning rate, GradScaler's scale or parameters differ from the others' trains another model, and nothing
-fails. So rank 0 adds its values to the tail of the last bucket, the others add zeros, and each compares the sum with
-its own: learning rates in each step; elements of 1/8 of the parameters in every 8th step, so that each parameter is
-looked at once in `FULL_TURN` steps.
+A worker whose hyperparameters, GradScaler's scale or parameters differ from the others' trains another model, and
+nothing fails. Invariant: no step that such a worker took part in is applied without an error that ends the job.
+
+- Hyperparameters, the numbers of schedulers and of optimizers: each worker adds a checksum, so that all of them notice
+  a difference in the step in which it appears, before it is applied. They then gather the values, for the message.
+- Parameters, in the `FRESH` steps after each change of the members: elements of all of them are gathered.
+- In a joiner's first step such a difference is the joiner's own: it ends, and the others repeat the step without it.
+  Afterwards, and where rank 0 begins as well, the job ends on all workers: what one computes from its own samples,
+  rank 0 does too, so its state is not that of a run alone either.
+- Parameters, later: rank 0 adds elements of 1/8 of them in every 8th step, so that each one is looked at once in
+  `FULL_TURN` steps, and each worker compares. The steps of a worker that differs were applied by then, so it adds a
+  mark to the next step's sum and all workers end; at the end of the training, elements of all parameters are gathered.
 
 Values are compared within a tolerance. Equal bits were rejected: devices of two kinds may round an optimizer's
 operations differently, while the gradients that they apply are the same to the bit, so such differences do not grow.
+Workers whose parameters had equal bits in the fresh steps are compared more strictly from then on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import zlib
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from elastic_runtime.errors import ModelMismatchError
+from elastic_runtime.errors import CollectiveError, ModelMismatchError
+from elastic_runtime.state.transfer import gather_values
 from elastic_runtime.torch_internals.modules import scale_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from elastic_runtime.membership.process_group import Group
 
 TURNS = 8
 EVERY = 8
 FULL_TURN = TURNS * EVERY
 """Steps within which a parameter that differs is found."""
-_RATE_TOLERANCE = 1e-5
+FRESH = 4
+"""Steps after a change of the members in which all parameters are compared."""
 _TOLERANCE = 1e-3
+_STRICT = 1e-5
+_NUMBER_TOLERANCE = 1e-5
+_ELEMENTS = 4
+_MOD = 251
+MARKS = 5
+"""Numbers that every worker adds: whether it has found a difference, and a checksum as two stamps and their squares."""
 
 
 class Agreement:
-    """`size` numbers of a step's tail: the sum of the learning rates, the scaler's scale, and sampled elements."""
+    """Compares by a step's sum: `MARKS` numbers of each worker, and `size` of rank 0 (scale, sampled elements)."""
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, torch.nn.Parameter]] = (),
         optimizers: Sequence[torch.optim.Optimizer] = (),
         scaler: torch.amp.GradScaler | None = None,
+        schedulers: Sequence[object] = (),
     ) -> None:
-        self._optimizers, self._scaler = list(optimizers), scaler
-        named = [(name, p) for name, p in parameters if p.numel() and p.is_floating_point()]
-        self._turns = [named[turn::TURNS] for turn in range(TURNS)]
-        self._sampled = max(map(len, self._turns), default=0)
-        self.size = 2 + self._sampled if optimizers else 0
-        self._rates = 0.0
+        self._optimizers, self._scaler, self.schedulers = list(optimizers), scaler, list(schedulers)
+        self._named = [(name, p) for name, p in parameters if p.numel() and p.is_floating_point()]
+        self._turns = [self._named[turn::TURNS] for turn in range(TURNS)]
+        self.size = 1 + max(map(len, self._turns), default=0) if optimizers else 0
+        self._kept: list[object] = []  # the values of the last checksum
+        self._checksum, self._stamps = 0, (0, 0)
+        self._differs = ""  # the error of this worker, of which the others are notified in the next step
         self._own: torch.Tensor | None = None  # of the elements that this step compares
+        self._fresh = FRESH
+        self._trained = self._veteran = False  # this worker has trained; before the members changed last
+        self._tolerance = _TOLERANCE
+        self._group: Group | None = None
+
+    def marks(self) -> tuple[int, int, int, int, int]:
+        """Return what this worker adds to the step's numbers: whether it differs, and its checksum."""
+        first, second = self._stamps = self._stamped()
+        return bool(self._differs), first, first * first, second, second * second
 
     def fill(self, section: torch.Tensor, step: int, *, leader: bool) -> None:
-        """Write rank 0's values, or zeros, into `section`, of shape (size,); with one worker (`step` -1) do nothing."""
-        if step < 0:
-            return
-        self._rates = sum(_rates(self._optimizers))
+        """Write rank 0's values, or zeros, into `section`, of shape (size,)."""
         self._own = self._sample(step) if step % EVERY == 0 else None
         section.fill_(-0.0)  # which changes no number it is added to
-        if not leader:
-            return
-        section[0] = self._rates
-        if self._own is not None:
-            section[1 : 1 + self._own.numel()].copy_(self._own)
+        if leader and self._own is not None:
+            section[: self._own.numel()].copy_(self._own)
 
-    def check(self, section: torch.Tensor, step: int) -> None:
-        """ModelMismatchError where this worker's values are not rank 0's, which are in `section`."""
-        theirs = float(section[0])
-        if abs(theirs - self._rates) > _RATE_TOLERANCE * max(abs(theirs), abs(self._rates)):
-            raise ModelMismatchError(
-                f"the learning rates of this worker differ from rank 0's in step {step}: they are "
-                f"{list(_rates(self._optimizers))}, {self._rates:g} in all, and rank 0's {theirs:g}; a rate must be a "
-                "function of what all workers have: of job.step, of job.mean(loss) in place of this worker's loss "
-                "(ReduceLROnPlateau), or of a scheduler that prepare was given"
-            )
+    def train_alone(self) -> None:
+        """Note that this worker has trained a step without others."""
+        self._trained = True
+
+    def check(
+        self, marks: Sequence[float], section: torch.Tensor, step: int, workers: int, group: Group | None = None
+    ) -> None:
+        """ModelMismatchError where this worker's values are not rank 0's, or the job cannot continue as it is.
+
+        CollectiveError where another worker's are not, so that the step is to be repeated without it. `marks`: the sums
+        of all workers'. `group`: of all workers; without one, differences of numbers are not looked for.
+        """
+        differs, first, first_squares, second, second_squares = marks
+        if differs:
+            raise ModelMismatchError(self._differs or _OTHERS)
+        if group is not None:
+            own = self._stamps
+            same = _same(own[0], first, first_squares, workers) and _same(own[1], second, second_squares, workers)
+            self._check_numbers(group, step, same=same)
+        self._check_own(section, step)
+        self._trained = True
+
+    def _check_numbers(self, group: Group, step: int, *, same: bool) -> None:
+        if group is not self._group:
+            self._group, self._fresh, self._veteran = group, FRESH, self._trained
+        if not same:
+            self._compare_numbers(group, step)
+        if self._fresh:
+            self._compare_parameters(group, f"in step {step}", _STRICT)
+            self._fresh -= 1
+
+    def _check_own(self, section: torch.Tensor, step: int) -> None:
         if self._own is not None:
-            self._check_sample(section[1 : 1 + self._own.numel()], self._own, step)
+            self._check_sample(section[: self._own.numel()], self._own, step)
+
+    def check_all(self, group: Group) -> None:
+        """Compare elements of all parameters at the end of the training. ModelMismatchError on all workers."""
+        if self._named:
+            self._fresh = 0
+            self._compare_parameters(group, "at the end of the training", self._tolerance, self._differs)
+
+    # Numbers
+
+    def _stamped(self) -> tuple[int, int]:
+        values = _numbers(self._optimizers, self.schedulers)
+        if values != self._kept:
+            self._kept = values
+            self._checksum = zlib.crc32(repr(values).encode())
+        return self._checksum % _MOD, self._checksum // _MOD % _MOD
+
+    def _compare_numbers(self, group: Group, step: int) -> None:
+        """Gather all numbers, and compare them one by one: what was rounded differently is no difference."""
+        own = dict(_named_numbers(self._optimizers, self.schedulers))
+        rows, veterans = zip(*gather_values(group, (own, self._veteran)), strict=True)
+        other = [rank for rank, row in enumerate(rows) if _first_difference(row, rows[0])]
+        if other:
+            rank = group.rank if group.rank in other else other[0]
+            name = _first_difference(rows[rank], rows[0])
+            self._raise(_number_differs(name, step, rank, rows), group.rank in other, rank_0_trained=veterans[0])
+
+    def _raise(self, message: str, mine: bool, *, rank_0_trained: bool) -> NoReturn:  # noqa: FBT001
+        """Raise the error of a difference, `mine` or another worker's, which this one may go on without."""
+        if rank_0_trained and self._fresh == FRESH and not mine:
+            raise CollectiveError(message)
+        raise ModelMismatchError(message)
+
+    # Parameters
+
+    def _compare_parameters(self, group: Group, when: str, tolerance: float, found: str = "") -> None:
+        marks = torch.tensor([float(bool(found)), float(self._veteran)])
+        gathered = group.all_gather(torch.cat([marks, self._elements()]))
+        rows, found_by, veteran = gathered[:, 2:], gathered[:, 0] > 0, bool(gathered[0, 1])
+        if self._fresh < FRESH and bool((rows == rows[:1]).all()):
+            self._tolerance = _STRICT
+        same = torch.isclose(rows, rows[:1], rtol=tolerance, atol=1e-6, equal_nan=True)
+        other = (~same.all(1) | found_by).nonzero().flatten().tolist()
+        if other:
+            rank = group.rank if group.rank in other else other[0]
+            message = found or self._first_parameter(~same[rank], rows, rank, when)
+            self._raise(message, group.rank in other, rank_0_trained=veteran)
+
+    def _first_parameter(self, differs: torch.Tensor, rows: torch.Tensor, rank: int, when: str) -> str:
+        if not bool(differs.any()):
+            return _OTHERS
+        index = int(differs.nonzero()[0])
+        what = f"parameter {self._named[index // _ELEMENTS][0]!r} of rank {rank}"
+        return _parameter_differs(what, when, float(rows[rank, index]), float(rows[0, index]))
+
+    def _elements(self) -> torch.Tensor:
+        """Return some elements of each parameter. Shape: (parameters * _ELEMENTS,)."""
+        found = []
+        for _, parameter in self._named:
+            flat = parameter.detach().reshape(-1)
+            at = torch.arange(_ELEMENTS, device=flat.device) * (flat.numel() - 1) // (_ELEMENTS - 1)
+            found.append(flat[at].to(torch.float32))
+        device = found[0].device if found else torch.device("cpu")
+        return torch.cat([each.to(device) for each in found]).cpu() if found else torch.empty(0)
 
     def _sample(self, step: int) -> torch.Tensor:
         """Rank-independent elements of this turn's parameters, and the scaler's scale. Shape: (1 + parameters,)."""
@@ -82,25 +194,103 @@ class Agreement:
         return torch.cat([value.to(device, torch.float32) for value in (first, *values)])
 
     def _check_sample(self, theirs: torch.Tensor, own: torch.Tensor, step: int) -> None:
+        """Note a difference, of which all workers are notified in the next step: this one is applied by the others."""
         theirs = theirs.to(own.device, torch.float32)
-        same = torch.isclose(own, theirs, rtol=_TOLERANCE, atol=1e-6, equal_nan=True)
-        if bool(same.all()):
+        same = torch.isclose(own, theirs, rtol=self._tolerance, atol=1e-6, equal_nan=True)
+        if bool(same.all()) or self._differs:
             return
         index = int((~same).nonzero()[0])
         chosen = self._turns[step // EVERY % TURNS]
-        what = "the GradScaler's scale" if index == 0 else f"parameter {chosen[index - 1][0]!r}"
-        raise ModelMismatchError(
-            f"{what} of this worker differs from rank 0's in step {step}: {float(own[index]):g} here, "
-            f"{float(theirs[index]):g} there. Something changes it by this worker's own samples, time or rank: an "
-            "initialisation from the first batch (compute it from a fixed batch before prepare), a decision on a local "
-            "loss (use job.mean(loss)), an optimizer or scheduler that prepare was not given"
-        )
+        name = "the GradScaler's scale" if index == 0 else f"parameter {chosen[index - 1][0]!r}"
+        what = f"{name} of this worker"
+        self._differs = _parameter_differs(what, f"in step {step}", float(own[index]), float(theirs[index]))
 
 
-def _rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:
-    """The learning rates that the host has; those in a GPU's memory are left out, for to read them is to wait."""
-    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-    return [float(rate) for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"]
+_OTHERS = (
+    "a parameter of another worker differs from rank 0's, as its own error says; the steps since then are those of no "
+    "one model, so no worker continues: correct the script, and resume from a checkpoint of before"
+)
+
+
+def _parameter_differs(what: str, when: str, here: float, there: float) -> str:
+    return (
+        f"{what} differs from rank 0's {when}: it is {here:g}, rank 0's {there:g}. Something changes it by a worker's "
+        "own samples, time or rank, or by a counter of its own: an initialisation from the first batch (compute it "
+        "from a fixed batch before prepare), a decision on a local loss (use job.mean(loss)), a counter (use "
+        "job.step, or job.track), an optimizer or scheduler that prepare was not given"
+    )
+
+
+def _number_differs(name: str, step: int, rank: int, rows: Sequence[dict[str, Any]]) -> str:
+    return (
+        f"{name} of rank {rank} differs from rank 0's in step {step}: it is {rows[rank].get(name)}, rank 0's "
+        f"{rows[0].get(name)}; it must be a function of what all workers have: of job.step, of job.mean(loss) in "
+        "place of a worker's loss (ReduceLROnPlateau), of a scheduler that prepare was given, or of an object that "
+        "job.track carries"
+    )
+
+
+def _same(value: int, total: float, squares: float, workers: int) -> bool:
+    """Return whether so many stamps, all equal to `value`, have these sums: no others have both."""
+    return abs(total - workers * value) < 0.5 and abs(squares - workers * value**2) < 0.5
+
+
+def _numbers(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[object]) -> list[object]:
+    """Return what the host has; numbers in a GPU's memory are left out, for to read them is to wait."""
+    found = [v for each in optimizers for group in each.param_groups for v in group.values() if type(v) is not list]
+    if any(type(value) is torch.Tensor for value in found):
+        found = [_plain(value) if type(value) is torch.Tensor else value for value in found]
+    for part in (*optimizers, *schedulers):
+        found += [v for name, v in vars(part).items() if type(v) in _PLAIN and name[0] != "_"]
+    return found
+
+
+_PLAIN = {int, float, bool}
+
+
+def _plain(value: object) -> object:
+    """Return a value as something to be compared: numbers in tuples and in tensors of the host; else None."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" and value.numel() <= _MOD else None
+    if isinstance(value, tuple | list) and all(type(item) in _PLAIN for item in value):
+        return tuple(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else None
+
+
+def _named_numbers(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[object]
+) -> Iterator[tuple[str, object]]:
+    """Yield the same with names, for a message."""
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            named = {name: _plain(value) if type(value) not in _PLAIN else value for name, value in group.items()}
+            yield from ((f"{name!r} of group {number} of {kind}", v) for name, v in named.items() if name != "params")
+    for part in (*optimizers, *schedulers):
+        for name, value in vars(part).items():
+            if type(value) in _PLAIN and not name.startswith("_"):
+                yield f"attribute {name!r} of {type(part).__name__}", value
+
+
+def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return the first name whose values differ; "" where none do."""
+    for name in [*other, *(name for name in one if name not in other)]:
+        if not _alike(one.get(name), other.get(name)):
+            return name
+    return ""
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if type(one) in _PLAIN and type(other) in _PLAIN:
+        return math.isclose(one, other, rel_tol=_NUMBER_TOLERANCE) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
+
+
+def scheduled(parts: Sequence[object]) -> list[object]:
+    """Return the schedulers among the parts of a state."""
+    return [part for part in parts if isinstance(part, LRScheduler)]
 
 
 def _element(parameter: torch.nn.Parameter, step: int) -> torch.Tensor:

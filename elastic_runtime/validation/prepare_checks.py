@@ -62,6 +62,12 @@ def check_gradients(model: torch.nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise UsageError(f"{name or type(part).__name__} has sparse gradients; leave sparse=True out")
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
+            raise UsageError(
+                f"{name or type(part).__name__} has max_norm, which changes rows of its weight in the forward pass: "
+                "those of this worker's samples only; leave max_norm out, and after optimizer.step(), under `if "
+                "job.applied:`, call, within torch.no_grad(), weight.copy_(weight.renorm(2, 0, max_norm))"
+            )
 
 
 def check_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -18,6 +18,9 @@ _WHOLE = ("min_gpus", "max_gpus", "gpus_per_worker")
 SHARE_FIELDS: Final = ("gpu_fraction", "gpu_fraction_limit", "gpu_memory_mib", "gpu_memory_limit_mib")
 
 
+SMALLEST_FRACTION: Final = 0.01
+"""Of each device; less would not cover a process's own memory on it, and far less would count as nothing."""
+
 COMPUTE_VARIABLE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 """NVIDIA's MPS gives a process no more than this percentage of a device's threads."""
 
@@ -114,6 +117,9 @@ def _check_fractions(request: float | None, limit: float | None) -> None:
     if request is not None and not 0 < request < 1:
         hint = "ask for whole GPUs with gpus" if request >= 1 else ""
         raise InvalidFieldError("gpu_fraction", request, "it must be more than 0 and less than 1", hint=hint)
+    if request is not None and request < SMALLEST_FRACTION:
+        rule = f"the smallest share of a GPU is {SMALLEST_FRACTION:g}"
+        raise InvalidFieldError("gpu_fraction", request, rule)
     if limit is None:
         return
     if request is None:

@@ -44,6 +44,21 @@ class JobUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     priority: Priority | None = None
 
 
+class StopAction(StrEnum):
+    """What becomes of jobs that are stopped: they are forgotten, kept out of the queue, or stay listed."""
+
+    DELETE = "delete"
+    SUSPEND = "suspend"
+    CANCEL = "cancel"
+
+
+class StopJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST .../stop-jobs: jobs of one project that are stopped in one transaction, or none of them."""
+
+    names: tuple[str, ...]
+    action: StopAction
+
+
 class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
     """A project and what it holds now, in GPUs, a share of one as such; `over_quota` is the part above guaranteed.
 

@@ -44,6 +44,7 @@ class Membership:
         trained: Collection[str] = (),
     ) -> None:
         self._job = JobState(min_workers, first_generation, limits or Limits(), now)
+        self._trained = frozenset(trained)
         for worker in trained:
             self._job.members[worker] = Member(worker, trained_before=True, returning=True)
 
@@ -88,6 +89,11 @@ class Membership:
     def members(self) -> Mapping[str, Member]:
         """All workers of the job, past and present, by id."""
         return self._job.members
+
+    @property
+    def unnamed(self) -> int:
+        """The number of workers that have connected, or were named by others, and that the cluster has not named."""
+        return sum(one.wanted_at is None and one.id not in self._trained for one in self._job.members.values())
 
     @property
     def finished(self) -> bool:

@@ -4,7 +4,8 @@ Belongs here: fair share, queue order, gangs, placement, reclaim, preemption, el
 Does not belong here: clocks, I/O, logging, randomness. docs/scheduler.md has the vocabulary and the rules in order.
 """
 
-from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
+from kfp_gpuquota.scheduler.actions.promises import changed_promises
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.events import (
     ConstraintsChanged,
@@ -20,6 +21,8 @@ from kfp_gpuquota.scheduler.state.events import (
     NodeChanged,
     NodeRemoved,
     NodesBarred,
+    Placement,
+    PlacementsPromised,
     ProgressReported,
     QuotaChanged,
     QuotaRemoved,
@@ -50,6 +53,7 @@ __all__ = [
     "NodesBarred",
     "Nominate",
     "Placement",
+    "PlacementsPromised",
     "Plan",
     "ProgressReported",
     "QuotaChanged",
@@ -61,6 +65,7 @@ __all__ = [
     "WorkerGone",
     "WorkerLeaving",
     "WorkerStarted",
+    "changed_promises",
     "plan",
     "what_if",
 ]

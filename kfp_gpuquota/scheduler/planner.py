@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.garbage import collector_paused
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
-from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
-from kfp_gpuquota.scheduler.actions.lookahead import would_not_start
+from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.explain import sentences
-from kfp_gpuquota.scheduler.explain.waiting import waits
+from kfp_gpuquota.scheduler.explain.waiting import Promised, waits
+from kfp_gpuquota.scheduler.state.events import Placement
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.state.ledger import Ledger
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Outcome:
-    """The changes of one cycle to one job."""
+    """The changes of one cycle to one job. `hold`: placeholders that hold what was promised to leaving workers."""
 
     start: list[Task] = field(default_factory=list)
     nominate: list[Task] = field(default_factory=list)
+    hold: list[Task] = field(default_factory=list)
     stop: list[Task] = field(default_factory=list)
     move: list[Task] = field(default_factory=list)
 
@@ -57,20 +58,18 @@ def plan(
 
 
 def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool, shapes: Shapes | None) -> Cycle:
-    """Run a cycle in which no worker is stopped for a job that would not start."""
     cycle = Cycle(
         state.ledger,
         state.growable.values(),
         below=state.below.values(),
         sheltered=state.sheltered.values(),
+        promised=state.promised.values(),
         now=now,
         in_order=strict,
         strict=strict,
         shapes=shapes,
     )
     cycle.run(actions)
-    while lost := would_not_start(cycle):
-        cycle.give_up(lost)
     return cycle
 
 
@@ -82,22 +81,27 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
     move: list[Move] = []
     nominate: list[Nominate] = []
     idle: set[str] = set()
+    promises: dict[str, tuple[Placement, ...]] = {}
     for job, outcome in sorted(outcomes.items(), key=lambda item: item[0].uid):
-        before = job.active + len(outcome.stop) - len(outcome.start) - len(outcome.nominate)
+        before = job.active + len(outcome.stop) - len(outcome.start) - len(outcome.nominate) - len(outcome.hold)
         if outcome.stop and len(outcome.stop) == before:
             evict.append(_evict(job, outcome, cycle))
         elif outcome.start and not before:
             bind.append(Bind(job.uid, _placements(outcome.start), sentences.started(job, len(outcome.start))))
         elif outcome.start or outcome.stop:
-            resize.append(_resize(job, outcome, before, cycle))
+            resize.extend(_resizes(job, outcome, before, cycle))
         move.extend(_move(task, cycle) for task in outcome.move)
+        if promised := [*outcome.nominate, *outcome.hold, *outcome.move]:
+            promises[job.uid] = tuple(sorted(_placements(promised), key=lambda p: (p.node, p.devices, p.part)))
         if outcome.nominate:
             nominate.append(_nominate(job, outcome.nominate))
         if not before and not outcome.start:
             idle.add(job.uid)
-    waiting = _waiting(state, cycle)
+    waiting = _waiting(state, cycle, outcomes, _promised(cycle.ledger, outcomes.values()))
     waiting.update((n.job, n.reason) for n in nominate if n.job in idle)
-    return Plan(tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting, cycle.again_at)
+    return Plan(
+        tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting, promises, cycle.again_at
+    )
 
 
 def _outcomes(ledger: Ledger, mark: int) -> dict[Job, Outcome]:
@@ -113,7 +117,7 @@ def _outcomes(ledger: Ledger, mark: int) -> dict[Job, Outcome]:
             continue
         outcome = outcomes.setdefault(task.job, Outcome())
         if task.moved is not None:
-            outcome.move.append(task)
+            (outcome.move if task.status is Status.BOUND else outcome.hold).append(task)
         elif task.status is Status.BOUND:
             outcome.start.append(task)
         elif task.status is Status.NOMINATED:
@@ -138,14 +142,16 @@ def _evict(job: Job, outcome: Outcome, cycle: Cycle) -> Evict:
     return Evict(job.uid, workers, sentences.stopped(job, cycle.causes[outcome.stop[0]]))
 
 
-def _resize(job: Job, outcome: Outcome, before: int, cycle: Cycle) -> Resize:
-    after = before + len(outcome.start) - len(outcome.stop)
+def _resizes(job: Job, outcome: Outcome, before: int, cycle: Cycle) -> Iterator[Resize]:
+    """Yield the loss of workers, then the growth: each has its own cause, also where a worker is replaced."""
+    left = before - len(outcome.stop)
     if outcome.stop:
-        reason = sentences.shrunk(job, before, after, cycle.causes[outcome.stop[0]])
-    else:
-        reason = sentences.expanded(job, before, after)
-    remove = tuple(sorted(t.id for t in outcome.stop))
-    return Resize(job.uid, _placements(outcome.start), remove, before, after, reason)
+        remove = tuple(sorted(t.id for t in outcome.stop))
+        reason = sentences.shrunk(job, before, left, cycle.causes[outcome.stop[0]])
+        yield Resize(job.uid, (), remove, before, left, reason)
+    if outcome.start:
+        after = left + len(outcome.start)
+        yield Resize(job.uid, _placements(outcome.start), (), left, after, sentences.expanded(job, left, after))
 
 
 def _move(copy: Task, cycle: Cycle) -> Move:
@@ -179,14 +185,28 @@ def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
     return {t.job for t in tasks} | set(queue.running)
 
 
-def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
+def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
+    """Return what is promised to jobs and not held by them yet."""
+    tasks = [task for outcome in outcomes for task in (*outcome.nominate, *outcome.hold)]
+    amounts: dict[Queue, list[float]] = {}
+    idle = 0
+    for task in tasks:
+        for queue in task.job.queue.path:
+            found = amounts.setdefault(queue, [0.0, 0.0, 0.0])
+            amounts[queue] = [a + b for a, b in zip(found, ledger.amount(task), strict=True)]
+        if task.node is not None and task.request.whole:
+            idle += sum(not any(task.node.taken[device][:2]) for device in task.devices)
+    return Promised(amounts, idle)
+
+
+def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promised) -> dict[str, Reason]:
     reasons: dict[str, Reason] = {}
     for queue in cycle.ledger.queues.values():
         for shape in cycle.shapes.get(queue, queue.waiting):
             if shape.starts and (entries := queue.waiting.get(shape)):
-                jobs = [job for _, job in entries if not job.active and job not in cycle.touched]
+                jobs = [job for _, job in entries if not job.active and job not in placed]
                 jobs = [job for job in jobs if job not in cycle.losers]
-                _explain_alike(cycle, jobs, reasons, cycle.held_off.get((queue, shape)))
+                _explain_alike(cycle, jobs, reasons, promised, cycle.held_off.get((queue, shape)))
     reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
@@ -200,9 +220,11 @@ def _deferred(state: State, now: float) -> Iterator[tuple[str, Reason]]:
             yield uid, job.deferred_for
 
 
-def _explain_alike(cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], held_off: float | None) -> None:
+def _explain_alike(
+    cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], promised: Promised, held_off: float | None
+) -> None:
     """Set the reason of all jobs of one shape, which is the same for all."""
     if jobs:
         delay = None if held_off is None else held_off - cycle.now
-        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), delay)
+        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), promised, delay)
         reasons.update(dict.fromkeys([job.uid for job in jobs], reason))

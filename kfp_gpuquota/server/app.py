@@ -13,8 +13,8 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageLink
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.server import openapi
-from kfp_gpuquota.server.audit import audited
-from kfp_gpuquota.server.routes import ROUTES, Request, Route, decode_body
+from kfp_gpuquota.server.audit import TARGET, audited
+from kfp_gpuquota.server.routes import ROUTES, Request, Route, convert_body, decode_body, target_of
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -76,7 +76,11 @@ def build_app(
 
 def _serve(backend: Backend, route: Route) -> Handler:
     async def handle(request: web.Request) -> web.Response:
-        body = decode_body(route, await _body(request))
+        body = None
+        if route.body is not None:  # of others nothing is read
+            decoded = decode_body(await _body(request))
+            request[TARGET] = target_of(decoded)
+            body = convert_body(route, decoded)
         version = request.headers.get("If-Match", "")
         answer = await route.handler(backend, Request(request.match_info, request.query, body, version))
         if route.answer is None:

@@ -41,6 +41,8 @@ KEPT_FILES: Final = 5
 _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 CLIENT_CLOSED: Final = 499
 _WORKERS: Final = "/v1/membership/"
+TARGET: Final = "target"
+"""The key under which a handler notes what the decoded body of its request names."""
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,15 +57,6 @@ class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     status: int
     target: str = ""
     error: str = ""
-
-
-class _Named(msgspec.Struct):
-    name: str = ""
-    project: str = ""
-
-
-class _Body(_Named):
-    spec: _Named = msgspec.field(default_factory=_Named)
 
 
 class _Refusal(msgspec.Struct):
@@ -93,13 +86,14 @@ def audited(
     async def audit(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method in _READS or request.path.startswith(_WORKERS):
             return await handler(request)
+        caller = identified(request)  # before anything is done: what follows must not fail
         try:
             answer = await handler(request)
-        except asyncio.CancelledError:
-            write(_line(request, identified(request), CLIENT_CLOSED))
+        except BaseException as error:
+            status = CLIENT_CLOSED if isinstance(error, asyncio.CancelledError) else 500
+            write(_line(request, caller, status, request.get(TARGET, "")))
             raise
-        target = await _target(request) if identify is None else ""  # the others' paths name it
-        write(_line(request, identified(request), answer.status, target, _error(answer)))
+        write(_line(request, caller, answer.status, request.get(TARGET, ""), _error(answer)))
         return answer
 
     return audit
@@ -143,15 +137,6 @@ def _program(pid: int) -> str:
         return ""
 
 
-async def _target(request: web.Request) -> str:
-    try:
-        body = msgspec.json.decode(await request.read(), type=_Body)
-    except (msgspec.DecodeError, web.HTTPException):
-        return ""
-    named = body.spec if body.spec.name else body
-    return "/".join(filter(None, (named.project, named.name)))
-
-
 def _error(answer: web.StreamResponse) -> str:
     if answer.status < web.HTTPBadRequest.status_code or not isinstance(answer, web.Response):
         return ""
@@ -159,7 +144,7 @@ def _error(answer: web.StreamResponse) -> str:
         return str(answer["error"])
     try:
         return msgspec.json.decode(answer.body or b"{}", type=_Answer).error.message  # type: ignore[arg-type]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return ""
 
 

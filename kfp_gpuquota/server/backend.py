@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.api import Job, Project
     from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
         NodeView,
         Outlook,
         ProjectView,
+        StopAction,
         SubmitJob,
         Supposition,
     )
@@ -72,6 +75,9 @@ class Backend(Protocol):
 
     def delete_job(self, project: str, name: str) -> None:
         """Stop the job and delete its record."""
+
+    def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs in one transaction, before the next plan; of one that cannot be stopped, none."""
 
     def suspend_job(self, project: str, name: str) -> Job:
         """Stop the job and keep it out of the queue."""

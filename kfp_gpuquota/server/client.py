@@ -11,7 +11,6 @@ import os
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
-from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -21,6 +20,7 @@ from kfp_gpuquota.api.history import GpuHours
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.project import version_of
 from kfp_gpuquota.api.queue import Queued, queued
+from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.api.wire import (
     ErrorAnswer,
     EventList,
@@ -33,6 +33,8 @@ from kfp_gpuquota.api.wire import (
     Outlook,
     PageLink,
     ProjectView,
+    StopAction,
+    StopJobs,
     SubmitJob,
     Supposition,
 )
@@ -42,7 +44,7 @@ from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 T = TypeVar("T")
@@ -81,7 +83,7 @@ class Client:
 
     def get_project(self, name: str) -> ProjectView:
         """Return one project. Raises NotFoundError."""
-        return self._call("GET", f"/v1/projects/{quote(name)}", ProjectView)
+        return self._call("GET", join("/v1/projects", name), ProjectView)
 
     def create_project(self, project: Project) -> ProjectView:
         """Create a project. Raises AlreadyExistsError."""
@@ -90,7 +92,7 @@ class Client:
     def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
         """Create or replace a project. Raises ConflictError if it differs from `expected`."""
         version = version_of(expected) if expected else ""
-        return self._call("PUT", f"/v1/projects/{quote(project.name)}", ProjectView, project, if_match=version)
+        return self._call("PUT", join("/v1/projects", project.name), ProjectView, project, if_match=version)
 
     def quota_gap(self, name: str) -> str:
         """Return "": on this cluster every workload is a project's job."""
@@ -99,7 +101,7 @@ class Client:
 
     def delete_project(self, name: str) -> None:
         """Delete an empty project. Raises ConflictError while it has jobs."""
-        self._call("DELETE", f"/v1/projects/{quote(name)}", None)
+        self._call("DELETE", join("/v1/projects", name), None)
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
         """Return all policies, sorted by name."""
@@ -107,11 +109,11 @@ class Client:
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
         """Create or replace a policy; it applies to later submissions."""
-        return self._call("PUT", f"/v1/policies/{quote(policy.name)}", WorkloadPolicy, policy)
+        return self._call("PUT", join("/v1/policies", policy.name), WorkloadPolicy, policy)
 
     def delete_policy(self, name: str) -> None:
         """Delete a policy. Raises NotFoundError."""
-        self._call("DELETE", f"/v1/policies/{quote(name, safe='')}", None)
+        self._call("DELETE", join("/v1/policies", name), None)
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """Return all nodes and the workers that hold their devices."""
@@ -133,8 +135,8 @@ class Client:
         """All jobs, a project's, or its job of that `name` alone. With `after`: once the revision is beyond it, or
         `timeout_s` is over.
         """
-        query = _query(project=project, after=after, timeout_s=timeout_s)
-        listed: JobList = self._call("GET", f"/v1/jobs{query}", JobList, wait_s=timeout_s)
+        path = with_query("/v1/jobs", project=project, after=after, timeout_s=timeout_s)
+        listed: JobList = self._call("GET", path, JobList, wait_s=timeout_s)
         if not name:
             return listed
         return JobList(revision=listed.revision, jobs=tuple(job for job in listed.jobs if job.spec.name == name))
@@ -143,7 +145,8 @@ class Client:
         """Yield all jobs, or a project's, in lists of at most `size`."""
         page = ""
         while True:
-            listed: JobList = self._call("GET", f"/v1/jobs{_query(project=project, limit=size, page=page)}", JobList)
+            path = with_query("/v1/jobs", project=project, limit=size, page=page)
+            listed: JobList = self._call("GET", path, JobList)
             yield listed
             page = listed.next_page
             if not page:
@@ -164,6 +167,11 @@ class Client:
     def delete_job(self, project: str, name: str) -> None:
         """Stop the job if it runs, then delete its record, logs and checkpoints."""
         self._call("DELETE", _job_path(project, name), None)
+
+    def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs in one transaction, before the next plan. Raises NotFoundError, ConflictError."""
+        stopped = StopJobs(names=tuple(names), action=action)
+        self._call("POST", join("/v1/projects", project, "stop-jobs"), None, stopped)
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop the job; it stays listed as Cancelled."""
@@ -196,7 +204,7 @@ class Client:
 
     def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
-        return self._call("GET", f"/v1/usage{_query(since_s=since_s)}", tuple[GpuHours, ...])
+        return self._call("GET", with_query("/v1/usage", since_s=since_s), tuple[GpuHours, ...])
 
     def debug_state(self) -> bytes:
         """Return what the planner sees as JSON, for `gpuquota simulate --state`."""
@@ -204,8 +212,8 @@ class Client:
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision; wait up to `timeout_s` for at least one entry."""
-        query = _query(after=after, timeout_s=timeout_s)
-        return self._call("GET", f"/v1/events{query}", EventList, wait_s=timeout_s)
+        path = with_query("/v1/events", after=after, timeout_s=timeout_s)
+        return self._call("GET", path, EventList, wait_s=timeout_s)
 
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
@@ -214,8 +222,9 @@ class Client:
 
         Waits up to `timeout_s` for something new.
         """
-        query = _query(worker=worker, offset=offset, timeout_s=timeout_s)
-        return self._call("GET", f"{_job_path(project, name)}/logs{query}", LogChunk, wait_s=timeout_s)
+        path = join(_job_path(project, name), "logs")
+        path = with_query(path, worker=worker, offset=offset, timeout_s=timeout_s)
+        return self._call("GET", path, LogChunk, wait_s=timeout_s)
 
     def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
         """Yield a worker's log from byte `offset` as it grows, until the worker has ended."""
@@ -290,12 +299,7 @@ class Client:
 
 
 def _job_path(project: str, name: str) -> str:
-    return f"/v1/projects/{quote(project, safe='')}/jobs/{quote(name, safe='')}"
-
-
-def _query(**values: object) -> str:
-    given = {key: str(value) for key, value in values.items() if value not in (None, "")}
-    return f"?{urlencode(given)}" if given else ""
+    return join("/v1/projects", project, "jobs", name)
 
 
 def _unavailable(failure: Exception) -> errors.ClusterUnavailableError:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.queue import Queued
-    from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
+    from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
 
 
 LONG_POLL_S: Final = 25.0
@@ -76,6 +76,9 @@ class ClusterClient(Protocol):
 
     def delete_job(self, project: str, name: str) -> None:
         """Stop the job and delete its record."""
+
+    def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs together, so that nothing is decided between one and the next."""
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop the job; it stays listed."""

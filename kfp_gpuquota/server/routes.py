@@ -21,6 +21,7 @@ from kfp_gpuquota.api.wire import (
     NodeView,
     Outlook,
     ProjectView,
+    StopJobs,
     SubmitJob,
     Supposition,
 )
@@ -163,6 +164,11 @@ async def _delete_job(backend: Backend, request: Request) -> object:
     return None
 
 
+async def _stop_jobs(backend: Backend, request: Request) -> object:
+    backend.stop_jobs(request.path["project"], request.body.names, request.body.action)
+    return None
+
+
 async def _suspend_job(backend: Backend, request: Request) -> object:
     return backend.suspend_job(request.path["project"], request.path["job"])
 
@@ -231,6 +237,7 @@ ROUTES: Final = (
     Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query=_LISTED),
     Route("GET", _JOB, "One job", _get_job, answer=Job),
     Route("DELETE", _JOB, "Stop a job and forget it", _delete_job),
+    Route("POST", "/v1/projects/{project}/stop-jobs", "Stop several jobs at once", _stop_jobs, StopJobs),
     Route("POST", f"{_JOB}/cancel", "Stop a job", _cancel_job, answer=Job),
     Route("POST", f"{_JOB}/suspend", "Stop a job and keep it out of the queue", _suspend_job, answer=Job),
     Route("POST", f"{_JOB}/resume", "Put a suspended job back into the queue", _resume_job, answer=Job),
@@ -258,26 +265,39 @@ ROUTES: Final = (
 )
 
 
-def decode_body(route: Route, raw: bytes) -> object:
-    """The body as the route's struct. Raises InvalidFieldError that names the field."""
-    if route.body is None:
-        return None
+def decode_body(raw: bytes) -> object:
+    """Return the body's JSON. It is decoded here, once, before anything is done. Raises InvalidFieldError."""
     try:
-        return msgspec.json.decode(raw, type=route.body)
-    except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$")
-        path = where.rstrip("`").lstrip(".")
-        raise InvalidFieldError(path or "body", _value_at(raw, path), message) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise InvalidFieldError("body", raw[:60].decode(errors="replace"), "it is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidFieldError("body", raw[:60].decode(errors="replace"), f"it must be JSON: {error}") from None
 
 
-def _value_at(raw: bytes, path: str) -> object:
-    """Return the body's value at a path like `spec.command[0]`, for the error message."""
+def convert_body(route: Route, body: object) -> object:
+    """Return the decoded body as the route's struct. Raises InvalidFieldError that names the field."""
     try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):  # the decoder had refused it before it had read all of it
-        return raw[:60].decode(errors="replace")
+        return msgspec.convert(body, type=route.body)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$")
+        path = where.rstrip("`").lstrip(".")
+        raise InvalidFieldError(path or "body", _value_at(body, path), message) from None
+    except RecursionError:
+        raise InvalidFieldError("body", str(body)[:60], "it is nested too deeply") from None
+
+
+def target_of(body: object) -> str:
+    """Return project and name that a decoded body names, or several names, for the audit log."""
+    spec = body.get("spec") if isinstance(body, dict) else None
+    named = spec if isinstance(spec, dict) and spec.get("name") else body if isinstance(body, dict) else {}
+    names = named.get("names")
+    name = ",".join(map(str, names)) if isinstance(names, list) else named.get("name")
+    return "/".join(text for text in (named.get("project"), name) if isinstance(text, str) and text)
+
+
+def _value_at(value: Any, path: str) -> object:
+    """Return the body's value at a path like `spec.command[0]`, for the error message."""
     for step in re.findall(r"[^.\[\]]+", path):
         try:
             value = value[int(step) if isinstance(value, list) else step]

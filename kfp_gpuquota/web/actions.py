@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import JobUpdate
 from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
 
@@ -33,7 +34,7 @@ class Actions:
                 return f"{self._base}/queue"
             case _:
                 raise NotFoundError(f"a job has no action {action!r}; it has suspend, resume, update and delete")
-        return f"{self._base}/jobs/{project}/{name}"
+        return join(self._base, "jobs", project, name)
 
 
 def _changes(form: Mapping[str, str]) -> JobUpdate:

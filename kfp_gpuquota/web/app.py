@@ -72,7 +72,7 @@ def build_pages(
         web.static(f"{base}/static", STATIC),
     ])  # fmt: skip
     if enter is not None:
-        application.router.add_get(f"{base}/enter", enter)
+        application.router.add_get(f"{base}/enter", enter, allow_head=False)  # a HEAD would use the link up
     return application
 
 

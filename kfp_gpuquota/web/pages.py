@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.web.live import LivePage
 from kfp_gpuquota.web.views import job, nodes, pipelines, queue, supposing, teams
 
@@ -105,7 +106,7 @@ class Pages:
 
     def _job(self, project: str, name: str) -> Page:
         found = self._source.job(project, name)
-        here = f"{self._base}/jobs/{project}/{name}"
+        here = join(self._base, "jobs", project, name)
         running = not found.status.phase.final
         live = LivePage(
             lambda: job.elements(self._source, project, name, here),

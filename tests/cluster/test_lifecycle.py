@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
-from kfp_gpuquota.cluster.jobs.lifecycle import GROWTH_S, after_worker_exited, resized, unexplained_loss
+from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Resize, Worker, WorkerPhase
+from kfp_gpuquota.cluster.jobs.lifecycle import GROWTH_S, after_worker_exited
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.cluster.jobs.scheduling import NEVER_AGAIN, job_changed
 
@@ -80,8 +80,9 @@ def test_a_managed_job_goes_on_without_a_worker_that_was_killed() -> None:
 
 def grown(*, ago_s: float, **fields: object) -> JobRecord:
     """A job that trains with two workers since so long ago."""
-    record = resized(job(managed=True, size=1, **fields), 2, NOW - ago_s)
-    return msgspec.structs.replace(record, managed=True)
+    reason = Reason(code=ReasonCode.IDLE_GPUS, message="expanded from 1 to 2 GPUs: 1 GPU is idle")
+    change = Resize(at=NOW - ago_s, from_gpus=1, to_gpus=2, generation=2, step=1, reason=reason)
+    return with_status(job(managed=True, size=2, **fields), resizes=(change,))
 
 
 @pytest.mark.parametrize("rank", [None, 1])
@@ -174,39 +175,24 @@ def test_the_intent_decides_when_no_worker_is_left(intent: Intent, phase: Phase)
     assert after(job(intent=intent), worker(0, 143, released=True), worker(1)).status.phase is Phase.RUNNING
 
 
-def test_a_change_of_size_enters_the_history_with_its_reason() -> None:
-    reason = Reason(code=ReasonCode.IDLE_GPUS, message="1 GPU is idle")
-    grown = resized(job(size=1, resize_reason=reason), 2, NOW, generation=3, step=7, pause_ms=1.5)
-    (change,) = grown.status.resizes
-    assert (change.from_gpus, change.to_gpus, change.generation, change.step) == (1, 2, 3, 7)
-    assert (change.reason, change.pause_ms, change.lost_steps, change.at) == (reason, 1.5, 0, NOW)
-
-
-def test_the_first_size_and_the_same_size_are_no_change() -> None:
-    assert resized(job(size=0), 2, NOW).status.resizes == ()
-    assert resized(job(size=2), 2, NOW).status.resizes == ()
-
-
-def test_a_worker_that_ends_by_itself_is_the_reason_of_the_smaller_size() -> None:
-    grown = Reason(code=ReasonCode.IDLE_GPUS, message="expanded from 1 to 2 GPUs")
-    going_on = after(job(managed=True, size=2, resize_reason=grown), worker(1, 0), worker(0))
-    shrunk = resized(going_on, 1, NOW)
-    assert shrunk.status.resizes[-1].reason.message == "worker 1 has ended with exit code 0"
-
-
-def test_a_loss_that_training_notices_first_gets_its_reason_when_the_process_has_ended() -> None:
-    before = unexplained_loss(job(managed=True, size=2), worker(1, rank=1))
-    smaller = resized(before, 1, NOW)
-    assert smaller.status.resizes[-1].reason.message == "worker 1 left by itself, or was lost"
-    known = after(smaller, worker(1, KILLED, rank=1), worker(0, rank=0))
-    assert known.status.resizes[-1].reason.message == "worker 1 was killed by signal 9; restart 1 of at most 2"
-
-
 def test_the_last_loss_is_remembered_with_why_the_cluster_killed_the_worker() -> None:
-    gone = worker(1, KILLED, rank=1)
-    going_on = after_worker_exited(job(managed=True, size=2), gone, [gone, worker(0)], NOW, "it did not answer for 5 s")
+    gone = msgspec.structs.replace(worker(1, KILLED, rank=1), killed_for="it did not answer for 5 s")
+    going_on = after_worker_exited(job(managed=True, size=2), gone, [gone, worker(0)], NOW)
     assert going_on.status.last_failure is not None
     assert going_on.status.last_failure.at == NOW
     assert going_on.status.last_failure.reason.message == (
         "worker 1 was killed by signal 9 (it did not answer for 5 s); restart 1 of at most 2"
     )
+
+
+@pytest.mark.parametrize(("others", "intent"), [(True, Intent.RUN), (False, Intent.REQUEUE)])
+def test_a_lost_node_is_not_charged_to_the_job(others: bool, intent: Intent) -> None:
+    lost = msgspec.structs.replace(worker(1, KILLED, rank=1), lost_with="node n2 was lost")
+    record = with_status(job(managed=True), restarts=2)  # which is its max_restarts
+    after = after_worker_exited(record, lost, [lost, *([worker(0, rank=0)] if others else [])], NOW)
+    assert (after.status.restarts, after.incident_at) == (2, None)
+    assert after.intent is intent or after.status.phase is Phase.PENDING
+    assert after.status.last_failure is not None
+    assert after.status.last_failure.reason.code is ReasonCode.NODE_LOST
+    then = "the others go on" if others else "the job goes back to the queue"
+    assert after.status.last_failure.reason.message == f"worker 1 was lost: node n2 was lost; {then}"

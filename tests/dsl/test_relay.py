@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.certificates import issue, new_authority
+from kfp_gpuquota.dsl.launcher import relay as relay_module
 from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.staging import Staging
 from kfp_gpuquota.dsl.spec.pod_template import BOOTSTRAP
@@ -377,3 +378,94 @@ def test_an_imported_artifact_that_kfp_does_not_download_is_none_of_the_relays(s
     done = worker(step)
     assert done.returncode == 0, done.stderr
     assert "ran" in done.stdout
+
+
+def connected(step: Step, source: str = "127.0.0.1") -> socket.socket:
+    """Return a connection that has sent nothing."""
+    assert step.relay
+    host, _, port = host_of(step.relay).partition(":")
+    return socket.create_connection((host, int(port)), 20, source_address=(source, 0))
+
+
+def ended(connection: socket.socket) -> bool:
+    """Return whether the other end closes the connection without an answer."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_connections_without_the_token_are_few_and_keep_no_worker_out(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "MAX_UNPROVEN_OF_ONE", 8)
+    monkeypatch.setattr(relay_module, "MAX_UNPROVEN", 20)
+    step.serve("echo")
+    before = threading.active_count()
+    silent = [connected(step, "127.0.0.2") for _ in range(30)]
+    assert all(ended(one) for one in silent[8:]), "no more than so many from one address"
+    others = [connected(step, f"127.0.0.{number}") for number in range(10, 40)]
+    until(lambda: threading.active_count() - before <= 20)
+    assert sum(map(ended, others[:10])) == 10, "the oldest are closed for newer ones"
+    assert step.ask("GET", "/step")[0] == 200
+    for one in (*silent, *others):
+        one.close()
+
+
+def test_a_connection_that_does_not_send_the_token_is_closed_in_time_however_often_it_sends_a_byte(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "PROOF_TIMEOUT_S", 1.0)
+    relay = step.serve("echo")
+    slow = trusting(relay).wrap_socket(connected(step), server_hostname="127.0.0.1")
+    kept = http.client.HTTPSConnection(host_of(relay), timeout=10, context=trusting(relay))
+    kept.request("GET", "/step", headers={"Authorization": f"Bearer {relay.token}"})
+    assert kept.getresponse().read()
+
+    def closed() -> bool:
+        try:
+            slow.sendall(b"G")
+            slow.settimeout(0.05)
+            return slow.recv(1) == b""
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+
+    until(closed)
+    kept.request("GET", "/step", headers={"Authorization": f"Bearer {relay.token}"})
+    assert kept.getresponse().status == 200, "a connection that has sent the token may be idle"
+    kept.close()
+
+
+@pytest.mark.parametrize("link", ["a link to a file", "a link to a folder", "a link within"])
+def test_a_link_that_leaves_an_input_is_refused(step: Step, link: str) -> None:
+    data = step.root / "in" / "data"
+    target = {"a link to a file": step.root / "secret", "a link to a folder": step.root, "a link within": data / "deep"}
+    path = data / "deep" / "linked"
+    path.symlink_to(target[link] / "a.txt" if link == "a link within" else target[link])
+    step.serve("echo")
+    listed, _ = step.ask("GET", f"/list?path={data}")
+    read, body = step.ask("GET", f"/file?path={path}")
+    through, _ = step.ask("GET", f"/file?path={path}/secret")
+    assert b"not yours" not in body
+    if link == "a link within":
+        assert (listed, read, body) == (200, 200, b"hello")
+    else:
+        assert (read, through) == (404, 404)
+        assert listed == (403 if link == "a link to a file" else 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/complete?worker=w0", b"[" * 100_000), ("/complete?worker=w0", b"{}x"), ("/complete?worker=w0", b"[1]")],
+)
+def test_a_request_that_cannot_be_read_is_refused(step: Step, path: str, body: bytes) -> None:
+    step.serve("echo")
+    assert step.ask("PUT", path, body=body)[0] == 400
+
+
+def test_a_mode_that_is_no_number_is_refused(step: Step) -> None:
+    step.serve("echo")
+    target = f"{step.staging.directories()[0]}/x"
+    assert step.ask("PUT", f"/file?path={target}&mode=rwx", body=b"x")[0] == 400

@@ -29,65 +29,154 @@ from tests.elastic_runtime.training import Points
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elastic_runtime.membership.process_group import Group
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
 
 
-def worker(model: nn.Module, rate: float = 0.1) -> StepMetadata:
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    return StepMetadata(FollowedBuffers([]), Agreement(list(model.named_parameters()), [optimizer]))
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    """Two ranks in this process, once: a loader process of another test may be forked while groups are dropped."""
+    return both()
 
 
-def meet(tails: list[StepMetadata], step: int) -> None:
-    """One step's sum, as each worker reads it."""
-    sections = [torch.zeros(tail.size) for tail in tails]
-    for rank, (tail, section) in enumerate(zip(tails, sections, strict=True)):
-        tail.fill(section, Share(1, step=step), leader=rank == 0)
+class Worker:
+    """One worker's part of the sums, and what it agrees on."""
+
+    def __init__(self, model: nn.Module, rate: float = 0.1) -> None:
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=rate)
+        self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
+        self.agreement = Agreement(list(model.named_parameters()), [self.optimizer], None, [self.scheduler])
+        self.tail = StepMetadata(FollowedBuffers([]), self.agreement)
+
+    def train_alone(self) -> None:
+        self.tail.take_alone(Share(1), 1)
+
+
+def met(workers: list[Worker], groups: list[Group], step: int) -> list[BaseException | None]:
+    """One step's sum, as each worker reads it: what each of them raised."""
+    sections = [torch.zeros(each.tail.size) for each in workers]
+    for rank, (each, section) in enumerate(zip(workers, sections, strict=True)):
+        each.tail.fill(section, Share(1, step=step), leader=rank == 0)
     total = torch.stack(sections).sum(0)
-    for rank, tail in enumerate(tails):
-        tail.take(total, keeps=rank == 0, samples=len(tails), workers=len(tails))
 
-
-def first_difference(tails: list[StepMetadata]) -> tuple[int, str]:
-    """(the step in which the workers notice that they differ, the message); -1 where they do not."""
-    for step in range(2 * FULL_TURN):
+    def take(rank: int) -> BaseException | None:
         try:
-            meet(tails, step)
-        except ModelMismatchError as error:
-            return step, str(error)
-    return -1, ""
+            workers[rank].tail.take(total, keeps=rank == 0, samples=2, workers=2, group=groups[rank])
+        except (CollectiveError, ModelMismatchError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(take, (0, 1)))
 
 
-def test_workers_with_the_same_parameters_and_rates_agree() -> None:
-    assert first_difference([worker(network()) for _ in range(3)])[0] == -1
+def first_errors(
+    workers: list[Worker], groups: list[Group], steps: int = 2 * FULL_TURN, first: int = 0
+) -> tuple[int, list[Any]]:
+    """(the step in which an error appears, that of each worker); -1 where none does."""
+    for step in range(first, first + steps):
+        errors = met(workers, groups, step)
+        if any(errors):
+            return step, errors
+    return -1, []
 
 
-def test_another_learning_rate_is_named_in_its_first_step_with_both_values() -> None:
-    step, message = first_difference([worker(network()), worker(network(), rate=0.05)])
+def test_workers_with_the_same_parameters_and_rates_agree(groups: list[Group]) -> None:
+    assert first_errors([Worker(network()) for _ in range(2)], groups)[0] == -1
+
+
+def test_another_learning_rate_is_named_in_its_first_step_on_both_workers_with_both_values(groups: list[Group]) -> None:
+    step, errors = first_errors([Worker(network()), Worker(network(), rate=0.05)], groups)
     assert step == 0
-    assert "[0.05]" in message
-    assert "rank 0's 0.1" in message
+    for error in errors:
+        assert isinstance(error, ModelMismatchError)
+        assert "'lr' of group 0 of SGD of rank 1 differs from rank 0's in step 0: it is 0.05, rank 0's 0.1" in str(
+            error
+        )
+
+
+@pytest.mark.parametrize("name", ["momentum", "weight_decay", "nesterov"])
+def test_every_hyperparameter_is_compared_in_every_step(name: str, groups: list[Group]) -> None:
+    workers = [Worker(network()), Worker(network())]
+    assert not any(error for step in range(9) for error in met(workers, groups, step))
+    workers[1].optimizer.param_groups[0][name] = 0.5
+    assert all(f"'{name}' of group 0" in str(error) for error in met(workers, groups, 9))
+
+
+def test_a_scheduler_that_was_stepped_with_a_local_loss_ends_all_workers(groups: list[Group]) -> None:
+    workers = [Worker(network()), Worker(network())]
+    met(workers, groups, 0)
+    for rank, each in enumerate(workers):
+        each.scheduler.step(1.0 + rank)
+    errors = met(workers, groups, 1)
+    assert all(isinstance(error, ModelMismatchError) for error in errors)
+    assert all("attribute 'best' of ReduceLROnPlateau" in str(error) for error in errors)
+
+
+def test_a_rate_that_is_rounded_differently_is_no_difference(groups: list[Group]) -> None:
+    assert first_errors([Worker(network()), Worker(network(), rate=0.1 * (1 + 1e-12))], groups, 3)[0] == -1
+
+
+def test_a_joiner_that_differs_in_its_first_step_ends_alone(groups: list[Group]) -> None:
+    workers = [Worker(network()), Worker(network(), rate=0.05)]
+    workers[0].train_alone()
+    first, second = first_errors(workers, groups, first=5)[1]
+    assert isinstance(first, CollectiveError)
+    assert isinstance(second, ModelMismatchError)
 
 
 @pytest.mark.parametrize("name", ["0.weight", "5.bias", "9.weight"])
-def test_a_parameter_that_differs_is_named_within_a_full_turn(name: str) -> None:
+def test_a_parameter_that_differs_when_workers_begin_is_named_before_a_step_is_applied(
+    name: str, groups: list[Group]
+) -> None:
     """As an initialisation from the first batch leaves it, which differs from worker to worker."""
     other = network()
     with torch.no_grad():
         other.get_parameter(name).mul_(1.1)
-    step, message = first_difference([worker(network()), worker(other)])
-    assert 0 <= step < FULL_TURN
-    assert repr(name) in message
+    step, errors = first_errors([Worker(network()), Worker(other)], groups)
+    assert step == 0
+    assert all(isinstance(error, ModelMismatchError) and repr(name) in str(error) for error in errors)
 
 
-def test_what_two_kinds_of_devices_round_differently_is_no_difference() -> None:
+def test_a_parameter_that_differs_later_is_named_within_a_full_turn_and_no_worker_goes_on(groups: list[Group]) -> None:
+    workers = [Worker(network()), Worker(network())]
+    assert not any(error for step in range(9) for error in met(workers, groups, step))
+    with torch.no_grad():
+        workers[1].model.get_parameter("5.bias").mul_(1.001)
+    for step in range(9, 9 + FULL_TURN + 1):
+        first, second = met(workers, groups, step)
+        if first or second:
+            break
+    assert isinstance(first, ModelMismatchError)
+    assert isinstance(second, ModelMismatchError)
+    assert "'5.bias' of this worker" in str(second)
+
+
+def test_a_difference_that_no_step_has_shown_is_named_at_the_end_of_the_training(groups: list[Group]) -> None:
+    workers = [Worker(network()), Worker(network())]
+    assert not any(error for step in range(9) for error in met(workers, groups, step))
+    with torch.no_grad():
+        workers[1].model.get_parameter("5.bias").mul_(1.001)
+
+    def check(rank: int) -> str:
+        with pytest.raises(ModelMismatchError) as error:
+            workers[rank].agreement.check_all(groups[rank])
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all("'5.bias' of rank 1 differs from rank 0's at the end" in each for each in pool.map(check, (0, 1)))
+
+
+def test_what_two_kinds_of_devices_round_differently_is_no_difference(groups: list[Group]) -> None:
     other = network()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1 + 1e-6)
-    assert first_difference([worker(network()), worker(other)])[0] == -1
+    assert first_errors([Worker(network()), Worker(other)], groups)[0] == -1
 
 
 def test_the_gradients_of_a_share_are_scaled_where_they_are_summed() -> None:

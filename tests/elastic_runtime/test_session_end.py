@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.environment import Environment
 from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.membership.test_service import Recorder
 from tests.polling import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FINISHED = {"worker": "w0", "event": "TrainingFinished", "step": 7}
 
@@ -59,3 +62,20 @@ def test_a_worker_ends_though_the_coordinator_stays_away(tmp_path: Path) -> None
     worker.start()
     worker.close(timeout_s=0.1)
     until(lambda: not worker._reader.is_alive() and not worker._writer.is_alive(), "the end of its threads")
+
+
+@pytest.mark.slow
+def test_a_clusters_worker_that_never_began_the_loop_fails_and_says_why() -> None:
+    """An interpreter of its own: the exit code is set while it ends."""
+    environment = {
+        **os.environ,
+        "ELASTIC_COORDINATOR": "http://127.0.0.1:9/job",
+        "ELASTIC_WORKER_ID": "w0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    script = "import elastic_runtime; job = elastic_runtime.init(); print('trained', job.is_leader)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "trained False\n")
+    assert "UsageError: the script called elastic_runtime.init() and ended without a step" in done.stderr

@@ -127,11 +127,22 @@ class Forgetful(Stream):
         return {"at": self.at, "buffer": []}
 
 
+class Loaded(Stream):
+    """Counts how often its state is set."""
+
+    loads = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loads += 1
+        super().load_state_dict(state)
+
+
 def test_one_worker_never_goes_back_in_a_stream() -> None:
-    model = nn.Linear(12, 3)
+    model, data = nn.Linear(12, 3), Loaded(Points(50))
     job = elastic_runtime.init(global_batch_size=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = job.prepare(model, optimizer, DataLoader(Forgetful(Points(50)), batch_size=4))[2]
+    loader = job.prepare(model, optimizer, DataLoader(data, batch_size=4))[2]
+    data.loads = 0
     for _epoch in job.epochs(2):
         seen: list[int] = []
         for x, _y, indices in loader:
@@ -140,6 +151,7 @@ def test_one_worker_never_goes_back_in_a_stream() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert sorted(seen) == list(range(50))
+    assert data.loads == 2  # at the beginning of each epoch
 
 
 class Lines(IterableDataset[Any]):
@@ -206,6 +218,7 @@ class Unpicklable(Stream):
     [
         (Stateless(), UsageError, r"Stateless, is an IterableDataset without a state.*state_dict\(\)"),
         (Exhausted(DATA), UsageError, "gave no sample"),
+        (Forgetful(DATA), UsageError, "its state leaves something out, like the content of a buffer"),
         (Unpicklable(DATA), StateError, "keep open files"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from kfp_gpuquota.cluster.kubernetes.web.rights import (
 )
 from tests.kubernetes.installation import NAMESPACE, QUOTAS, jobs_of
 from tests.kubernetes.test_crds import job, quota
-from tests.kubernetes.web_page import ACCOUNT, User, WebPage, bind, web_page
+from tests.kubernetes.web_page import ACCOUNT, BASE, User, WebPage, bind, web_page
 from tests.polling import TIMEOUT_S, until
 from tests.web.visitor import Tags
 from tools.devcluster import Api, ApiError
@@ -209,6 +210,35 @@ def test_who_is_not_named_by_a_trusted_proxy_is_refused(page: WebPage, ours: Tea
     assert page.user("system:admin").get("/teams").status == 401
     assert page.user("stranger@example").get("/teams").status == 403
     assert nobody.get("/static/page.css").status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("kubeflow-userid", "nobody@example"), ("kubeflow-userid", "{user}")],
+        [("kubeflow-userid", ""), ("Kubeflow-UserID", "{user}")],
+        [("kubeflow-userid", "{user},nobody@example")],
+        [("kubeflow_userid", "{user}")],
+        [("X-Forwarded-User", "{user}"), ("X-Forwarded-For", "127.0.0.1"), ("Forwarded", "for=127.0.0.1")],
+        [("kubeflow-userid", "system:masters"), ("kubeflow-groups", "system:masters"), ("Impersonate-User", "{user}")],
+        [("kubeflow-userid", "{user}" + "x" * 300)],
+        [("kubeflow-userid", "{user}\u200b")],
+    ],
+)
+def test_no_second_header_and_no_look_alike_names_a_user(
+    page: WebPage, ours: Team, headers: list[tuple[str, str]]
+) -> None:
+    """What a pod can add that reaches the page, beside or instead of the proxy's own header."""
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+    connection.putrequest("GET", f"{BASE}/teams", skip_host=True)
+    connection.putheader("Host", f"localhost:{page.port}")
+    for name, value in headers:
+        connection.putheader(name, value.replace("{user}", ours.editor.name).encode())
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status in {401, 403}
+    assert ours.namespace not in answer.read().decode().replace(ours.editor.name, "")
+    connection.close()
 
 
 def test_the_header_of_an_untrusted_sender_does_not_count(

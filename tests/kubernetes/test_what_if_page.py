@@ -178,7 +178,18 @@ def test_only_the_pages_account_asks_with_a_token_for_the_controller(asking: Ask
     assert asking.post(body, api_server)[0] == 401, "a token for the API server"
     status, why = asking.post(body, other)
     assert (status, "bind the ClusterRole gpuquota-what-if" in why) == (403, True)
-    for wrong in (b"", b"{", b"[]", b'{"namespace": 1, "gpus": 1}', b'{"namespace": "x", "gpus": 0}'):
+    head, _, signature = page.rpartition(".")
+    for forged in (f"{head}.{signature[::-1]}", f"{head}.", page.partition(".")[0] + ".e30.", f"{page}x"):
+        assert asking.post(body, forged)[0] == 401, "a forged token"
+    for wrong in (
+        b"[" * 100_000,
+        b'{"visible": ' + b"[" * 100_000,
+        b"",
+        b"{",
+        b"[]",
+        b'{"namespace": 1, "gpus": 1}',
+        b'{"namespace": "x", "gpus": 0}',
+    ):
         assert asking.post(wrong, page)[0] == 400, wrong
     too_many = json.dumps({"namespace": own, "gpus": 10**9}).encode()
     assert asking.post(too_many, page)[0] == 400
@@ -187,6 +198,22 @@ def test_only_the_pages_account_asks_with_a_token_for_the_controller(asking: Ask
     assert asking.post(body, page)[0] == 200
     newer = json.dumps({"namespace": own, "gpus": 1, "a_field_of_a_newer_page": [1]}).encode()
     assert asking.post(newer, page)[0] == 200
+
+
+def test_a_revoked_token_is_refused(asking: Asking) -> None:
+    """Its Secret was deleted, as that of a pod is with the pod; the API server takes some seconds to notice."""
+    cluster, own = asking.controlled.cluster, asking.controlled.team("own", guaranteed=1)
+    asking.start()
+    asking.publish()
+    secrets = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+    secret = cluster.api.create(secrets, {"metadata": {"generateName": "bound-"}})["metadata"]
+    bound = {"kind": "Secret", "apiVersion": "v1", "name": secret["name"], "uid": secret["uid"]}
+    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{ACCOUNT}/token"
+    token = cluster.api.create(path, {"spec": {"audiences": [AUDIENCE], "boundObjectRef": bound}})["status"]["token"]
+    body = json.dumps({"namespace": own, "gpus": 1, "visible": []}).encode()
+    assert asking.post(body, token)[0] == 200
+    cluster.api.delete(f"{secrets}/{secret['name']}")
+    until(lambda: asking.post(body, token)[0] == 401, "the revoked token is accepted")
 
 
 def test_without_a_controller_that_answers_the_page_says_what_to_do(asking: Asking) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares, divide
+from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares, divide, grant
 from kfp_gpuquota.scheduler.state.model import BOUNDLESS, GPU, UNLIMITED, Amount, Queue
 
 
@@ -42,6 +42,9 @@ def queue(
         ("what one does not want goes to the others", 9, [(0, 1), (0, 9), (0, 9)], [1, 4, 4]),
         ("no more than the limit", 6, [(1, 6, 1, 100, 2), (1, 6)], [2, 4]),
         ("guarantees count in full even beyond the total", 2, [(2, 2), (2, 2)], [2, 2]),
+        ("a higher priority's guarantee first where not all are there", 8, [(8, 8, 1, 100), (8, 8, 1, 200)], [0, 8]),
+        ("what a higher priority leaves, the older one first", 8, [(4, 4), (4, 4), (4, 2, 1, 200)], [4, 2, 2]),
+        ("a guarantee that is not requested costs nobody", 8, [(8, 8, 1, 100), (8, 0, 1, 200)], [8, 0]),
         ("an unlimited guarantee is worth the whole", 4, [(UNLIMITED, 9)], [4]),
     ],
 )
@@ -75,7 +78,8 @@ def test_nothing_is_given_twice_and_nothing_wanted_is_left_over(
 ) -> None:
     made = [queue(*q) for q in queues]
     shares = [s / GPU for s in divide(made, 0, total * GPU)]
-    guaranteed = [min(g, want) for g, want, _, _ in queues]
+    granted = [amount / GPU for amount in grant(made, 0, total * GPU)]
+    guaranteed = [min(g, want) for g, (_, want, _, _) in zip(granted, queues, strict=True)]
     wanted = [want for _, want, _, _ in queues]
     assert all(g <= s <= w for g, s, w in zip(guaranteed, shares, wanted, strict=True))
     assert sum(shares) == max(sum(guaranteed), min(total, sum(wanted)))

@@ -21,6 +21,7 @@ from kfp_gpuquota.scheduler import (
     WorkerGone,
     WorkerLeaving,
     WorkerStarted,
+    changed_promises,
     plan,
 )
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI
@@ -155,8 +156,12 @@ class World:
                 self.start(bind.job, placement)
         for move in decided.move:
             self.leave(move.worker)
-            self.start(move.job, move.to)
+        self.promise(decided)
         self.check()
+
+    def promise(self, decided: Plan) -> None:
+        for event in list(changed_promises(self.state, decided, self.now)):
+            self.state.apply(event)
 
     def plan(self) -> Plan:
         return plan(self.state, self.now)

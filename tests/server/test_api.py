@@ -62,7 +62,7 @@ BAD_BODIES: list[tuple[bytes, int, str, str]] = [
     (b"", 422, "invalid-field", "it must be JSON"),
     (b"garbage", 422, "invalid-field", "it must be JSON"),
     (b"\xff\xfe", 422, "invalid-field", "it must be JSON"),
-    (b"[" * 100_000, 422, "invalid-field", "Expected `object`"),
+    (b"[" * 100_000, 422, "invalid-field", "nested too deeply"),
     (b"[]", 422, "invalid-field", "Expected `object`"),
     (b"{}", 422, "invalid-field", "missing required field `spec`"),
     (json.dumps({**SUBMIT, "colour": "red"}).encode(), 422, "invalid-field", "unknown field `colour`"),

@@ -174,3 +174,16 @@ def test_the_page_comes_back_on_another_port_where_its_own_is_taken(embedded_clu
         second = visitor_of(embedded_cluster)
         assert second.port != first.port
         assert second.enter().status == 200
+
+
+def test_a_head_request_does_not_use_a_link_up(embedded_cluster: EmbeddedCluster) -> None:
+    """As link previews and other programs send one before a browser opens it."""
+    visitor = visitor_of(embedded_cluster)
+    address = f"/enter?{visitor.query}"
+    with socket.create_connection(("127.0.0.1", int(visitor.origin.rpartition(":")[2])), 20) as asking:
+        host = visitor.origin.partition("://")[2]
+        asking.sendall(f"HEAD {visitor.base}{address} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        answer = asking.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 405")
+    assert b"Set-Cookie" not in answer
+    assert visitor.enter().status == 200

@@ -30,7 +30,6 @@ _SOURCES: Final = (
     "pyproject.toml",
     "README.md",
     "LICENSE",
-    "constraints.txt",
     "kfp_gpuquota",
     "elastic_runtime",
     "images",

@@ -29,8 +29,9 @@ def release(target: Path, registry: str, tag: str, epoch: int, *, with_images: b
     for old in found:
         old.unlink()
     artifacts = distributions.build(target, epoch)
-    artifacts += [manifests.package(target, epoch), *manifests.render(target, registry, tag)]
     built = images.build(target, registry, tag, epoch) if with_images else []
+    digests = {image.name: image.digest for image in built}
+    artifacts += [manifests.package(target, epoch), *manifests.render(target, registry, tag, digests)]
     artifacts += [image.path for image in built]
     return [*artifacts, *sbom.write(target, artifacts, epoch, built)]
 

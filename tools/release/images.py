@@ -50,10 +50,12 @@ _SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The archive of an image, and the packages in it."""
+    """The archive of an image, the packages in it, and the digest by which a registry has it."""
 
     path: Path
     packages: frozenset[Package]
+    name: str = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,9 @@ def _write(target: Path, name: str, reference: str, parts: Mapping[str, Mapping[
     path = target / archive_name(name)
     settings = _SETTINGS[name]
     about = oci.Settings(settings.user, settings.entrypoint, settings.environment, _labels(name), settings.ports)
-    oci.write(path, reference, about, {one: part[name].layers for one, part in parts.items()}, epoch)
-    return Built(path, frozenset(package for part in parts.values() for package in part[name].packages))
+    digest = oci.write(path, reference, about, {one: part[name].layers for one, part in parts.items()}, epoch)
+    packages = frozenset(package for part in parts.values() for package in part[name].packages)
+    return Built(path, packages, name, digest)
 
 
 def _labels(name: str) -> dict[str, str]:

@@ -13,20 +13,24 @@ from tools.chart.__main__ import CHART
 from tools.devcluster import helm
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 OVERLAYS: Final = {"standalone": "false", "kubeflow": "true"}
 """Each overlay, and the value kubeflow.enabled of the chart that renders it."""
 
 
-def render(target: Path, registry: str, tag: str) -> list[Path]:
+def render(target: Path, registry: str, tag: str, digests: Mapping[str, str] | None = None) -> list[Path]:
     """Write install-OVERLAY.yaml for each overlay. Raises UnavailableError where helm cannot be built.
+
+    Images of which there are `digests`, by name, are installed by digest: their tag is then for readers only.
 
     The QuotaPolicy is left out: kubectl cannot apply an object together with its kind, and the controller creates it.
     """
     program, written = helm.provide(), []
     for overlay, kubeflow in OVERLAYS.items():
         path = target / f"install-{overlay}.yaml"
+        by_digest = "".join(f",image.digests.{name}={one}" for name, one in sorted((digests or {}).items()))
         values = f"image.registry={registry},image.tag={tag},kubeflow.enabled={kubeflow},quotaPolicy.create=false"
         command = [
             str(program),
@@ -36,7 +40,7 @@ def render(target: Path, registry: str, tag: str) -> list[Path]:
             "--include-crds",
             "--namespace=default",
             "--set",
-            values,
+            f"{values}{by_digest}",
         ]
         path.write_bytes(subprocess.run(command, capture_output=True, check=True).stdout)
         written.append(path)

@@ -39,8 +39,11 @@ class Settings:
     ports: Sequence[str] = ()
 
 
-def write(path: Path, name: str, settings: Settings, layers: Mapping[str, Sequence[Blob]], epoch: int) -> None:
-    """Write an archive. `name` is REGISTRY/NAME:TAG; `layers` has those of each architecture, the lowest first."""
+def write(path: Path, name: str, settings: Settings, layers: Mapping[str, Sequence[Blob]], epoch: int) -> str:
+    """Write an archive, and return the digest by which a registry has the image.
+
+    `name` is REGISTRY/NAME:TAG; `layers` has those of each architecture, the lowest first.
+    """
     blobs: dict[str, bytes] = {}
     manifests = [
         _manifest(blobs, settings, architecture, layers[architecture], epoch) for architecture in sorted(layers)
@@ -61,6 +64,7 @@ def write(path: Path, name: str, settings: Settings, layers: Mapping[str, Sequen
             entry = tarfile.TarInfo(file)
             entry.size, entry.mtime, entry.mode = len(content), epoch, 0o644
             archive.addfile(entry, io.BytesIO(content))
+    return str(top["digest"])
 
 
 def full_name(name: str) -> str:

@@ -9,8 +9,9 @@ import zipfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from tools.release import requirements
 from tools.release.debian import PYTHON_VERSION, Package
-from tools.release.distributions import REPOSITORY, BuildError
+from tools.release.distributions import BuildError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
     from tools.release.layer import Layer
 
-MACHINES: Final = {"amd64": "x86_64", "arm64": "aarch64"}
-_GLIBC: Final = (36, 35, 34, 31, 28, 27, 26, 24, 17)  # bookworm's is 2.36; pip does not deduce older ones
+MACHINES: Final = requirements.MACHINES
 _VERSION: Final = ".".join(str(part) for part in PYTHON_VERSION)
 
 
@@ -83,27 +83,25 @@ class Environment:
 
 
 def download(wheel: Path, extra: str, architecture: str, folder: Path) -> list[Path]:
-    """Download what a wheel with an extra requires for Debian's Python, in constraints.txt's versions, and the wheel.
+    """Download what a wheel with an extra requires for Debian's Python, in the versions and with the hashes of
+    `images/requirements`; return these wheels and ours, which lie beside `wheel`.
 
-    Our other wheels are found beside it. Raises BuildError with pip's output, and under a Python of another version,
-    because pip evaluates a requirement's conditions for the interpreter that runs it.
+    Raises BuildError with pip's output, and under a Python of another version, because pip evaluates a requirement's
+    conditions for the interpreter that runs it.
     """
     if sys.version_info[:2] != PYTHON_VERSION:
         raise BuildError(
             f"images contain Python {_VERSION} and are built with it: make release PYTHON=python{_VERSION}"
         )
-    machine = MACHINES[architecture]
-    platforms = [f"--platform=manylinux_2_{glibc}_{machine}" for glibc in _GLIBC]
     command = [
-        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--only-binary=:all:"),
-        *(f"--python-version={_VERSION}", "--implementation=cp", *platforms, f"--platform=manylinux2014_{machine}"),
-        *(f"--constraint={REPOSITORY / 'constraints.txt'}", f"--find-links={wheel.parent}", f"--dest={folder}"),
-        f"{wheel}[{extra}]",
+        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"),
+        *(*requirements.platform_options(_VERSION, architecture), f"--dest={folder}"),
+        *("--require-hashes", f"--requirement={requirements.path_of(extra)}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildError(f"the packages of an image for {architecture} were not downloaded: {done.stderr[-3000:]}")
-    return sorted(folder.glob("*.whl"))
+    return sorted([*folder.glob("*.whl"), *wheel.parent.glob("*.whl")])
 
 
 def _console_scripts(text: str) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,9 @@
 {{- /* The image NAME: include "gpuquota.image" (list . NAME) */}}
 {{- define "gpuquota.image" -}}
 {{- $image := (index . 0).Values.image -}}
-{{- printf "%s/%s:%s" (trimSuffix "/" $image.registry) (index . 1) ($image.tag | default (index . 0).Chart.AppVersion) -}}
+{{- $name := printf "%s/%s" (trimSuffix "/" $image.registry) (index . 1) -}}
+{{- $tagged := printf "%s:%s" $name ($image.tag | default (index . 0).Chart.AppVersion) -}}
+{{- with get $image.digests (index . 1) }}{{ printf "%s@%s" $name . }}{{ else }}{{ $tagged }}{{ end -}}
 {{- end }}
 
 {{- /* The URLs of the membership's shards, in order */}}

@@ -21,6 +21,9 @@ REMEMBERED = ("best_metric", "best_global_step", "best_model_checkpoint", "log_h
 class TrackedState:
     """Trainer's state for `job.track`, with that of callbacks that are an ExportableState."""
 
+    values_of_each_worker = ("log_history",)
+    """Of `state`: losses of this worker's samples. A joiner takes over rank 0's; workers may differ in them."""
+
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 

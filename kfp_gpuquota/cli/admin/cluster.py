@@ -12,7 +12,7 @@ from kfp_gpuquota.api.quantity import as_number, parse_gpu_memory, parse_mib, sh
 from kfp_gpuquota.cli.arguments.amounts import pairs, whole_number
 from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.display.output import Format, age, in_json, show, table
-from kfp_gpuquota.cli.display.terminal import echo, echo_data
+from kfp_gpuquota.cli.display.terminal import echo, echo_data, make_output_private
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
@@ -265,8 +265,13 @@ def _restore_to_kubernetes(file: Path) -> None:
 def export(
     *,
     jobs: Annotated[bool, typer.Option("--jobs", help="On Kubernetes: jobs that have not ended, too.")] = False,
+    with_secrets: Annotated[
+        bool, typer.Option("--with-secrets", help="With the values of the jobs' environment variables.")
+    ] = False,
 ) -> None:
-    """Write projects, policies, jobs and history as JSON to stdout.
+    """Write projects, policies, jobs and history as JSON to stdout. A file that receives it gets mode 0600.
+
+    Values of environment variables are left out, unless --with-secrets is given.
 
     On Kubernetes: quotas, policies, the cluster's rules and the labels of namespaces, as a List that `cluster restore`
     and kubectl read. Quotas of Profiles are in the Profiles.
@@ -279,14 +284,16 @@ def export(
         from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415
         from kfp_gpuquota.cluster.kubernetes.operations import exporting  # noqa: PLC0415
 
-        echo_data(in_json(exporting.exported(kube_calls(), jobs=jobs)))
+        make_output_private()
+        echo_data(in_json(exporting.exported(kube_calls(), jobs=jobs, secrets=with_secrets)))
         return
     if jobs:
         raise UsageError("--jobs is for Kubernetes: on this machine all jobs are exported; leave it out")
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.storage.exporting import exported  # noqa: PLC0415
 
-    echo_data(in_json(exported(embedded_home().database)))
+    make_output_private()
+    echo_data(in_json(exported(embedded_home().database, secrets=with_secrets)))
 
 
 @app.command("repair", short_help="Show what of the state cannot be used; repair a damaged file.")

@@ -8,7 +8,10 @@ do colors in a log; a log that does not go to a terminal is passed on byte for b
 from __future__ import annotations
 
 import codecs
+import contextlib
+import os
 import re
+import stat
 import sys
 from typing import TYPE_CHECKING
 
@@ -39,6 +42,14 @@ def echo(text: str, *, err: bool = False) -> None:
 def echo_data(text: str) -> None:
     """Print JSON or YAML: made visible on a terminal, else as it is."""
     typer.echo(visible(text) if sys.stdout.isatty() else text)
+
+
+def make_output_private() -> None:
+    """Let nobody else read the file to which the shell has redirected stdout, if it is one."""
+    with contextlib.suppress(OSError, ValueError):  # another user's file, or no file at all
+        descriptor = sys.stdout.fileno()
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)
 
 
 def write_log(chunks: Iterable[bytes]) -> bool:

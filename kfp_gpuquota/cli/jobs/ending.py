@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.wire import StopAction
 from kfp_gpuquota.cli.arguments.completion import complete_job
 from kfp_gpuquota.cli.arguments.names import job_names, matches
 from kfp_gpuquota.cli.arguments.options import ProjectOption, client, project_or_configured
@@ -38,8 +39,8 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
       gpuquota suspend train1 train2
     """
     reached, project = client(), project_or_configured(project)
+    reached.stop_jobs(project, job_names(jobs), StopAction.SUSPEND)
     for name in job_names(jobs):
-        reached.suspend_job(project, name)
         echo(f"job {name} suspended")
 
 
@@ -120,8 +121,7 @@ def delete(
             f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "
             f"with: gpuquota list -p {project}"
         )
-    for name in jobs:
-        reached.delete_job(project, name)
+    reached.stop_jobs(project, jobs, StopAction.DELETE)
     if wait_for_end:
         _wait_until_deleted(reached, project, {uids[name] for name in jobs})
     for name in jobs:

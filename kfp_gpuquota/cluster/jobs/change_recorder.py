@@ -35,7 +35,7 @@ class ChangeRecorder:
     stopped: list[str] = field(default_factory=list)
 
     def plan(self, plan: scheduler.Plan) -> None:
-        """Record a plan, except nominations, which change no record."""
+        """Record a plan, and what it promises."""
         for evict in plan.evict:
             self._evict(evict)
         for move in plan.move:
@@ -45,6 +45,10 @@ class ChangeRecorder:
             self._add_workers(self._job(resize.job), resize.add, resize.reason)
         for bind in plan.bind:
             self._bind(bind)
+        for uid, placements in self.state.new_promises(plan).items():
+            job = self._job(uid)
+            at = job.promised_at if job.promised else self.now
+            self.change.jobs[uid] = msgspec.structs.replace(job, promised=placements, promised_at=at)
 
     def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
         """Record the stop of a job with this intent; a job without workers gets its final phase at once."""
@@ -152,15 +156,15 @@ class ChangeRecorder:
                 started_at=self.now,
             )
             job = msgspec.structs.replace(job, next_index=job.next_index + 1)
-            self.change.workers[worker.id] = WorkerRecord(worker=worker, attempt=job.attempt)
+            self.change.workers[worker.id] = WorkerRecord(worker=worker, attempt=job.attempt, started_for=reason)
             self.started.append(worker.id)
             self.note(job, EventKind.WORKER_STARTED, worker=worker.id, gpus=worker.gpus)
-        self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)
+        self.change.jobs[job.uid] = with_status(job, reason=reason)
 
     def _release(self, job: JobRecord, workers: Iterable[str], reason: Reason) -> None:
         """Record workers as leaving; they hold their devices until they have exited."""
         for worker in workers:
             record = self.change.workers.get(worker) or self.state.workers[worker]
-            self.change.workers[worker] = leaving(record, self.now)
+            self.change.workers[worker] = leaving(record, self.now, reason)
             self.stopped.append(worker)
-        self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)
+        self.change.jobs[job.uid] = with_status(job, reason=reason)

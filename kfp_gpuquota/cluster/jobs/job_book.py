@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.cluster.jobs.scheduling import job_announced, job_changed, worker_changed
+from kfp_gpuquota.cluster.jobs.scheduling import job_announced, job_changed, run_recalled, worker_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,13 +30,14 @@ class Change:
 
 
 class JobBook:
-    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name."""
+    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name, `promised` the jobs with a promise."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self.nodes = nodes
         self.jobs: dict[str, JobRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self._workers_of: dict[str, list[str]] = {}
+        self.promised: dict[str, None] = {}
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
         """Return all stored workers of a job, oldest first."""
@@ -50,12 +51,27 @@ class JobBook:
         """Return the workers of a job that may still hold devices."""
         return [worker for worker in self.workers_of(uid) if worker.alive]
 
+    def new_promises(self, plan: scheduler.Plan) -> dict[str, tuple[scheduler.Placement, ...]]:
+        """Return the placements that the plan promises otherwise than recorded, by job; () ends a promise."""
+        new = {uid: found for uid, found in plan.promises.items() if uid in self.jobs}
+        ended = {uid: () for uid in self.promised if uid not in new}
+        return ended | {uid: found for uid, found in new.items() if self.jobs[uid].promised != found}
+
     def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
         """Yield the scheduler events of a change; must be called before `apply_change`."""
+        recalled: dict[str, list[WorkerRecord]] = {}
         for uid, job in change.jobs.items():
             yield from job_announced(self.jobs.get(uid), job)
+            if uid not in self.jobs:
+                recalled[uid] = []
         for name, worker in change.workers.items():
-            yield from worker_changed(self.workers.get(name), worker)
+            if (of_job := recalled.get(worker.worker.job_uid)) is not None:
+                of_job.append(worker)
+            else:
+                yield from worker_changed(self.workers.get(name), worker)
+        for uid, workers in recalled.items():
+            if (job := change.jobs[uid]) is not None:
+                yield from run_recalled(job, workers)
         for uid, job in change.jobs.items():
             yield from job_changed(self.jobs.get(uid), job)
 
@@ -72,6 +88,10 @@ class JobBook:
     def put_job(self, job: JobRecord) -> None:
         """Add or replace the job's record."""
         self.jobs[job.uid] = job
+        if job.promised:
+            self.promised[job.uid] = None
+        else:
+            self.promised.pop(job.uid, None)
 
     def put_worker(self, record: WorkerRecord) -> None:
         """Add or replace the worker's record."""
@@ -83,6 +103,7 @@ class JobBook:
     def remove_job(self, uid: str) -> list[str]:
         """Remove the job and its workers; return the workers' ids."""
         self.jobs.pop(uid, None)
+        self.promised.pop(uid, None)
         workers = self._workers_of.pop(uid, [])
         for worker in workers:
             del self.workers[worker]

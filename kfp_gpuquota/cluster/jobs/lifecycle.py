@@ -12,6 +12,7 @@
 | killed after the training, others are left   | continues: another worker has or will have its result           |
 | failed by itself after the training          | fails with its exit code, the other workers are stopped         |
 | ended because the machine was restarted      | returns to the queue, also if not managed; not counted          |
+| lost with its node                           | continues while others train, else as above; not counted        |
 
 Restarts are counted by incident: workers that are lost within `INCIDENT_S` of each other are one incident, so that the
 failure of a node with several workers counts once. After `WINDOW_S` without an incident the count starts again at 0.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode, Resize
+from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
@@ -39,28 +40,21 @@ WINDOW_S = 6 * 3600.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
-def after_worker_exited(
-    job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str = ""
-) -> JobRecord:
-    """Return the job after the end of `exited`, one of `workers`, which are all of the present attempt.
-
-    `killed_for` is why this cluster killed the worker, "" where it did not.
-    """
+def after_worker_exited(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """Return the job after the end of `exited`, one of `workers`, which are all of the present attempt."""
     if not exited.released and job.intent is Intent.RUN:
-        job = _after_own_end(job, exited, workers, now, killed_for)
+        job = _after_own_end(job, exited, workers, now)
     if any(worker.alive for worker in workers):
         return job
     return settled(job, workers, now)
 
 
-def _after_own_end(
-    job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str
-) -> JobRecord:
+def _after_own_end(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
     code = exited.worker.exit_code or 0
+    if exited.lost_with:
+        return _after_loss(job, exited, workers, now)
     if code == 0:
-        message = f"worker {exited.worker.index} has ended with exit code 0"
-        reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": exited.worker.id})
-        return msgspec.structs.replace(job, completing=True, resize_reason=reason)
+        return msgspec.structs.replace(job, completing=True)
     others = any(worker.alive or finished(worker) for worker in workers)
     if job.completing and others and not _failed_by_itself(job, exited):
         return job  # the training is over, and another worker has or will have its result
@@ -71,13 +65,27 @@ def _after_own_end(
     may_restart = not counted or job.status.restarts < job.spec.max_restarts
     recoverable = job.managed and (others or code > KILLED_ABOVE) and may_restart
     recoverable = recoverable and not (job.completing and _failed_by_itself(job, exited))
-    why = _failure(exited, code, job, killed_for, recoverable=recoverable, counted=counted)
+    why = _failure(exited, code, job, recoverable=recoverable, counted=counted)
     job = with_status(job, restarts=job.status.restarts + (recoverable and counted), exit_code=code, reason=why)
-    job = msgspec.structs.replace(job, resize_reason=why, incident_at=now if counted else job.incident_at)
+    job = msgspec.structs.replace(job, incident_at=now if counted else job.incident_at)
     job = _with_failure(job, exited, why, now)
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
     return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
+
+
+def _after_loss(job: JobRecord, lost: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """Return the job after the loss of a worker's machine, which is no failure of its own and is not counted."""
+    others = any(worker.alive or finished(worker) for worker in workers)
+    goes_on = job.managed and others
+    then = "the others go on" if goes_on else "the job goes back to the queue"
+    why = Reason(
+        code=ReasonCode.NODE_LOST,
+        message=f"worker {lost.worker.index} was lost: {lost.lost_with}; {then}",
+        details={"worker": lost.worker.id},
+    )
+    job = _with_failure(with_status(job, reason=why), lost, why, now)
+    return job if goes_on else msgspec.structs.replace(job, intent=Intent.REQUEUE)
 
 
 def _is_failed_growth(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> bool:
@@ -89,16 +97,6 @@ def _is_failed_growth(job: JobRecord, exited: WorkerRecord, workers: Sequence[Wo
         return True
     last = job.status.resizes[-1] if job.status.resizes else None
     return last is not None and last.to_gpus > last.from_gpus and 0 <= now - last.at <= GROWTH_S
-
-
-def unexplained_loss(job: JobRecord, lost: WorkerRecord) -> JobRecord:
-    """Return the job whose training goes on without a worker that nothing here asked to stop.
-
-    Its exit code follows when its process has ended, and is then the reason of the change of size.
-    """
-    message = f"worker {lost.worker.index} left by itself, or was lost"
-    reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": lost.worker.id})
-    return msgspec.structs.replace(job, resize_reason=reason)
 
 
 def _with_failure(job: JobRecord, exited: WorkerRecord, why: Reason, now: float) -> JobRecord:
@@ -119,7 +117,7 @@ def _without_growth(job: JobRecord, exited: WorkerRecord, code: int, now: float)
         ),
         details={"exit_code": code, "worker": exited.worker.id},
     )
-    job = msgspec.structs.replace(job, resize_reason=reason, growth_failed=reason)
+    job = msgspec.structs.replace(job, growth_failed=reason)
     return _with_failure(with_status(job, reason=reason), exited, reason, now)
 
 
@@ -141,7 +139,7 @@ def after_reboot(job: JobRecord) -> JobRecord:
         return job
     message = "the machine was restarted; the job returns to the queue"
     reason = Reason(code=ReasonCode.WORKER_FAILED, message=message)
-    job = msgspec.structs.replace(job, intent=Intent.REQUEUE, resize_reason=reason)
+    job = msgspec.structs.replace(job, intent=Intent.REQUEUE)
     return with_status(job, phase=Phase.STOPPING, reason=reason)
 
 
@@ -149,33 +147,6 @@ def _failed_by_itself(job: JobRecord, exited: WorkerRecord) -> bool:
     """Return whether the worker's program failed (not a signal) and it took part in the training, if there is one."""
     trained = exited.worker.rank is not None or not job.managed
     return trained and 0 < (exited.worker.exit_code or 0) <= KILLED_ABOVE
-
-
-def resized(
-    job: JobRecord,
-    size: int,
-    now: float,
-    *,
-    generation: int = 0,
-    step: int = 0,
-    pause_ms: float | None = None,
-    lost_steps: int = 0,
-) -> JobRecord:
-    """Return the job at `size` GPUs; a change from another size is added to its history with `resize_reason`."""
-    before, job = job.size, msgspec.structs.replace(job, size=size)
-    if before in {0, size} or size == 0:
-        return job
-    change = Resize(
-        at=now,
-        from_gpus=before,
-        to_gpus=size,
-        generation=generation,
-        step=step,
-        reason=job.resize_reason or Reason(code=ReasonCode.FITS, message=""),
-        pause_ms=pause_ms,
-        lost_steps=lost_steps,
-    )
-    return with_status(job, resizes=(*job.status.resizes, change))
 
 
 def progressed(job: JobRecord, progress: Progress) -> JobRecord:
@@ -212,7 +183,9 @@ def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> J
 
 
 def _requeued(job: JobRecord) -> JobRecord:
-    job = msgspec.structs.replace(job, intent=Intent.RUN, completing=False, managed=False, size=0, growth_failed=None)
+    job = msgspec.structs.replace(
+        job, intent=Intent.RUN, completing=False, managed=False, size=0, members=(), growth_failed=None
+    )
     return with_status(job, phase=Phase.PENDING, started_at=None)
 
 
@@ -221,11 +194,9 @@ def finished(worker: WorkerRecord) -> bool:
     return not worker.alive and not worker.released and worker.worker.exit_code == 0
 
 
-def _failure(
-    exited: WorkerRecord, code: int, job: JobRecord, killed_for: str, *, recoverable: bool, counted: bool
-) -> Reason:
+def _failure(exited: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool, counted: bool) -> Reason:
     how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
-    how += f" ({killed_for})" if killed_for else ""
+    how += f" ({exited.killed_for})" if exited.killed_for else ""
     how += _MEANINGS.get(code, "")
     then = ""
     if job.completing and _failed_by_itself(job, exited):

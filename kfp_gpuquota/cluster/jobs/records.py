@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Reason, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 
@@ -30,9 +31,10 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `attempt` counts its starts, and marks the workers of each. `managed`: its workers have joined a membership, so that
     it loses and gains workers without a restart. `completing`: a worker has finished, so that it gets no more.
-    `generation_high` is the highest generation number used, `size` the GPUs it last ran with, `resize_reason` why its
-    size is changing. `incident_at` is when its last restart was counted, in seconds since the epoch. `growth_failed` is
-    why it is not expanded again in this run.
+    `generation_high` is the highest generation number used, `size` the GPUs it last ran with, `members` the workers of
+    the generation in force. `incident_at` is when its last restart was counted, in seconds since the epoch.
+    `growth_failed` is why it is not expanded again in this run. `promised` are the placements of its next workers, for
+    which plans made room since `promised_at`.
     """
 
     uid: str
@@ -46,11 +48,13 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completing: bool = False
     generation_high: int = 0
     size: int = 0
-    resize_reason: Reason | None = None
+    members: tuple[str, ...] = ()
     lease_holder: str = ""
     lease_s: float = 0.0
     incident_at: float | None = None
     growth_failed: Reason | None = None
+    promised: tuple[scheduler.Placement, ...] = ()
+    promised_at: float = 0.0
 
     @property
     def ending(self) -> bool:
@@ -62,13 +66,18 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The stored record of a worker.
 
     `released`: it was asked to leave, so that its exit does not affect the job; `released_at` in seconds since the
-    epoch.
+    epoch. `started_for` and `released_for` are the reasons of these decisions, `killed_for` is why its membership had
+    it killed. `lost_with`: it ended with its machine, for this cause, and not by itself.
     """
 
     worker: Worker
     attempt: int
     released: bool = False
     released_at: float | None = None
+    started_for: Reason | None = None
+    released_for: Reason | None = None
+    killed_for: str = ""
+    lost_with: str = ""
 
     @property
     def alive(self) -> bool:
@@ -76,10 +85,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return self.worker.phase is not WorkerPhase.GONE
 
 
-def leaving(record: WorkerRecord, now: float) -> WorkerRecord:
+def leaving(record: WorkerRecord, now: float, why: Reason | None = None) -> WorkerRecord:
     """Return the worker's record after it was asked to leave, by the cluster or by its node."""
     worker = msgspec.structs.replace(record.worker, phase=WorkerPhase.LEAVING)
-    return msgspec.structs.replace(record, worker=worker, released=True, released_at=now)
+    return msgspec.structs.replace(record, worker=worker, released=True, released_at=now, released_for=why)
 
 
 def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:

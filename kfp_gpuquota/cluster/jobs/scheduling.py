@@ -9,7 +9,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 NEVER_AGAIN = 1e12
 """A time in seconds since the epoch, later than the end of any run."""
@@ -38,6 +38,8 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
         yield scheduler.JobUpdated(after.uid, after.spec)
     if after.completing != (before is not None and before.completing):
         yield scheduler.JobCompleting(after.uid, after.completing)
+    if after.promised != (() if before is None else before.promised):
+        yield scheduler.PlacementsPromised(after.uid, after.promised, after.promised_at)
     yield from _growth(before, after)
     yield from _progress(before, after)
 
@@ -60,6 +62,32 @@ def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator
         yield scheduler.WorkerLeaving(worker.id, after.released_at)
     if before is not None and before.alive and not after.alive:
         yield scheduler.WorkerGone(worker.id, worker.finished_at)
+
+
+def run_recalled(job: JobRecord, workers: Iterable[WorkerRecord]) -> Iterator[scheduler.Event]:
+    """Yield the events of the job's present run again, in the order of their times.
+
+    So the scheduler of a restarted cluster learns also from workers that have exited: when the job grew, shrank, or
+    fell below its minimum. Workers of earlier runs that are still exiting come with it.
+    """
+    if job.status.phase.final:
+        return
+    found: list[tuple[float, int, scheduler.Event]] = []
+    for record in workers:
+        if record.alive or record.attempt == job.attempt:
+            found += _events_of(record)
+    yield from (event for _, _, event in sorted(found, key=lambda each: each[:2]))
+
+
+def _events_of(record: WorkerRecord) -> Iterator[tuple[float, int, scheduler.Event]]:
+    worker = record.worker
+    at = worker.started_at
+    yield at, 0, scheduler.WorkerStarted(worker.id, worker.job_uid, worker.node, worker.devices, at)
+    if record.released:
+        at = max(at, record.released_at or at)
+        yield at, 1, scheduler.WorkerLeaving(worker.id, record.released_at)
+    if not record.alive:
+        yield max(at, worker.finished_at or at), 2, scheduler.WorkerGone(worker.id, worker.finished_at)
 
 
 def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:

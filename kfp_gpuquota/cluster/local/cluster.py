@@ -26,6 +26,7 @@ from kfp_gpuquota.api.wire import (
     NodeView,
     Outlook,
     ProjectView,
+    StopAction,
     SubmitJob,
     Supposition,
 )
@@ -41,6 +42,8 @@ from kfp_gpuquota.scheduler.dump import take_dump
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.cluster.local.driver import Driver
     from kfp_gpuquota.cluster.local.home import Home
@@ -54,6 +57,12 @@ LOG_POLL_S: Final = 0.1
 EVENT_POLL_S: Final = 0.5
 LEASE_RETRY_S: Final = 2.0  # between attempts to write that a lease has ended
 
+_STOPS: Final = {
+    StopAction.DELETE: (Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user")),
+    StopAction.SUSPEND: (Intent.SUSPEND, Reason(code=ReasonCode.SUSPENDED, message="suspended by a user")),
+    StopAction.CANCEL: (Intent.CANCEL, Reason(code=ReasonCode.USER, message="cancelled by a user")),
+}
+
 log = logging.getLogger(__name__)
 
 
@@ -61,8 +70,16 @@ class LocalCluster:
     """The embedded cluster's answer to `server.backend.Backend`."""
 
     def __init__(
-        self, home: Home, store: Store, state: ClusterState, driver: Driver, config: ClusterConfig | None = None
+        self,
+        home: Home,
+        store: Store,
+        state: ClusterState,
+        driver: Driver,
+        config: ClusterConfig | None = None,
+        *,
+        new_uid: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
+        self._new_uid = new_uid
         self._home = home
         self._config = config or ClusterConfig()
         self._store = store
@@ -210,16 +227,29 @@ class LocalCluster:
 
     def delete_job(self, project: str, name: str) -> None:
         """Stop it where it runs, then forget it."""
-        job = self._state.job_named(project, name)
-        self._stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user"))
+        self.stop_jobs(project, (name,), StopAction.DELETE)
+
+    def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs in one change, so that the next plan sees none of them; ended ones stay as they are.
+
+        Raises NotFoundError for any of them, ConflictError where one that has ended is to be suspended.
+        """
+        jobs = [self._state.job_named(project, name) for name in dict.fromkeys(names)]
+        if action is StopAction.SUSPEND:
+            for job in jobs:
+                self._refuse_ended(job)
+        intent, reason = _STOPS[action]
+        with self._driver.decide() as recorder:
+            for job in jobs:
+                if action is StopAction.DELETE or not (
+                    job.status.phase.final or job.intent is intent or job.status.phase is Phase.SUSPENDED
+                ):
+                    recorder.stop(job, intent, reason)
 
     def suspend_job(self, project: str, name: str) -> Job:
         """Stop it, and keep it out of the queue. Raises ConflictError for one that has ended."""
-        job = self._state.job_named(project, name)
-        self._refuse_ended(job)
-        if job.status.phase is not Phase.SUSPENDED and job.intent is not Intent.SUSPEND:
-            self._stop(job, Intent.SUSPEND, Reason(code=ReasonCode.SUSPENDED, message="suspended by a user"))
-        return self._state.view(job.uid)
+        self.stop_jobs(project, (name,), StopAction.SUSPEND)
+        return self.get_job(project, name)
 
     def resume_job(self, project: str, name: str) -> Job:
         """Return a suspended job to the queue with its age; do nothing for another job."""
@@ -338,7 +368,7 @@ class LocalCluster:
 
     def _new_job(self, request: SubmitJob, set_by: dict[str, str]) -> JobRecord:
         return JobRecord(
-            uid=uuid.uuid4().hex,
+            uid=self._new_uid(),
             spec=request.spec,
             status=JobStatus(submitted_at=self._state.clock(), set_by=set_by),
             request_id=request.request_id,

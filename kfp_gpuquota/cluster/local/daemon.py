@@ -31,8 +31,7 @@ from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.local.workers import cgroups
-from kfp_gpuquota.cluster.local.workers.device_locks import Holder, hold
-from kfp_gpuquota.cluster.local.workers.shim import start_time
+from kfp_gpuquota.cluster.local.workers.device_locks import hold
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError
 from kfp_gpuquota.server.app import build_app
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits, raise_descriptor_limit
@@ -89,10 +88,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             nodes = tuple(runtime.nodes.values())
         else:
             nodes = _nodes(store, shape, changed=config is not None)
-            holder = Holder(uid=os.geteuid(), home=str(home.root), pid=os.getpid(), started=start_time(os.getpid()))
-            settings = replace(
-                settings, device_locks=stack.enter_context(hold(nodes, holder)), cgroups=cgroups.prepare()
-            )
+            locks = stack.enter_context(hold(nodes, home.device_locks))
+            settings = replace(settings, device_locks=locks, cgroups=cgroups.prepare())
         state = ClusterState(store, nodes, shape.usage_half_life_s, home.give_up_reserve)
         driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set, runtime=runtime)
         stack.callback(driver.close)

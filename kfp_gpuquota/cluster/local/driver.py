@@ -21,9 +21,10 @@ from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, Worker
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
-from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_exited, progressed, resized, unexplained_loss
+from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_exited, progressed
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
-from kfp_gpuquota.cluster.local.home import Home, write_private
+from kfp_gpuquota.cluster.jobs.size_changes import after_commit, after_processes_changed
+from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
@@ -80,17 +81,16 @@ class Driver:
     ) -> None:
         self._home = home
         self._state = state
-        self.membership = MembershipService(self)
+        self._loop = asyncio.get_running_loop()
+        self.membership = MembershipService(self, clock=self._loop.time)
         self._settings = settings or Settings()
         self.runtime = runtime or self._local_runtime()
-        self._loop = asyncio.get_running_loop()
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = PlanPacing()
         self._rest = RestAfterPlans()
         self._start_failures: dict[str, Backoff] = {}
-        self._killed_for: dict[str, str] = {}
         self.health = PlanningHealth(self._loop.time)
         self._give_up = give_up
 
@@ -182,7 +182,7 @@ class Driver:
         self._pace.planned(empty=plan.empty)
         if self._pace.reached_limit:
             log.error("%d plans in a row had something to do; the last one: %s", self._pace.in_a_row, plan)
-        if plan.empty:
+        if plan.empty and not self._state.new_promises(plan):
             return
         try:
             with self.decide() as recorder:
@@ -276,7 +276,7 @@ class Driver:
 
     def _open_membership(self, job: JobRecord) -> None:
         token_file = self._home.job_token_file(job.uid)
-        self._home.checkpoints(job.uid).mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self._home.checkpoints(job.uid))
         if not token_file.exists():
             write_private(token_file, secrets.token_urlsafe(32))
         self.membership.open(
@@ -333,22 +333,13 @@ class Driver:
                 self._loop.call_later(RETRY_S, self._recover_worker, record)
 
     def worker_lost(self, worker: str, why: str) -> None:
-        """Record that the worker ended with its node: its job returns to the queue, unless others of it train on."""
+        """Record that the worker ended with its node, which is no failure of its job."""
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
         log.warning("worker %s is lost: %s", worker, why)
-        job = self._state.jobs[record.worker.job_uid]
-        others = any(other.worker.id != worker for other in self._state.alive_of(job.uid))
-        if job.intent is Intent.RUN and not record.released and not (job.managed and others):
-            reason = Reason(code=ReasonCode.WORKER_FAILED, message=f"{why}; the job goes back to the queue")
-            try:
-                with self.decide() as recorder:
-                    recorder.stop(job, Intent.REQUEUE, reason)
-            except StateFileError as error:
-                log.error("the loss of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
-                self._loop.call_later(RETRY_S, self.worker_lost, worker, why)
-                return
+        with self._noting(worker) as recorder:
+            recorder.change.workers[worker] = msgspec.structs.replace(record, lost_with=why)
         self.worker_ended(worker, shims.EXIT_SHIM_LOST)
 
     def nodes_changed(self, nodes: Iterable[Node], taken: Mapping[str, tuple[int, ...]]) -> None:
@@ -392,8 +383,8 @@ class Driver:
         """A job without a membership has the size of its processes."""
         if job.managed or job.intent is not Intent.RUN:
             return job
-        alive = [record.worker for record in self._state.alive_of(job.uid) if not record.released]
-        return resized(job, sum(len(worker.devices) for worker in alive), now)
+        running = [record for record in self._state.alive_of(job.uid) if not record.released]
+        return after_processes_changed(job, self._state.attempt_of(job), running, now)
 
     def worker_ended(self, worker: str, code: int) -> None:
         """Record that the worker has ended, and plan with its devices."""
@@ -415,8 +406,7 @@ class Driver:
             )
             record = msgspec.structs.replace(record, worker=gone)
             workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
-            killed_for = self._killed_for.pop(gone.id, "")
-            after = after_worker_exited(before, record, workers, recorder.now, killed_for)
+            after = after_worker_exited(before, record, workers, recorder.now)
             if why := self.sharing.why_ended(gone.id) or self.runtime.why_ended(before.spec, gone):
                 after = with_status(after, reason=why)
             recorder.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
@@ -450,39 +440,18 @@ class Driver:
         if job is None or not commit.complete:
             return
         with self._noting(job_uid) as recorder:
-            for rank, worker in enumerate(commit.members):
-                record = self._worker_of(job_uid, worker)
-                if record is None:
-                    continue
-                ranked = msgspec.structs.replace(record.worker, rank=rank)
-                recorder.change.workers[worker] = msgspec.structs.replace(record, worker=ranked)
-            # Until its first generation a job's size was that of its processes, which is not what it trained with.
-            size = job.size if job.managed else 0
-            if lost := self._lost_without_reason(job_uid, commit.members):
-                job = unexplained_loss(job, lost)
-            changed = resized(
-                msgspec.structs.replace(job, managed=True, size=size),
-                len(commit.members) * job.spec.worker_gpus,
-                recorder.now,
-                generation=commit.generation,
-                step=commit.step,
-                pause_ms=round(commit.pause_ms, 1),
-                lost_steps=commit.lost_steps,
-            )
-            recorder.record(changed)
-
-    def _lost_without_reason(self, job_uid: str, members: Iterable[str]) -> WorkerRecord | None:
-        """Return a worker that trained, is in the new generation no more, and was not asked to leave by a plan."""
-        remaining = set(members)
-        trained = (record for record in self._state.alive_of(job_uid) if record.worker.rank is not None)
-        return next((r for r in trained if not r.released and r.worker.id not in remaining), None)
+            after, ranked = after_commit(job, self._state.attempt_of(job), commit, recorder.now)
+            recorder.change.workers.update((record.worker.id, record) for record in ranked)
+            recorder.record(after)
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """Membership wants the worker's process ended."""
-        if self._worker_of(job_uid, worker) is None:
+        record = self._worker_of(job_uid, worker)
+        if record is None:
             return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
-        self._killed_for[worker] = why
+        with self._noting(worker) as recorder:
+            recorder.change.workers[worker] = msgspec.structs.replace(record, killed_for=why)
         self.runtime.kill(worker)
 
     def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:

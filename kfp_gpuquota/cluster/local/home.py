@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.errors import ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Home:
         self.log_file = root / "daemon.log"
         self.audit_file = root / "audit.log"
         self.page_file = root / "page.json"
+        self.device_locks = root / "device-locks.json"
         self.jobs = root / "jobs"
         self._reserve = root / "reserve"
         self._lock_file = root / "daemon.lock"
@@ -85,7 +87,7 @@ class Home:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Be the one daemon of this directory; ConflictError when there is one."""
-        with self._lock_file.open("w") as file:
+        with open(self._lock_file, "w", opener=private) as file:
             if not _locked_within(file, fcntl.LOCK_EX, LOCK_TIMEOUT_S):
                 raise ConflictError(f"another daemon already runs on {self.root}")
             yield
@@ -104,7 +106,7 @@ class Home:
             return
         partial = self._reserve.with_name("reserve.tmp")
         try:
-            with partial.open("wb") as file:
+            with open(partial, "wb", opener=private) as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
             partial.rename(self._reserve)
         except OSError:
@@ -132,7 +134,7 @@ class Home:
 
     def coordinator_url(self, uid: str) -> str:
         """Return the address of the job's membership service for its workers."""
-        return f"unix://{self.socket_file}:/v1/membership/{uid}"
+        return join(f"unix://{self.socket_file}:/v1/membership", uid)
 
     def remove_job(self, uid: str) -> None:
         """Delete a job's logs, checkpoints and records."""
@@ -170,6 +172,18 @@ def _locked_within(file: IO[str], kind: int, timeout_s: float) -> bool:
             time.sleep(0.01)
         else:
             return True
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that only this user may read."""
+    return os.open(path, flags, PRIVATE_FILE)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user may enter, and those above it that do not exist."""
+    if not directory.is_dir():
+        make_private(directory.parent)
+        directory.mkdir(exist_ok=True, mode=PRIVATE_DIRECTORY)
 
 
 def write_private(path: Path, text: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.cluster.local.home import private
 from kfp_gpuquota.errors import ClusterStartError, ConflictError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _spawn(home: Home, arguments: tuple[str, ...], timeout_s: float) -> str:
     """Start the process; returns its first line, which is READY or what went wrong."""
     read, write = os.pipe()
     try:
-        with home.log_file.open("ab") as log:
+        with open(home.log_file, "ab", opener=private) as log:
             subprocess.Popen(
                 [sys.executable, "-m", "kfp_gpuquota.cluster.local.daemon", str(home.root), str(write), *arguments],
                 stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ certificate is for the address of this machine in the Ray cluster; it is issued 
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 import time
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from kfp_gpuquota.cluster.certificates import Material, maintained
 from kfp_gpuquota.cluster.local.home import write_private
 from kfp_gpuquota.cluster.ray.workers import Coordinates
 from kfp_gpuquota.errors import ClusterStartError
+from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, LimitedRunner
 from kfp_gpuquota.server.transport.tls import load_pair
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.membership.service import MembershipService
 
 SHUTDOWN_S: Final = 1.0
+BACKLOG: Final = 1024
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +56,8 @@ async def serving(service: MembershipService, here: str, port: int, file: Path) 
     try:
         wanted = port or (kept.port if kept else 0)
         try:
-            await web.TCPSite(runner, here, wanted, ssl_context=_context(material)).start()
+            listener = socket.create_server((here, wanted), family=_family(here), backlog=BACKLOG)
+            await LimitedSite(runner, listener, _context(material)).start()
         except OSError as error:
             raise ClusterStartError(
                 f"workers cannot be served at {here}:{wanted} ({error.strerror}); choose another port with --ray-port"
@@ -70,6 +74,10 @@ def _load(file: Path) -> _Kept | None:
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
         return msgspec.json.decode(file.read_bytes(), type=_Kept)
     return None
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _context(material: Material) -> ssl.SSLContext:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.workers.environment import LOOPBACK
 from kfp_gpuquota.cluster.ray.messages import Task
@@ -66,7 +67,7 @@ def task_of(
         "JOB_UUID": job.uid,
         "POD_INDEX": str(worker.index),
         "RUNAI_NUM_OF_GPUS": f"{worker.gpus:g}",
-        "ELASTIC_COORDINATOR": f"{coordinates.url}/v1/membership/{job.uid}",
+        "ELASTIC_COORDINATOR": join(f"{coordinates.url}/v1/membership", job.uid),
         "ELASTIC_TOKEN_FILE": str(token_file),
         "ELASTIC_CA_FILE": str(authority_file),
         "ELASTIC_WORKER_ID": worker.id,

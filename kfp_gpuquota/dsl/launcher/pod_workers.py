@@ -8,9 +8,9 @@ import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 from kfp_gpuquota.api import WorkerPhase
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
@@ -40,7 +40,6 @@ STATE: Final = "kfp.gpuquota.dev/state"
 # The training survives the eviction of its launcher, but autoscalers should not evict one without need. A
 # PodDisruptionBudget was rejected: it would block every drain of the node until the step ends.
 DO_NOT_EVICT: Final = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-_JOBS: Final = f"/apis/{labels.API_VERSION}/namespaces/{{namespace}}/elasticjobs"
 _PROGRESS_FILE: Final = "ARGO_PROGRESS_FILE"
 
 
@@ -93,7 +92,7 @@ class PodWorkers:
         address = self._own.get("status", {}).get("podIP")
         if not address:
             raise UsageError("the step's pod has no IP address yet, which its workers need; try again")
-        path = f"/api/v1/namespaces/{quote(job.spec.project)}/secrets"
+        path = join("/api/v1/namespaces", job.spec.project, "secrets")
         token = self._client.secret_value(job.spec.project, secret_name(job.spec.name), "token")
         self._relay = Relay(step.executor_input, staging, address, token, partial(self._note_outputs, job))
         content = {"url": self._relay.url, "token": self._relay.token, "ca.crt": self._relay.authority}
@@ -104,7 +103,7 @@ class PodWorkers:
             self._client.calls.create(path, secret)
         except AlreadyExistsError:
             change = {"stringData": content, "metadata": {"ownerReferences": [owner]}}
-            self._client.calls.patch(f"{path}/{quote(secret_name(job.spec.name))}", change)
+            self._client.calls.patch(join(path, secret_name(job.spec.name)), change)
 
     def has_outputs(self, job: Job, staging: Staging) -> bool:
         """Return whether this pod has the outputs of a job that succeeded.
@@ -115,7 +114,7 @@ class PodWorkers:
         del staging
         if not job.status.result_worker or job.status.result_worker in self._delivered:
             return True
-        path = f"{_JOBS.format(namespace=quote(job.spec.project))}/{quote(job.spec.name)}"
+        path = _job_path(job)
         annotations: dict[str, str] = self._client.calls.get(path)["metadata"].get("annotations", {})
         return annotations.get(_outputs_annotation(job.status.result_worker), self._uid) == self._uid
 
@@ -175,32 +174,35 @@ class PodWorkers:
             raise UsageError(f"{worker!r} is not a worker of job {job.spec.name!r}")
         self._delivered.add(worker)
         calls = Calls(self._client.calls.connection, retry_for_s=0.0)  # the worker repeats its upload
-        path = f"{_JOBS.format(namespace=quote(job.spec.project))}/{quote(job.spec.name)}"
+        path = _job_path(job)
         calls.patch(path, {"metadata": {"annotations": {_outputs_annotation(worker): self._uid}}})
 
     def _run_is_over(self, calls: Calls) -> bool:
         if self._watch is None or self._watch.over.is_set():
             return self._watch is not None
         try:
-            collection = workflows.COLLECTION.format(namespace=quote(self._client.namespace))
-            found = calls.get(f"{collection}/{quote(step_pod.workflow(self._own))}")
+            found = calls.get(workflows.path(self._client.namespace, step_pod.workflow(self._own)))
             return workflows.is_over(workflows.read(found))
         except GpuQuotaError:
             return False
 
     def _own_path(self) -> str:
-        return f"/api/v1/namespaces/{quote(self._client.namespace)}/pods/{quote(self._own['metadata']['name'])}"
+        return join("/api/v1/namespaces", self._client.namespace, "pods", self._own["metadata"]["name"])
 
     def _read_own_pod(self) -> Json:
         name = os.environ.get(POD_NAME) or os.environ.get("HOSTNAME", "")
         namespace = self._client.namespace
         try:
-            return self._client.calls.get(f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}")
+            return self._client.calls.get(join("/api/v1/namespaces", namespace, "pods", name))
         except GpuQuotaError as error:
             raise UsageError(
                 f"this step runs on Kubernetes, but its own pod {name!r} in namespace {namespace!r} cannot be read "
                 f"({error.message}); its service account needs the role gpuquota-launcher"
             ) from error
+
+
+def _job_path(job: Job) -> str:
+    return join(f"/apis/{labels.API_VERSION}/namespaces", job.spec.project, "elasticjobs", job.spec.name)
 
 
 def _outputs_annotation(worker: str) -> str:

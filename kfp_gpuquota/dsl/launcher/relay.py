@@ -3,7 +3,11 @@
 Each relay has a certificate of an authority of its own, made when it starts. Workers read the authority's certificate
 from the job's Secret, as they do the token, and send nothing to a server without such a certificate. Files are sent and
 received in chunks and never whole in memory. A job's token permits reading the step's inputs and the workers' start
-program, and writing below the job's own staging directories. Nothing else of the pod can be reached.
+program, and writing below the job's own staging directories. Nothing else of the pod can be reached: an input that
+links to a file outside of it is refused.
+
+A connection has a thread. It counts as unproven until it has sent the token, for `PROOF_TIMEOUT_S` at most; so many of
+them are open from one address, and in all, beyond which the oldest one is closed.
 
 | request                    | answer                                                              |
 |----------------------------|---------------------------------------------------------------------|
@@ -20,6 +24,7 @@ been replaced by then, in a pod without these files: the worker then uploads all
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.server
 import importlib.util
@@ -27,6 +32,7 @@ import io
 import json
 import os
 import secrets
+import socket
 import ssl
 import sys
 import threading
@@ -44,7 +50,6 @@ from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.dsl.launcher.staging import Staging
@@ -52,7 +57,11 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 CHUNK_SIZE: Final = 1 << 20
-HANDSHAKE_TIMEOUT_S: Final = 10.0
+PROOF_TIMEOUT_S: Final = 10.0
+"""For the handshake, and for the head of the first request."""
+MAX_CONNECTIONS: Final = 512
+MAX_UNPROVEN: Final = 64
+MAX_UNPROVEN_OF_ONE: Final = 16
 IDLE_TIMEOUT_S: Final = 120.0
 MAX_LIST: Final = 16 << 20
 
@@ -95,8 +104,8 @@ class Relay:
         self._server.server_close()
 
     def readable(self, path: str) -> Path | None:
-        """Return the path if it is an input or inside one, else None."""
-        return _within(path, self.inputs)
+        """Return the path if it is an input or inside one, also where it leads by links, else None."""
+        return _real_within(path, self.inputs)
 
     def writable(self, path: str) -> Path | None:
         """Return the path if it is below a staging directory of this job, else None."""
@@ -151,17 +160,97 @@ def _within(path: str, roots: Iterable[Path]) -> Path | None:
     return next((asked for root in roots if asked == root or root in asked.parents), None)
 
 
+def _real_within(path: str, roots: Iterable[Path]) -> Path | None:
+    """As `_within`, and where links of the path lead is inside the same root, too."""
+    asked = Path(os.path.normpath(path))
+    for root in roots:
+        if asked == root or root in asked.parents:
+            real, real_root = Path(os.path.realpath(asked)), Path(os.path.realpath(root))
+            return asked if real == real_root or real_root in real.parents else None
+    return None
+
+
+class _Unproven:
+    """The connections that have not sent the token yet. The accepting thread and those of connections share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, tuple[str, float]] = {}
+
+    def add(self, connection: socket.socket, source: str) -> bool:
+        """Add a connection; False where its source has too many. The oldest one of all is closed for it if need be."""
+        with self._lock:
+            if sum(other == source for other, _ in self._since.values()) >= MAX_UNPROVEN_OF_ONE:
+                return False
+            if len(self._since) >= MAX_UNPROVEN:
+                self._end(min(self._since, key=lambda one: self._since[one][1]))
+            self._since[connection] = source, time.monotonic()
+            return True
+
+    def replace(self, connection: socket.socket, wrapped: socket.socket) -> None:
+        """Note that the connection has another object from now on; it may have been closed meanwhile."""
+        with self._lock:
+            if (found := self._since.pop(connection, None)) is not None:
+                self._since[wrapped] = found
+
+    def remove(self, connection: socket.socket) -> None:
+        """Note that the connection is proven, or has ended."""
+        with self._lock:
+            self._since.pop(connection, None)
+
+    def end_late(self) -> None:
+        """Close those whose time is over: a timeout of a socket would begin again with each byte."""
+        with self._lock:
+            for connection, (_, since) in list(self._since.items()):
+                if time.monotonic() - since > PROOF_TIMEOUT_S:
+                    self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        self._since.pop(connection, None)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+
+
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], relay: Relay, tls: ssl.SSLContext) -> None:
         super().__init__(address, _Handler)
         self.relay, self._tls = relay, tls
+        self.unproven = _Unproven()
+        self._open = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Return a connection whose TLS handshake its handler makes, in a thread of its own."""
-        connection, address = super().get_request()
-        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether one more connection from this address is served."""
+        if not self._open.acquire(blocking=False):
+            return False
+        if not self.unproven.add(request, str(client_address[0])):
+            self._open.release()
+            return False
+        return True
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Make the TLS handshake and answer requests, in a thread of its own."""
+        connection = request
+        try:
+            request.settimeout(PROOF_TIMEOUT_S)
+            connection = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            self.unproven.replace(request, connection)
+        except OSError:  # it was closed while it waited for its turn
+            self.shutdown_request(connection)
+        else:
+            super().process_request_thread(connection, client_address)
+        finally:
+            self._open.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.unproven.remove(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Do what is due, twice a second."""
+        self.unproven.end_late()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the error of a worker that exited during a request: the cluster reports its exit."""
@@ -175,7 +264,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Make the TLS handshake. Raises OSError where the client does not complete it in time."""
-        self.request.settimeout(HANDSHAKE_TIMEOUT_S)
         self.request.do_handshake()
         super().setup()
 
@@ -190,15 +278,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             case "/step":
                 self._send_file(relay.step_file)
             case "/list" if found := relay.readable(self._path()):
-                self._send(json.dumps(listing(found)).encode())
+                self._send_listing(found)
             case "/file" if found := relay.readable(self._path()):
                 self._send_file(found)
             case _:
                 self._refuse(HTTPStatus.NOT_FOUND)
 
+    def _send_listing(self, root: Path) -> None:
+        found = listing(root)
+        readable = cast(_Server, self.server).relay.readable
+        if any(readable(str(root / name)) is None for name, _, _ in found):
+            self._refuse(HTTPStatus.FORBIDDEN)  # a worker that lacks a file would fail later, and not say why
+        else:
+            self._send(json.dumps(found).encode())
+
     def do_PUT(self) -> None:
         if not self._allowed():
             return
+        try:
+            self._put()
+        except (ValueError, TypeError, RecursionError):  # a number, or JSON, that is none
+            self._refuse(HTTPStatus.BAD_REQUEST)
+
+    def _put(self) -> None:
         length = self.headers.get("Content-Length", "")
         if urlsplit(self.path).path == "/complete":
             self._complete(int(length) if length.isdecimal() else MAX_LIST + 1)
@@ -233,7 +335,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _allowed(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         allowed = hmac.compare_digest(given.encode(), cast(_Server, self.server).relay.token.encode())
-        if not allowed:
+        if allowed:
+            cast(_Server, self.server).unproven.remove(self.request)
+        else:
             self._refuse(HTTPStatus.UNAUTHORIZED)
         return allowed
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 import msgspec
 
@@ -41,7 +40,7 @@ class RunWatch(threading.Thread):
     def __init__(self, calls: Calls, namespace: str, workflow: str, ended: Callable[[], None]) -> None:
         super().__init__(name="run", daemon=True)
         self._calls, self._workflow, self._ended = calls, workflow, ended
-        self._path = workflows.COLLECTION.format(namespace=quote(namespace))
+        self._path = workflows.path(namespace)
         self._closed = threading.Event()
         self.over = threading.Event()
 

@@ -7,8 +7,8 @@ carries a token of a service account of the Profile for KFP's audience, as reque
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.operations import port_forward
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def forwarded(context: str, namespace: str) -> AbstractContextManager[str]:
 
 def profile_token(calls: Calls, namespace: str, service_account: str) -> str:
     """Return a token of the Profile's service account, valid for TOKEN_S at KFP's API server. Raises UsageError."""
-    path = f"/api/v1/namespaces/{quote(namespace)}/serviceaccounts/{quote(service_account)}/token"
+    path = join("/api/v1/namespaces", namespace, "serviceaccounts", service_account, "token")
     body = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",

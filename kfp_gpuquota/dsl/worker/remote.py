@@ -68,7 +68,9 @@ class RelayClient:
         """Return whether the relay has all of these files; the relay of a replaced launcher has not."""
         body = json.dumps(files).encode()
         try:
-            self._with_retries(lambda: self._request("PUT", f"/complete?worker={quote(worker_name)}", body, len(body)))
+            self._with_retries(
+                lambda: self._request("PUT", f"/complete?worker={quote(worker_name, safe='')}", body, len(body))
+            )
         except RelayError as error:
             if error.status != CONFLICT:
                 raise
@@ -115,7 +117,7 @@ class RelayClient:
             return file.read().strip()
 
     def _download(self, path: str, target: str, size: int, mode: int) -> None:
-        response = self._request("GET", f"/file?path={quote(path)}")
+        response = self._request("GET", f"/file?path={quote(path, safe='')}")
         buffer = memoryview(bytearray(CHUNK_SIZE))
         written = 0
         with open(f"{target}.part", "wb", buffering=0) as file:  # noqa: PTH123
@@ -130,7 +132,7 @@ class RelayClient:
     def _upload(self, source: str, target: str) -> None:
         with open(source, "rb") as file:  # noqa: PTH123
             facts = os.fstat(file.fileno())
-            path = f"/file?path={quote(target)}&mode={facts.st_mode & 0o777:o}"
+            path = f"/file?path={quote(target, safe='')}&mode={facts.st_mode & 0o777:o}"
             self._request("PUT", path, file, facts.st_size)
 
 
@@ -172,7 +174,7 @@ def fetch_inputs(relay: RelayClient, executor_input: Json) -> None:
         root = start.input_path(artifact)
         if "/" not in root or os.path.exists(root):  # noqa: PTH110 (it exists on a shared volume)
             continue
-        for relative, size, mode in json.loads(relay.read(f"/list?path={quote(root)}")):
+        for relative, size, mode in json.loads(relay.read(f"/list?path={quote(root, safe='')}")):
             target = os.path.join(root, relative) if relative else root  # noqa: PTH118
             os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
             relay.download(target, target, size, mode)

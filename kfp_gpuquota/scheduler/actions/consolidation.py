@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import domains, placement
-from kfp_gpuquota.scheduler.state.model import Host, Job, Request, Status, Task
+from kfp_gpuquota.scheduler.state.groups import below, loose
+from kfp_gpuquota.scheduler.state.model import UNLIMITED, Host, Job, Request, Status, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Queue
 
 Candidate = tuple[tuple[int, float, int, int, float, int, str], Host, list[Task]]
+
+BORROWERS_COST_S: Final = 60.0
+"""The work in seconds that a job may lose at most when it is moved for one above its project's guarantee."""
 
 _TRIES: Final = 16
 """How many hosts are tried for one task, the cheapest first; others rarely succeed where these fail."""
@@ -30,10 +34,13 @@ _TRIES: Final = 16
 class MoveCache:
     """Cache of one cycle: the moves that would free a host, by the host's version, and which requests fit elsewhere.
 
-    That a request fits nowhere else is kept for the rest of the cycle: moves rarely change it.
+    That a request fits nowhere else is kept for the rest of the cycle: moves rarely change it. `now` is its time.
+    `most_lost_s` is the work that a moved job may lose for the job that is served.
     """
 
-    candidates: dict[tuple[Host, Request], tuple[int, Candidate | None]] = field(default_factory=dict)
+    now: float = 0.0
+    most_lost_s: float = UNLIMITED
+    candidates: dict[tuple[Host, Request, float], tuple[int, Candidate | None]] = field(default_factory=dict)
     mobile: dict[tuple[Queue, Request], bool] = field(default_factory=dict)
 
     def may_move(self, ledger: Ledger, task: Task) -> bool:
@@ -62,13 +69,24 @@ def _consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, shelte
     return True
 
 
-def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
+def may_return(job: Job, now: float) -> bool:
+    """Return whether a worker of the job that is stopped now can start again elsewhere."""
+    return job.movable and not job.completing and job.deferred_until <= now
+
+
+def lost_work_s(job: Job, now: float) -> float:
+    """Return the time since which the job's work is lost if its workers are stopped, in seconds."""
+    trains_on = bool(job.throughput) and job.active > job.gang
+    return 0.0 if trains_on else max(0.0, now - job.saved_at)
+
+
+def resettle(ledger: Ledger, evicted: Sequence[Task], now: float) -> None:
     """Move victims to idle capacity on other hosts: all evicted workers of a job, or none of them."""
     by_job: dict[Job, list[Task]] = {}
     if not ledger.any_idle and all(task.request.whole and task.request.devices for task in evicted):
         return
     for task in evicted:
-        if task.job.movable:
+        if may_return(task.job, now):
             by_job.setdefault(task.job, []).append(task)
     for tasks in by_job.values():
         mark = ledger.mark()
@@ -95,10 +113,11 @@ def _candidates(ledger: Ledger, task: Task, cache: MoveCache, sheltered: Collect
     for host in ledger.hosts.values():
         if not host.ready or not host.tasks or not placement.may_use(host, task):
             continue
-        version, candidate = cache.candidates.get((host, task.request), (-1, None))
+        key = (host, task.request, cache.most_lost_s)
+        version, candidate = cache.candidates.get(key, (-1, None))
         if version != host.version:
             candidate = _candidate(ledger, host, task, cache, sheltered)
-            cache.candidates[host, task.request] = (host.version, candidate)
+            cache.candidates[key] = (host.version, candidate)
         if candidate is not None:
             found.append(candidate)
     return found
@@ -108,32 +127,53 @@ def _candidate(
     ledger: Ledger, host: Host, task: Task, cache: MoveCache, sheltered: Collection[Job]
 ) -> Candidate | None:
     movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
-    movable = [t for t in movable if t.job.movable and t.job not in sheltered and not domains.bound_to_domain(t.job)]
+    movable = [t for t in movable if may_return(t.job, cache.now) and t.job not in sheltered]
+    movable = [t for t in movable if not domains.bound_to_domain(t.job)]
+    movable = [t for t in movable if lost_work_s(t.job, cache.now) <= cache.most_lost_s]
     moves = _moves(host, task, [t for t in movable if cache.may_move(ledger, t)])
     if not moves:
         return None
     last = moves[-1].job
-    size = sum(_size(t, host) for t in moves)
+    size = _size(moves, host)
     restarted = sum(not t.job.resumable for t in moves)
     return (restarted, size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
 
 
-def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
-    """Return the smallest task whose move suffices, or as few large ones as needed; the youngest of equals first.
+def _units(movable: list[Task]) -> list[tuple[Task, ...]]:
+    """Return the sets of workers that can be moved together: one above its job's gang, or all of a job.
 
-    Tasks of jobs that resume from a checkpoint come before those that would start from the beginning.
+    Moving a part of a gang would leave the rest waiting, or fail, until the moved workers have started again. Pods of
+    other controllers are moved one by one: their controllers replace each as it goes (`overlapping`).
+    """
+    by_job: dict[Job, list[Task]] = {}
+    for task in movable:
+        by_job.setdefault(task.job, []).append(task)
+    units: list[tuple[Task, ...]] = []
+    for job, tasks in by_job.items():
+        ordered = sorted(tasks, key=_youngest)
+        units.extend((task,) for task in (ordered if job.overlapping else loose(job, ordered)))
+        if len(tasks) == job.active and not below(job) and units[-1:] != [tuple(tasks)]:
+            units.append(tuple(tasks))
+    return units
+
+
+def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
+    """Return the smallest unit whose move suffices, or as few large ones as needed; the youngest of equals first.
+
+    Jobs that resume from a checkpoint come before those that would start from the beginning.
     """
     capacity = placement.Capacity(host, task)
-    movable.sort(key=lambda t: (not t.job.resumable, _size(t, host), *_youngest(t)))
-    for candidate in movable:
-        if capacity.suffices((candidate,)):
-            return [candidate]
-    movable.sort(key=lambda t: (not t.job.resumable, -_size(t, host), *_youngest(t)))
-    chosen: list[Task] = []
-    for candidate in movable:
-        chosen.append(candidate)
+    units = _units(movable)
+    units.sort(key=lambda unit: (not unit[0].job.resumable, _size(unit, host), *_youngest(unit[0])))
+    for unit in units:
+        if capacity.suffices(unit):
+            return list(unit)
+    units.sort(key=lambda unit: (not unit[0].job.resumable, -_size(unit, host), *_youngest(unit[0])))
+    chosen: dict[Task, None] = {}
+    for unit in units:
+        chosen.update(dict.fromkeys(unit))
         if capacity.suffices(chosen):
-            return chosen
+            return list(chosen)
     return []
 
 
@@ -142,8 +182,8 @@ def _youngest(task: Task) -> tuple[int, float, str, int]:
     return job.priority, -job.submitted_at, job.uid, -task.index
 
 
-def _size(task: Task, host: Host) -> float:
-    return task.request.amount(host.gpu_memory_mib).gpu
+def _size(tasks: Iterable[Task], host: Host) -> float:
+    return sum(task.request.amount(host.gpu_memory_mib).gpu for task in tasks)
 
 
 def _find_place(ledger: Ledger, task: Task) -> bool:

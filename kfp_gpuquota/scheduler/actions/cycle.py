@@ -18,8 +18,9 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler.actions.consolidation import MoveCache, consolidate
+from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
+from kfp_gpuquota.scheduler.actions.promises import keep
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
@@ -61,6 +62,7 @@ class Cycle:
         *,
         below: Iterable[Job] = (),
         sheltered: Iterable[Job] = (),
+        promised: Iterable[Job] = (),
         now: float = 0.0,
         in_order: bool = False,
         strict: bool = False,
@@ -71,9 +73,6 @@ class Cycle:
         self.below = below
         self.in_order = in_order
         self.strict = strict
-        self.takes = True
-        self.barred: set[Job] = set()
-        self.actions: Sequence[str] = ()
         self.now = now
         self._mark = ledger.mark()
         self.growable = growable
@@ -81,10 +80,9 @@ class Cycle:
         self.losers: dict[Job, None] = {}
         self.pledged: dict[Job, None] = {}
         self.causes: dict[Task, tuple[Job, str]] = {}
-        self.taken: list[tuple[int, Job]] = []
         self.placeable: dict[Alike, tuple[int, bool]] = {}
         self.finders = Finders(ledger)
-        self.moves = MoveCache()
+        self.moves = MoveCache(now)
         self.sheltered = _sheltered(sheltered, now)
         self.sheltered_from_reclaim = _sheltered(self.sheltered, now, ledger.reclaim_shelter_s)
         self.held_off: dict[tuple[Queue, Shape], float] = {}
@@ -92,6 +90,18 @@ class Cycle:
         self.again_at: float | None = None
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
+        self._keep(promised)
+
+    def _keep(self, promised: Iterable[Job]) -> None:
+        """Begin with what earlier plans promised; a promise that was not carried out yet can be reclaimed."""
+        self.kept: set[Task] = set()
+        due = [job for job in promised if not self._is_deferred(job)]
+        for job, tasks in keep(self.ledger, due).items():
+            self.touched[job] = None
+            waiting = [task for task in tasks if task.status is Status.NOMINATED]
+            if waiting:
+                self.pledged[job] = None
+            self.kept.update(task for task in waiting if task.moved is None)
 
     def _used(self) -> Callable[[Queue], float] | None:
         """Return the recent over-quota use per queue, or None if it does not count. Shares then change with time."""
@@ -104,7 +114,6 @@ class Cycle:
 
     def run(self, actions: Sequence[str] = ACTIONS) -> None:
         """Carry out the actions in order, on the ledger."""
-        self.actions = actions
         tries: dict[str, Try] = {
             "allocate": self._allocate,
             "consolidate": self._consolidate,
@@ -118,37 +127,6 @@ class Cycle:
                 self._evict_stale()
             elif action in tries:
                 self._each(action, tries[action])
-
-    def give_up(self, lost: Collection[Job]) -> None:
-        """Revert what was reclaimed for these jobs and everything after it, then run the actions again.
-
-        Reclaims of earlier jobs stay, except for as many before the first lost job as were reverted after it: if
-        placement is tight, most of these turn out to be lost too. The next cycle decides the rest. If a lost job is the
-        first of all, the other jobs are served without it.
-        """
-        first = next(i for i, (_, job) in enumerate(self.taken) if job in lost)
-        keep = max(2 * first - len(self.taken), (first + 1) // 2)
-        self.ledger.rollback(self.taken[keep][0])
-        del self.taken[keep:]
-        self._forget()
-        if keep:
-            self.takes = False
-        else:
-            self.barred.update(lost)
-        self.run(self.actions)
-
-    def _forget(self) -> None:
-        changed = self.changed()
-        self.causes = {task: self.causes[task] for task in changed if task in self.causes}
-        self.touched = dict.fromkeys(task.job for task in changed)
-        self.losers = dict.fromkeys(task.job for task in self.causes)
-        self.pledged = dict.fromkeys(task.job for task in changed if task.status is Status.NOMINATED)
-
-    def follow(self, touched: dict[Job, None]) -> Cycle:
-        """Return the cycle after this one, in which the `touched` jobs request what they lack then."""
-        after = Cycle(self.ledger, now=self.now, in_order=self.in_order, shapes=self.shapes)
-        after.touched = touched
-        return after
 
     def changed(self) -> list[Task]:
         """Return the tasks that this cycle placed, moved or stopped, in the order of their first change."""
@@ -192,15 +170,12 @@ class Cycle:
         return any(shape_amount(shape, memory).gpu <= idle for shape in queue.waiting)
 
     def _note(self, action: str, job: Job, mark: int) -> None:
-        causes = len(self.causes)
         for task, before, _, _ in self.ledger.since(mark):
             if task.status is Status.NOMINATED:
                 self.pledged[job] = None
             if before is Status.HELD and task.status is not Status.HELD:
                 self.causes[task] = (job, action)
                 self.losers[task.job] = None
-        if len(self.causes) > causes:
-            self.taken.append((mark, job))
 
     def _allocate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
@@ -239,10 +214,14 @@ class Cycle:
         Rejected: counting from the shrinking. A job that releases a GPU once, for a moment, should receive it again
         when it is idle; only repeated growth in vain is to be avoided.
         """
-        if job.deferred_until > self.now and not (job.active and below(job)):
-            return self._too_early(job.deferred_until)
+        if self._is_deferred(job):
+            return True
         flaps = job.shrunk_at >= job.grown_at > NEVER and job.active > 0 and not below(job)
         return flaps and self._too_early(job.grown_at + job.cool_down_s)
+
+    def _is_deferred(self, job: Job) -> bool:
+        """Return whether the job may not start or grow for a while."""
+        return not (job.active and below(job)) and self._too_early(job.deferred_until)
 
     def _too_early(self, until: float) -> bool:
         """Return whether `until` is in the future, and request a plan at that time."""
@@ -257,7 +236,9 @@ class Cycle:
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
             return False
-        return self._may_take(job) and consolidate(self.ledger, tasks, self.moves, self.sheltered)
+        entitled = all(quota.within_guarantee(queue, amount) for queue in job.queue.path[:1])
+        self.moves.most_lost_s = UNLIMITED if entitled else BORROWERS_COST_S
+        return consolidate(self.ledger, tasks, self.moves, self.sheltered)
 
     def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if (
@@ -275,18 +256,17 @@ class Cycle:
             return False
         return self._make_room(job, tasks, amount, Mode.PREEMPT)
 
-    def _may_take(self, job: Job) -> bool:
-        return self.takes and job not in self.barred
-
     def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
-        if not self._may_take(job):
-            return False
         sheltered = self.sheltered_from_reclaim if mode is Mode.RECLAIM else self.sheltered
-        attempt = Attempt(self.ledger, job, tasks, mode, amount, sheltered=sheltered)
+        attempt = Attempt(self.ledger, job, tasks, mode, amount, sheltered=sheltered, kept=self.kept, now=self.now)
         if make_room(attempt, self.finders):
             return True
         if sheltered and mode is not Mode.LENT:
-            self._note_held_off(job, Attempt(self.ledger, job, tasks, mode, amount), min(sheltered.values()))
+            self._note_held_off(
+                job,
+                Attempt(self.ledger, job, tasks, mode, amount, kept=self.kept, now=self.now),
+                min(sheltered.values()),
+            )
         return False
 
     def _note_held_off(self, job: Job, attempt: Attempt, until: float) -> None:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kfp_gpuquota.api import Reason
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """The node and the device indices of one worker. `part` is the part of the job that it belongs to."""
-
-    node: str
-    devices: tuple[int, ...]
-    part: str = ""
+from kfp_gpuquota.scheduler.state.events import Placement
 
 
 class Bind(msgspec.Struct, frozen=True):
@@ -43,7 +36,7 @@ class Evict(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """Stop one worker and start it at another placement."""
+    """Stop one worker; when it has exited, a later plan starts it at the other placement, which is promised to it."""
 
     job: str
     worker: str
@@ -52,7 +45,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Nominate(msgspec.Struct, frozen=True):
-    """The job will start (or expand) there when the workers `waiting_for` have exited. Needs no action."""
+    """The job will start (or expand) there when the workers `waiting_for` have exited."""
 
     job: str
     placements: tuple[Placement, ...]
@@ -62,6 +55,9 @@ class Nominate(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     """All decisions for one state. `waiting` has the reason of each pending job, by uid, also of nominated jobs.
+
+    `promises` are the placements that must be promised from now on, by uid of the job: `PlacementsPromised`. Those of
+    other jobs are at an end.
 
     `again_at` is when to plan again without an event, in seconds since the epoch, because a decision waits for that
     time (a cool-down, a gang below its minimum). None: only an event can change the plan.
@@ -73,9 +69,10 @@ class Plan(msgspec.Struct, frozen=True):
     move: tuple[Move, ...] = ()
     nominate: tuple[Nominate, ...] = ()
     waiting: dict[str, Reason] = {}
+    promises: dict[str, tuple[Placement, ...]] = {}
     again_at: float | None = None
 
     @property
     def empty(self) -> bool:
-        """Whether the plan needs no action; nominations and reasons need none."""
+        """Whether the plan starts and stops nothing."""
         return not (self.bind or self.resize or self.evict or self.move)

@@ -55,7 +55,7 @@ def _resettle(attempt: Attempt, mark: int) -> None:
     stopped = [t for t in stopped if t.status is Status.LEAVING and t.job.active < t.job.wanted]
     stopped = [t for t in stopped if not domains.bound_to_domain(t.job)]
     stopped.sort(key=lambda t: (-t.job.priority, t.job.submitted_at, t.job.uid, t.index))
-    resettle(attempt.ledger, stopped)
+    resettle(attempt.ledger, stopped, attempt.now)
 
 
 def _find(attempt: Attempt, mark: int, finders: Finders) -> list[Unit] | None:
@@ -90,7 +90,7 @@ def _room_for(attempt: Attempt, task: Task, more: int, units: list[Unit], finder
 
 def _evict(ledger: Ledger, unit: Unit) -> None:
     for task in unit.tasks:
-        if task.status is Status.BOUND:  # placed by this plan
+        if task.status is not Status.HELD:  # placed by this plan, or promised by an earlier one
             ledger.set(task, Status.PENDING, None)
         else:
             ledger.set(task, Status.LEAVING, task.node, task.devices)

@@ -14,6 +14,7 @@ import msgspec
 from kfp_gpuquota.api import Project, Reason
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
 from kfp_gpuquota.scheduler.actions.decisions import Plan
+from kfp_gpuquota.scheduler.state.events import Placement
 from kfp_gpuquota.scheduler.state.model import GPU, NEVER, STALE_AFTER_S, UNLIMITED, Group, Mark
 
 FORMAT: Final = 1
@@ -131,6 +132,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 50
     preemptible: bool = True
     movable: bool = True
+    overlapping: bool = False
+    promised: tuple[Placement, ...] = ()
+    promised_at: Number = 0.0
     submitted_at: Number = 0.0
     suspended: bool = False
     completing: bool = False
@@ -164,6 +168,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     suspended: tuple[str, ...] = ()
     emptying: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()
+    promised: tuple[str, ...] = ()
 
 
 STATE_INDEXES: Final = tuple(name for name in Orders.__struct_fields__ if name != "leaving")

@@ -105,8 +105,11 @@ def _taken(victim: Job, what: str, cause: tuple[Job, str]) -> Reason:
     if action in ("allocate", "reclaim") and victim.queue is not beneficiary.queue and _guaranteed(beneficiary):
         why = "project {project} takes back its guaranteed {gpus} for {job}"
     words = {"project": beneficiary.queue.label, "job": beneficiary.name, "gpus": _own(size_needed(beneficiary))}
-    message = f"{what}: {why.format(**words)}"
-    return Reason(code=code, message=message, beneficiary=beneficiary.uid, project=beneficiary.queue.name)
+    why = why.format(**words)
+    project = beneficiary.queue.name
+    return Reason(
+        code=code, message=f"{what}: {why}", beneficiary=beneficiary.uid, project=project, details={"why": why}
+    )
 
 
 def _guaranteed(job: Job) -> bool:

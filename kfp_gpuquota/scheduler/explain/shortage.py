@@ -54,8 +54,8 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     return None
 
 
-def missing(ledger: Ledger, tasks: Sequence[Task]) -> Cause:
-    """Return what is not free now; not `binding` where other jobs hold it."""
+def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
+    """Return what is not free now; not `binding` where other jobs hold it. `promised` GPUs are idle, for other jobs."""
     request = tasks[0].request
     most = domains.most_room(ledger, tasks)
     if most is not None and most[1] < len(tasks):
@@ -63,13 +63,13 @@ def missing(ledger: Ledger, tasks: Sequence[Task]) -> Cause:
         details: Details = (("topology", most[0]), ("largest_block", most[1]))
         return Cause(ReasonCode.FRAGMENTED, why, "enough is released in one of them", details, binding=False)
     if request.plain and not ledger.special:
-        return _missing_devices(_idle_whole(ledger), request.devices, len(tasks))
+        return _missing_devices(_idle_whole(ledger), request.devices, len(tasks), promised)
     hosts = _usable(ledger, tasks[0])
     if request.whole:
         free = {host.name: host.idle_whole for host in hosts}
         fitting = [host for host in hosts if host.idle_whole >= request.devices]
         if not fitting or sum(n // max(1, request.devices) for n in free.values()) < len(tasks):
-            return _missing_devices(free, request.devices, len(tasks))
+            return _missing_devices(free, request.devices, len(tasks), promised)
     else:
         fitting = [host for host in hosts if len(_fitting(host, request)) >= request.devices]
         if not fitting:
@@ -149,18 +149,19 @@ def _too_large(hosts: Iterable[Host], request: Request) -> Cause:
     return Cause(ReasonCode.TOO_LARGE, "no node that it may use has all of that together")
 
 
-def _missing_devices(free: dict[str, int], size: int, tasks: int) -> Cause:
+def _missing_devices(free: dict[str, int], size: int, tasks: int, promised: int) -> Cause:
     idle = sum(free.values())
+    others = f" ({promised} more {are(promised)} promised to other jobs)" if promised else ""
     short = size * tasks - idle
     block = max(free.values(), default=0)
     where = min((name for name, n in free.items() if n == block), default="") if block else ""
     details: Details = (("idle_gpus", idle), ("largest_block", block), ("node", where))
     if short <= 0 and block < size:
-        why = f"{idle} {are(idle)} idle, but the largest free block on one node is {block} on {where}"
+        why = f"{idle} {are(idle)} idle{others}, but the largest free block on one node is {block} on {where}"
         helps = f"{size - block} more {are(size - block)} released there"
         return Cause(ReasonCode.FRAGMENTED, why, helps, details)
     helps = f"{max(short, 1)} more {are(max(short, 1))} released"
-    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle", helps, details, binding=False)
+    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle{others}", helps, details, binding=False)
 
 
 def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:

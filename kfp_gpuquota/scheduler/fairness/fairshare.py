@@ -5,6 +5,10 @@ before children, each queue first gets min(deserved, requested, limit). The surp
 unmet requests, within a priority by over-quota weight, in whole units. The rest from rounding goes one unit at a time
 by largest remainder, then to the older queue. A queue of weight 0 gets no surplus while siblings of its priority with a
 weight request it.
+
+One rule is added: where the guarantees of a level exceed what is there (nodes were lost), a higher priority gets its
+own in full before a lower one gets any. Rejected: all guarantees count in full, so that the queue that holds the rest
+of the nodes keeps it, whatever its priority.
 """
 
 from __future__ import annotations
@@ -26,20 +30,42 @@ _UNITS: Final = (GPU, 1, 1)
 def assign_shares(roots: Iterable[Queue], capacity: Sequence[float], used: Used | None = None) -> None:
     """Set `share` of every queue of the trees, from their present requests and their past GPU usage (`used`)."""
     level = sorted(roots, key=lambda q: (q.created, q.name))
+    granted = [grant(level, r, capacity[r]) for r in range(3)]
     divided = [divide(level, r, capacity[r], used if r == 0 else None) for r in range(3)]
     for i, queue in enumerate(level):
+        queue.granted = Amount(*(amounts[i] for amounts in granted))
         queue.set_share(Amount(*(shares[i] for shares in divided)))
         if queue.children:
             assign_shares(queue.children.values(), queue.share, used)
 
 
+def grant(queues: Sequence[Queue], r: int, total: float) -> list[float]:
+    """Return the part of each sibling's guarantee of resource `r` that holds while there is only `total`.
+
+    The guarantees of the highest priority hold, also where their sum exceeds `total`; a lower priority has what is
+    left by those that are requested, older queues first.
+    """
+    granted = [q.deserved[r] for q in queues]
+    priorities = sorted({q.priority for q in queues}, reverse=True)
+    wants = [min(q.deserved[r], q.requested[r], q.limit[r]) for q in queues]
+    if total == UNLIMITED or sum(wants) <= total:
+        return granted
+    left = total - sum(want for q, want in zip(queues, wants, strict=True) if q.priority == priorities[0])
+    for priority in priorities[1:]:
+        for i in [i for i, q in enumerate(queues) if q.priority == priority]:
+            got = max(0.0, min(wants[i], left))
+            if got < wants[i]:
+                granted[i] = got
+            left -= got
+    return granted
+
+
 def divide(queues: Sequence[Queue], r: int, total: float, used: Used | None = None) -> list[float]:
     """Return the share of resource `r` of each of the siblings, which are oldest first, of `total` for all of them."""
     caps = [min(q.requested[r], q.limit[r]) for q in queues]
-    # An unlimited guarantee counts as `total`; finite ones count in full even where their sum exceeds it.
-    shares = [
-        min(q.deserved[r] if q.deserved[r] < UNLIMITED else total, cap) for q, cap in zip(queues, caps, strict=True)
-    ]
+    # An unlimited guarantee counts as `total`; finite ones of one priority count in full where their sum exceeds it.
+    granted = grant(queues, r, total)
+    shares = [min(one if one < UNLIMITED else total, cap) for one, cap in zip(granted, caps, strict=True)]
     if total == UNLIMITED:  # the nodes do not report this resource
         return caps
     left = total - sum(shares)

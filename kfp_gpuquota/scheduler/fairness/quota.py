@@ -90,7 +90,8 @@ def rivals(one: Queue, other: Queue) -> tuple[Queue, Queue] | None:
 
 def within_guarantee(queue: Queue, amount: Amount) -> bool:
     """Return whether the queue stays within its guaranteed quota with `amount` more."""
-    return all(queue.claim(r) + value <= queue.deserved[r] for r, value in enumerate(amount) if value)
+    guarantee = queue.guarantee
+    return all(queue.claim(r) + value <= guarantee[r] for r, value in enumerate(amount) if value)
 
 
 def may_lose(victim: Queue, taken: Amount, amount: Amount, *, guaranteed: bool) -> bool:
@@ -101,6 +102,6 @@ def may_lose(victim: Queue, taken: Amount, amount: Amount, *, guaranteed: bool) 
     """
     for r, value in enumerate(amount):
         left = victim.claim(r) - taken[r]
-        if value and left > (victim.deserved[r] if guaranteed else victim.keeps[r]):
+        if value and left > (victim.guarantee[r] if guaranteed else victim.keeps[r]):
             return True
     return False

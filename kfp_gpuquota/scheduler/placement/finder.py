@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.placement.units import Attempt, Mode, Stage, Unit, all_allowed, needed_on, units_on
-from kfp_gpuquota.scheduler.state.model import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -100,8 +99,8 @@ class Finder:
         """
         if len(attempt.tasks) > 1:
             return units_on(attempt, host)
-        held = sum(task.status is Status.HELD for task in host.tasks)
-        left = [unit for unit in self._known.get(host, ()) if unit.tasks[0].status is Status.HELD]
+        held = sum(attempt.evictable(task) for task in host.tasks)
+        left = [unit for unit in self._known.get(host, ()) if attempt.evictable(unit.tasks[0])]
         if left and sum(len(unit.tasks) for unit in left) == held:
             self._known[host] = left
             return left

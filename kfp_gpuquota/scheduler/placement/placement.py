@@ -76,6 +76,30 @@ def fits(host: Host, task: Task, *, future: bool) -> bool:
     )
 
 
+def fits_at(host: Host, task: Task, devices: Sequence[int]) -> bool:
+    """Return whether the task fits on these devices of the host after leaving workers have exited."""
+    share = task.request.share_of(host.gpu_memory_mib)
+    return (
+        host.ready
+        and may_use(host, task)
+        and len(devices) == task.request.devices
+        and all(device in host.devices and host.future(device) >= share for device in devices)
+        and _other_fits(host, task, future=True)
+    )
+
+
+def is_idle(task: Task) -> bool:
+    """Return whether a nominated task could start now: no leaving worker holds what it is nominated for."""
+    host = task.node
+    if host is None:
+        return False
+    if any(sum(host.taken[device]) > GPU for device in task.devices):
+        return False
+    request = task.request
+    needs = ((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))
+    return all(not need or sum(column[i] for column in host.other) <= total for i, (need, total) in enumerate(needs))
+
+
 def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
     """Return whether the task would fit on the host after leaving workers and `others` have exited."""
     freed: dict[int, int] = {}

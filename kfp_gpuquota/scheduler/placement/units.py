@@ -50,7 +50,10 @@ class Unit(NamedTuple):
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to free devices for `tasks` of `job`. The `sheltered` jobs cannot be stopped as a whole."""
+    """One attempt to free devices for `tasks` of `job`. The `sheltered` jobs cannot be stopped as a whole.
+
+    `kept` are workers that do not run yet: their placements were promised by an earlier plan. `now` is the plan's time.
+    """
 
     ledger: Ledger
     job: Job
@@ -60,11 +63,17 @@ class Attempt:
     ratios: dict[Queue, float] = field(default_factory=dict)
     within: frozenset[Queue] = frozenset()
     sheltered: Collection[Job] = ()
+    kept: Collection[Task] = ()
+    now: float = 0.0
     evicted: bool = False
     limited: bool = False
 
     def __post_init__(self) -> None:
         self.within = frozenset(q for q in self.job.queue.path if quota.within_guarantee(q, self.amount))
+
+    def evictable(self, task: Task) -> bool:
+        """Return whether the task runs, or was only promised its placement."""
+        return task.status is Status.HELD or (task.status is Status.NOMINATED and task in self.kept)
 
     def ratio(self, queue: Queue) -> float:
         """Return the queue's dominant share of what it keeps; constant during one attempt."""
@@ -75,7 +84,7 @@ class Attempt:
 
 def units_on(attempt: Attempt, host: Host) -> list[Unit]:
     """Return the units on the host, the cheapest first."""
-    return sorted(_units(attempt, _by_job(host.tasks)), key=lambda u: u.key)
+    return sorted(_units(attempt, _by_job(attempt, host.tasks)), key=lambda u: u.key)
 
 
 def needed_on(attempt: Attempt, host: Host, task: Task, units: Sequence[Unit]) -> list[Unit] | None:
@@ -123,10 +132,10 @@ def _jobs_below(queue: Queue) -> Iterable[Job]:
         yield from _jobs_below(child)
 
 
-def _by_job(tasks: Iterable[Task]) -> dict[Job, list[Task]]:
+def _by_job(attempt: Attempt, tasks: Iterable[Task]) -> dict[Job, list[Task]]:
     grouped: dict[Job, list[Task]] = {}
     for task in tasks:
-        if task.status is Status.HELD:
+        if attempt.evictable(task):
             grouped.setdefault(task.job, []).append(task)
     return grouped
 
@@ -142,16 +151,18 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
             single = loose(job, tasks)
             _add_single(attempt, job, single, units)
         if len(tasks) > len(single) and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
-            everything = tasks if job.active == 1 else _all_of(job)
+            everything = tasks if job.active == 1 else _all_of(attempt, job)
             if len(everything) == job.active and job not in attempt.sheltered:
                 units.append(_unit(attempt, Stage.WHOLE, job, tuple(everything)))
     return units
 
 
-def _all_of(job: Job) -> list[Task]:
-    """Return the job's workers, first those that hold devices, then those that this plan would start."""
+def _all_of(attempt: Attempt, job: Job) -> list[Task]:
+    """Return the job's workers, first those that hold devices, then those that this plan would start or keeps."""
     held = [t for t in job.tasks.values() if t.status is Status.HELD]
-    return held + [t for t in job.pending if t.status is Status.BOUND] if len(held) < job.active else held
+    if len(held) == job.active:
+        return held
+    return held + [t for t in job.pending if t.status is Status.BOUND or attempt.evictable(t)]
 
 
 def _add_single(attempt: Attempt, job: Job, tasks: list[Task], units: list[Unit]) -> None:

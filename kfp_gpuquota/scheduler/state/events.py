@@ -48,6 +48,7 @@ class LimitEnforced(Event, frozen=True, tag=True):
 class JobSubmitted(Event, frozen=True, tag=True):
     """The job is pending. `at` is its submission time permanently, also across evictions.
 
+    `overlapping`: its next run may start while workers of the last one are still exiting; otherwise it waits for them.
     Not `movable`: the owner of its workers does not create replacements, so a worker that is stopped is lost. With
     `parts` its workers differ: each spec is the request of a set of them, and all workers of all sets start together.
     """
@@ -56,6 +57,7 @@ class JobSubmitted(Event, frozen=True, tag=True):
     spec: JobSpec
     at: float
     movable: bool = True
+    overlapping: bool = False
     parts: dict[str, JobSpec] = {}
 
 
@@ -160,6 +162,25 @@ class WorkerGone(Event, frozen=True, tag=True):
 
     worker: str
     at: float | None = None
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The node and the device indices of one worker. `part` is the part of the job that it belongs to."""
+
+    node: str
+    devices: tuple[int, ...]
+    part: str = ""
+
+
+class PlacementsPromised(Event, frozen=True, tag=True):
+    """A plan made room for the next workers of the job at these placements; they replace those promised before.
+
+    None: it has no promise any more. `at` is when it was promised: an earlier promise is kept first.
+    """
+
+    job: str
+    placements: tuple[Placement, ...] = ()
+    at: float = 0.0
 
 
 class UsageRecalled(Event, frozen=True, tag=True):

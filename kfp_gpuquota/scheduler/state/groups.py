@@ -31,6 +31,10 @@ def next_tasks(job: Job) -> list[Task]:
     if job.groups is None:
         count = max(1, job.gang - job.active)
         tasks = job.pending[job.placed : job.placed + count]
+        if any(
+            task.status is not Status.PENDING for task in tasks
+        ):  # an earlier one was placed, and has lost its place
+            tasks = [task for task in job.pending if task.status is Status.PENDING][:count]
         return tasks if len(tasks) == count else []
     active, waiting = active_by_set(job), _waiting_by_set(job)
     if not _whole(job.groups, active):

@@ -17,6 +17,7 @@ from kfp_gpuquota.api.resources import capacity_of
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.resources import Resources
+    from kfp_gpuquota.scheduler.state.events import Placement
 
 GPU: Final = 1_000_000
 """One whole device in micro-GPUs, the unit of shares."""
@@ -129,10 +130,10 @@ class Queue:
 
     `held` is what tasks will hold after leaving ones have exited: running, bound and nominated ones. `leaving` still
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
-    requests of elastic jobs, `fixed` the part that cannot be preempted. `used` is its decayed over-quota usage in
-    GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is stopped. `waiting` has the jobs that plans
-    consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no node can
-    hold them (rotation.py).
+    requests of elastic jobs, `fixed` the part that cannot be preempted. `granted` bounds `deserved` for a cycle.
+    `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is
+    stopped. `waiting` has the jobs that plans consider, by shape and in order; `shelved` those that no plan considers
+    until a node changes, because no node can hold them (rotation.py).
     """
 
     name: str
@@ -154,6 +155,7 @@ class Queue:
     used: float = 0.0
     used_until: float = 0.0
     share: Amount = NOTHING
+    granted: Amount = BOUNDLESS
     keeps: Amount = NOTHING
     path: tuple[Queue, ...] = ()
     version: int = 0
@@ -167,6 +169,11 @@ class Queue:
         """The queue's name for messages."""
         return f"{self.name} (node pool {self.pool})" if self.pool else self.name
 
+    @property
+    def guarantee(self) -> Amount:
+        """What it is guaranteed in this cycle: `deserved`, or the part that higher priorities leave of the nodes."""
+        return Amount(*map(min, self.deserved, self.granted))
+
     def claim(self, r: int) -> float:
         """Return the amount of resource `r` that the queue holds, without lent workers."""
         return self.held[r] - self.lent[r]
@@ -174,7 +181,7 @@ class Queue:
     def set_share(self, share: Amount) -> None:
         """Set the fair share for a cycle, and `keeps`, which reclaim by others does not take."""
         self.share = share
-        self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.deserved, share, self.limit, strict=True)))
+        self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.guarantee, share, self.limit, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +259,9 @@ class Job:
     shrink. `throughput` is by number of workers, in one unit for all: samples per second if the training reports them
     (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
     `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
-    moved. Before `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`.
+    moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the placements
+    for which room was made, at `promised_at`. Before `deferred_until` it gets no workers above its minimum, for the
+    reason `deferred_for`.
     """
 
     uid: str
@@ -267,10 +276,13 @@ class Job:
     priority: int = 50
     preemptible: bool = True
     movable: bool = True
+    overlapping: bool = False
     submitted_at: float = 0.0
     suspended: bool = False
     completing: bool = False
     removed: bool = False
+    promised: tuple[Placement, ...] = ()
+    promised_at: float = 0.0
     tasks: dict[str, Task] = field(default_factory=dict)
     pending: list[Task] = field(default_factory=list)
     hosts: dict[Host, int] = field(default_factory=dict)
@@ -299,6 +311,11 @@ class Job:
     def saved_at(self) -> float:
         """The time from which work is lost if the job is stopped: its last checkpoint, else the start of this run."""
         return self.checkpoint_at if self.checkpoint_at > self.started_at else self.started_at
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its last run has ended, and its next one waits for the exit of that run's workers."""
+        return not self.overlapping and not self.active and bool(self.tasks)
 
     @property
     def resumable(self) -> bool:

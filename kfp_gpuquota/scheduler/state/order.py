@@ -25,7 +25,8 @@ QueueKey = tuple[bool, Entitlement, int, float, float, float, str, str]
 
 def entitlement(queue: Queue, amount: Amount) -> Entitlement:
     """Return the level of its quota that the queue reaches with `amount` more."""
-    if all(queue.claim(r) + value <= queue.deserved[r] for r, value in enumerate(amount) if value):
+    guarantee = queue.guarantee
+    if all(queue.claim(r) + value <= guarantee[r] for r, value in enumerate(amount) if value):
         return Entitlement.WITHIN_GUARANTEE
     if all(queue.claim(r) + value <= queue.share[r] for r, value in enumerate(amount) if value):
         return Entitlement.WITHIN_SHARE

@@ -57,6 +57,7 @@ class State:
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
         self.deferred: dict[str, Job] = {}
+        self.promised: dict[str, Job] = {}
         self.projects: dict[str, Project] = {}
         self.last_at = 0.0
 
@@ -126,7 +127,7 @@ class State:
         if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
             self._configure(self.projects[spec.project], spec.node_pool)
         job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at, event.parts)
-        job.movable = event.movable
+        job.movable, job.overlapping = event.movable, event.overlapping
         self.add_job(job)
 
     @_apply.register
@@ -167,6 +168,12 @@ class State:
     def _(self, event: events.JobDeferred) -> None:
         job = self._job(event.uid)
         job.deferred_until, job.deferred_for = event.until, event.reason
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.PlacementsPromised) -> None:
+        job = self._job(event.job)
+        job.promised, job.promised_at = event.placements, event.at
         self._changed(job)
 
     @_apply.register
@@ -301,7 +308,7 @@ class State:
         if job.removed and not job.tasks:
             del self.jobs[job.uid]
         considered = not job.removed and not job.suspended and not job.completing
-        tasks = next_tasks(job) if considered else []
+        tasks = next_tasks(job) if considered and not job.stopped else []
         if tasks:
             _file(job, tasks)
         _request(job, self.ledger, considered=considered)
@@ -314,6 +321,7 @@ class State:
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and below(job))
         self._note(self.deferred, job, considered and job.deferred_for is not None)
+        self._note(self.promised, job, considered and bool(job.promised))
 
     @staticmethod
     def _note(index: dict[str, Job], job: Job, belongs: bool) -> None:  # noqa: FBT001 - a predicate's value

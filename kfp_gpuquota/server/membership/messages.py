@@ -7,7 +7,7 @@ without limit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -16,34 +16,46 @@ from kfp_gpuquota.membership import WorkerEvent
 from kfp_gpuquota.server.membership.training_reports import ProgressReported, StepsTimed
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kfp_gpuquota.membership import Membership
 
+T = TypeVar("T")
 Message = WorkerEvent | ProgressReported | StepsTimed
 
 MAX_WORKERS: Final = 10_000
 """Workers of one job that its coordinator remembers, those that have ended included."""
+MAX_UNNAMED: Final = 256
+"""Those of them that the cluster has not named: a worker may connect before the cluster's plan has arrived."""
+MAX_ID_LENGTH: Final = 512
+MAX_INCARNATION_LENGTH: Final = 64
 MAX_STEP: Final = 1 << 53
 _LINE = msgspec.json.Decoder(Message)
 
 
 def decode(line: bytes) -> Message:
     """Return the message of a line. Raises msgspec.DecodeError."""
-    message: Message = _LINE.decode(line)
+    message: Message = decoded(_LINE, line)
     return message
+
+
+def decoded(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
+    """Return what the decoder reads. Raises msgspec.DecodeError, also for text that is nested too deeply."""
+    try:
+        return decoder.decode(text)
+    except RecursionError:
+        raise msgspec.DecodeError("the JSON is nested too deeply") from None
 
 
 def check_worker(worker: str, prefix: str, machine: Membership) -> None:
     """Raise InvalidFieldError for an id that is not one of the job's, ClusterUnavailableError for one too many."""
-    if not worker.startswith(prefix):
-        raise InvalidFieldError("worker", worker, f"the ids of this job's workers begin with {prefix!r}")
-    if worker not in machine.members and len(machine.members) >= MAX_WORKERS:
-        raise ClusterUnavailableError(f"the job has {MAX_WORKERS} workers already")
+    _check_workers((worker,), prefix, machine)
 
 
 def check(message: Message, worker: str, prefix: str, machine: Membership) -> None:
     """Raise InvalidFieldError where a message of `worker` names what is not its own or its job's."""
     if message.worker != worker:
-        raise InvalidFieldError("worker", message.worker, f"this connection is that of {worker!r}")
+        raise InvalidFieldError("worker", message.worker[:80], f"this connection is that of {worker!r}")
     for name, most in (("generation", machine.highest), ("step", MAX_STEP)):
         number = getattr(message, name, 0)
         if not 0 <= number <= most:
@@ -51,5 +63,17 @@ def check(message: Message, worker: str, prefix: str, machine: Membership) -> No
     members = getattr(message, "members", None) or ()
     if len(members) > MAX_WORKERS:
         raise InvalidFieldError("members", len(members), f"at most {MAX_WORKERS} workers train together")
-    for member in members:
-        check_worker(member, prefix, machine)
+    _check_workers(members, prefix, machine)
+
+
+def _check_workers(workers: Collection[str], prefix: str, machine: Membership) -> None:
+    for worker in workers:
+        if not worker.startswith(prefix):
+            raise InvalidFieldError("worker", worker[:80], f"the ids of this job's workers begin with {prefix!r}")
+        if len(worker) > MAX_ID_LENGTH:
+            raise InvalidFieldError("worker", worker[:80], f"an id has {MAX_ID_LENGTH} characters at most")
+    strangers = sum(worker not in machine.members for worker in workers)
+    if strangers and len(machine.members) + strangers > MAX_WORKERS:
+        raise ClusterUnavailableError(f"the job has {MAX_WORKERS} workers already")
+    if strangers and machine.unnamed + strangers > MAX_UNNAMED:
+        raise ClusterUnavailableError(f"the job has {MAX_UNNAMED} workers that its cluster has not named")

@@ -46,10 +46,11 @@ from kfp_gpuquota.membership import (
     WorkerJoined,
     WorkerReconnected,
 )
+from kfp_gpuquota.server.membership.job_bounds import JobBounds
 from kfp_gpuquota.server.membership.listening import ListeningClock
-from kfp_gpuquota.server.membership.messages import check, check_worker, decode
-from kfp_gpuquota.server.membership.rendezvous_store import Store
-from kfp_gpuquota.server.membership.store_operations import OPERATIONS, StoreRequest
+from kfp_gpuquota.server.membership.messages import MAX_INCARNATION_LENGTH, check, check_worker, decode
+from kfp_gpuquota.server.membership.rendezvous_store import Store, Total
+from kfp_gpuquota.server.membership.store_requests import answer_store_request
 from kfp_gpuquota.server.membership.training_reports import ProgressReported, StepsTimed, TrainingReports
 
 if TYPE_CHECKING:
@@ -127,11 +128,12 @@ class _OrderSlot:
 class _Job:
     """One job: its machine, its store, its connected workers."""
 
-    def __init__(self, token: str, machine: Membership, worker_prefix: str) -> None:
+    def __init__(self, token: str, machine: Membership, worker_prefix: str, total: Total) -> None:
         self.token = token.encode()
         self.machine = machine
         self.worker_prefix = worker_prefix
-        self.store = Store()
+        self.store = Store(total)
+        self.bounds = JobBounds()
         self.slots: dict[str, _OrderSlot] = {}
         self.incarnations: dict[str, str] = {}
         self.reports = TrainingReports()
@@ -149,6 +151,7 @@ class MembershipService:
         self._limits = limits or Limits()
         self._clock = ListeningClock(clock, LONGEST_TICK_S)
         self._jobs: dict[str, _Job] = {}
+        self._stored = Total()
 
     # For the cluster
 
@@ -179,7 +182,7 @@ class MembershipService:
             now=self._clock(),
             trained=trained,
         )
-        self._jobs[job_uid] = _Job(token, machine, worker_prefix)
+        self._jobs[job_uid] = _Job(token, machine, worker_prefix, self._stored)
         if running:
             self._apply(job_uid, TargetChanged(tuple(running)))
 
@@ -188,8 +191,7 @@ class MembershipService:
         if job := self._jobs.pop(job_uid, None):
             for slot in job.slots.values():
                 slot.close()
-            for space in job.store.spaces.values():
-                space.drop()
+            job.store.close()
 
     def set_target(self, job_uid: str, workers: Sequence[str], reasons: dict[str, str] | None = None) -> None:
         """The workers the job should have; those that are missing are let go at the end of a step.
@@ -257,6 +259,8 @@ class MembershipService:
 
     def _apply(self, job_uid: str, event: Event) -> None:
         job = self._job(job_uid)
+        if isinstance(event, TargetChanged):
+            job.bounds.workers = len(event.workers)
         job.outbox += job.machine.apply(event, self._clock())
         self._drain(job_uid, job)
 
@@ -304,13 +308,17 @@ class MembershipService:
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         job_uid, worker = request.match_info["job"], request.match_info["worker"]
         job = self._authorized(request)
+        incarnation = request.query.get("incarnation", "")
         check_worker(worker, job.worker_prefix, job.machine)
-        self._admit(job, worker, request.query.get("incarnation", ""))
+        _check_incarnation(job, worker, incarnation)
         hello = decode(await _within(HELLO_S, request.content.readline()))
         if not isinstance(hello, WorkerJoined | WorkerReconnected):
             raise InvalidFieldError("event", type(hello).__name__, "the first one names the worker that connects")
-        check(hello, worker, job.worker_prefix, job.machine)
-        slot = self._open_slot(job_uid, job, worker, hello)
+        async with job.bounds.turn:
+            check(hello, worker, job.worker_prefix, job.machine)
+            _check_incarnation(job, worker, incarnation)
+            job.incarnations[worker] = incarnation  # only now: a refused worker leaves nothing behind
+            slot = self._open_slot(job_uid, job, worker, hello)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
             await response.prepare(request)
@@ -326,11 +334,8 @@ class MembershipService:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         if job is None or not hmac.compare_digest(given, job.token):
             raise UnauthorizedError("the token does not open this job's membership; read it from ELASTIC_TOKEN_FILE")
+        job.bounds.admit(request)
         return job
-
-    def _admit(self, job: _Job, worker: str, incarnation: str) -> None:
-        if job.incarnations.setdefault(worker, incarnation) != incarnation:
-            raise ConflictError(f"another process runs as worker {worker!r}; a worker's id is used once")
 
     def _open_slot(self, job_uid: str, job: _Job, worker: str, hello: WorkerEvent) -> _OrderSlot:
         if old := job.slots.pop(worker, None):
@@ -366,27 +371,36 @@ class MembershipService:
         while line := await request.content.readline():
             if (job := self._jobs.get(job_uid)) is None:
                 return
-            event = decode(line)
-            check(event, worker, job.worker_prefix, job.machine)
-            if isinstance(event, StepsTimed):
-                job.reports.timed(event)
-            elif isinstance(event, ProgressReported):
-                base = job.machine.base
-                progress = job.reports.progress(event, time.time(), base.members if base else ())
-                self._notices.progress_reported(job_uid, worker, progress)
-            else:
-                self._apply(job_uid, event)
+            async with job.bounds.turn:
+                if self._jobs.get(job_uid) is not job:
+                    return
+                self._take(job_uid, job, worker, line)
+
+    def _take(self, job_uid: str, job: _Job, worker: str, line: bytes) -> None:
+        """Process one message of a worker."""
+        event = decode(line)
+        check(event, worker, job.worker_prefix, job.machine)
+        if isinstance(event, StepsTimed):
+            job.reports.timed(event)
+        elif isinstance(event, ProgressReported):
+            base = job.machine.base
+            progress = job.reports.progress(event, time.time(), base.members if base else ())
+            self._notices.progress_reported(job_uid, worker, progress)
+        else:
+            self._apply(job_uid, event)
 
     # The store
 
     async def _store(self, request: web.Request) -> web.StreamResponse:
         job = self._authorized(request)
-        operation = OPERATIONS.get(request.match_info["operation"])
-        if operation is None:
-            raise NotFoundError(f"the store cannot {request.match_info['operation']!r}; it can {sorted(OPERATIONS)}")
-        asked = msgspec.json.decode(await _within(HELLO_S, request.read()), type=StoreRequest)
-        space = job.store.space(int(request.match_info["generation"]), job.machine.highest)
-        return web.Response(body=msgspec.json.encode(await operation(space, asked)), content_type="application/json")
+        return await answer_store_request(request, job.store, job.bounds, job.machine.highest)
+
+
+def _check_incarnation(job: _Job, worker: str, incarnation: str) -> None:
+    if len(incarnation) > MAX_INCARNATION_LENGTH:
+        raise InvalidFieldError("incarnation", len(incarnation), f"it has {MAX_INCARNATION_LENGTH} characters at most")
+    if job.incarnations.get(worker, incarnation) != incarnation:
+        raise ConflictError(f"another process runs as worker {worker!r}; a worker's id is used once")
 
 
 async def _within(seconds: float, reading: Awaitable[bytes]) -> bytes:
@@ -422,4 +436,8 @@ def _answering_errors(handler: Handler) -> Handler:
 
 
 def _error(status: int, code: str, message: str) -> web.Response:
-    return web.json_response({"error": {"code": code, "message": message}}, status=status)
+    """Return a refusal. Its connection ends with it, unless the request was one of a job's own."""
+    answer = web.json_response({"error": {"code": code, "message": message}}, status=status)
+    if status == UnauthorizedError.http_status:
+        answer.force_close()
+    return answer

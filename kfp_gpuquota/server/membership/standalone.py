@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from aiohttp import web
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.server.membership.service import MembershipService, Notices
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class StandaloneCoordinator:
 
     def url(self, job_uid: str) -> str:
         """Return the value of ELASTIC_COORDINATOR for the workers of a job."""
-        return f"http://127.0.0.1:{self._port}/v1/membership/{job_uid}"
+        return join(f"http://127.0.0.1:{self._port}/v1/membership", job_uid)
 
     def call(self, action: Callable[[MembershipService], T]) -> T:
         """Run `action(service)` in the service's thread and return what it returns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -11,6 +12,9 @@ from kfp_gpuquota.api import Progress
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+MAX_METRICS: Final = 100
+MAX_METRIC_LENGTH: Final = 200
+"""More metrics, and the rest of a longer name, are left out."""
 STRAGGLES_FROM: Final = 1.2
 """A worker whose own part of a step takes this multiple of the mean is a straggler: the others wait for it."""
 
@@ -55,7 +59,7 @@ class TrainingReports:
             total_steps=report.total_steps,
             epoch=report.epoch,
             at=at,
-            metrics=report.metrics,
+            metrics={name[:MAX_METRIC_LENGTH]: value for name, value in islice(report.metrics.items(), MAX_METRICS)},
             checkpoint_at=report.checkpoint_at,
             throughput=report.throughput,
             step_ms=report.step_ms,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.web.plain_text import plain_log
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ async def page(source: Source, project: str, name: str, worker: str, wanted: str
         shown = "\n".join(lines)
     return {
         "job": job,
-        "here": f"{base}/jobs/{project}/{name}",
+        "here": join(base, "jobs", project, name),
         "worker": worker,
         "workers": _choices(job),
         "q": wanted,

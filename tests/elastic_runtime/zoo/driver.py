@@ -47,7 +47,7 @@ def recording(index: int, directory: Path, gate: Gate | None) -> Iterator[list[S
             row = {what: session.position.step, "generation": session._member.generation, "indices": consumed}
             log.write(json.dumps(row) + "\n")
 
-        def noted_begin(session: Session, micro: MicroBatch) -> None:
+        def noted_begin(session: Session, micro: MicroBatch) -> int:
             if session not in sessions:
                 sessions.append(session)
             if gate:
@@ -56,9 +56,10 @@ def recording(index: int, directory: Path, gate: Gate | None) -> Iterator[list[S
                 consumed.clear()
             consumed.extend(fetched[-micro.size :] if micro.size else [])
             fetched.clear()
-            begin(session, micro)
+            number = begin(session, micro)
             if micro.last:
                 note(session, "computed")
+            return number
 
         def noted_count(session: Session, micro: MicroBatch) -> None:
             note(session, "applied")

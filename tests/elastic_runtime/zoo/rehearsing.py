@@ -14,7 +14,7 @@ import torch
 
 from elastic_runtime.rehearsal import second_worker
 from tests.elastic_runtime.zoo import catalogue, shards, silent
-from tests.elastic_runtime.zoo.parts import SCRIPTS
+from tests.elastic_runtime.zoo.generated.recipes import script_named
 from tests.forked import Completed, preload, run
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def train(name: str, reduction: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     try:
-        SCRIPTS[name].body(reduction=reduction)
+        script_named(name).body(reduction=reduction)
     except SystemExit:
         raise
     except BaseException:  # noqa: BLE001  (whatever ends a script)

@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.certificates import KeyPair, Material, check, expires_at, maintained
 from kfp_gpuquota.cluster.kubernetes.admission import pods
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.server.transport.tls import load_pair
 
@@ -113,7 +116,7 @@ class Certificates:
     ) -> None:
         self._connection, self._names, self.renewed = connection, tuple(names), renewed
         self._injects = inject
-        self._secrets = f"/api/v1/namespaces/{namespace}/secrets"
+        self._secrets = join("/api/v1/namespaces", namespace, "secrets")
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.material: Material | None = None
 
@@ -156,7 +159,7 @@ class Certificates:
 
     async def _read(self) -> tuple[Material | None, str]:
         try:
-            body = await self._connection.call("GET", f"{self._secrets}/{SECRET}")
+            body = await self._connection.call("GET", join(self._secrets, SECRET))
         except ApiError as error:
             if not error.not_found:
                 raise
@@ -168,7 +171,7 @@ class Certificates:
         """Write the material; return whether no other process was faster."""
         try:
             if version:
-                await self._connection.call("PUT", f"{self._secrets}/{SECRET}", _to_secret(material, version))
+                await self._connection.call("PUT", join(self._secrets, SECRET), _to_secret(material, version))
             else:
                 await self._connection.call("POST", self._secrets, _to_secret(material, version))
         except ApiError as error:
@@ -178,7 +181,7 @@ class Certificates:
         return True
 
     async def _inject(self, trusted: bytes) -> None:
-        path = f"{_WEBHOOKS}/{CONFIGURATION}"
+        path = join(_WEBHOOKS, CONFIGURATION)
         try:
             found = msgspec.json.decode(await self._connection.call("GET", path))
             operations = list(_injections(found.get("webhooks") or [], base64.b64encode(trusted).decode()))
@@ -203,7 +206,7 @@ async def serve(
     runner = LimitedRunner(build_app(controller, policies, rules, events), Limits(per_source=512), access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()
+        await LimitedSite(runner, listen(port), certificates.context).start()
         if events is not None:
             events.listens()
         await certificates.keep()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUTHORITY, AUTHORITY_FILE
@@ -38,6 +39,6 @@ async def _publish(connection: Connection, namespace: str, trusted: bytes) -> No
         "metadata": {"name": AUTHORITY, "labels": {"app.kubernetes.io/part-of": "gpuquota"}},
         "data": {AUTHORITY_FILE: trusted.decode()},
     }
-    path = f"/api/v1/namespaces/{namespace}/configmaps/{AUTHORITY}"
+    path = join("/api/v1/namespaces", namespace, "configmaps", AUTHORITY)
     params = {"fieldManager": labels.FIELD_MANAGER, "force": "true"}
     await connection.call("PATCH", path, body, content_type=APPLY_PATCH, params=params)

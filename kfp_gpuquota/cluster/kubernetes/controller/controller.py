@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of
 from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
@@ -547,6 +547,9 @@ class Controller:
         for bind in plan.bind:
             self.metrics.started(self.snapshot.state.jobs[bind.job], self._now())
             self.actions.start(bind.job, bind.placements, bind.reason)
+        for promise in scheduler.changed_promises(self.snapshot.state, plan, self._now()):
+            if promise.job not in self.elastic.book.jobs:  # whose records have their own
+                self.snapshot.emit(promise)
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):
                 self.metrics.decisions.labels(kind).inc(decided)

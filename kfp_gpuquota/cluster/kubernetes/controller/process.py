@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.admission.mounted_certificate import MountedCertificate
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, ApiError, Connection
@@ -293,9 +294,9 @@ async def _label(connection: Connection, *, leads: bool) -> None:
     namespace, name = os.environ.get("POD_NAMESPACE"), os.environ.get("POD_NAME")
     if not namespace or not name:
         return
-    path = f"/api/v1/namespaces/{namespace}/pods"
+    path = join("/api/v1/namespaces", namespace, "pods", name)
     body = {"metadata": {"labels": {labels.LEADER: "true" if leads else None}}}
     try:
-        await connection.call("PATCH", f"{path}/{name}", body, content_type=MERGE_PATCH)
+        await connection.call("PATCH", path, body, content_type=MERGE_PATCH)
     except (ApiError, ClusterUnavailableError) as error:
         log.error("this pod's label as the leader's could not be set to %s; it may not be reached: %s", leads, error)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import with_condition
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -44,4 +45,5 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         "metadata": {"name": name},
         "status": {"gpus": 0, "borrowed": 0, "waiting": 0, **msgspec.to_builtins(status)},
     }
-    return Built(f"/apis/{labels.API_VERSION}/gpuquotas/{name}", name, body, (accepted.status, accepted.message))
+    path = join(f"/apis/{labels.API_VERSION}/gpuquotas", name)
+    return Built(path, name, body, (accepted.status, accepted.message))

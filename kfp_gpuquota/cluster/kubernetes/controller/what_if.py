@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.client.process.forked import computed
 from kfp_gpuquota.cluster.kubernetes.controller.token_review import refusal, refused
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUDIENCE, MAX_BODY_BYTES, PATH, Question
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
+from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S, LimitedRunner, Limits
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ SERVICE: Final = "gpuquota-controller"
 JOB: Final = "this-job"
 LIMIT_S: Final = 10.0
 MAX_WAITING: Final = 16
+REVIEWS_AT_ONCE: Final = 8
 SHUTDOWN_S: Final = 1.0
 
 log = logging.getLogger(__name__)
@@ -112,10 +114,11 @@ async def serving(
     port: int, tls: ssl.SSLContext, connection: Connection, leader: Callable[[], Planned | None]
 ) -> AsyncIterator[int]:
     """Serve the web page; yield the port."""
-    answers = WhatIfs(leader)
+    answers, reviews = WhatIfs(leader), asyncio.Semaphore(REVIEWS_AT_ONCE)
 
     async def serve(request: web.Request) -> web.Response:
-        refused_ = await refusal(connection, request, PATH, role=ROLE, audience=AUDIENCE)
+        async with reviews:  # whoever reaches the port makes this process ask the API server
+            refused_ = await refusal(connection, request, PATH, role=ROLE, audience=AUDIENCE)
         return refused_ or await _answered(answers, request)
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -123,7 +126,7 @@ async def serving(
     runner = LimitedRunner(app, Limits(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.SockSite(runner, listen(port), ssl_context=tls).start()
+        await LimitedSite(runner, listen(port), tls).start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
@@ -137,7 +140,7 @@ async def _answered(answers: WhatIfs, request: web.Request) -> web.Response:
         content = await answers.answer(question)
     except TimeoutError:
         return refused(408, "the request's body did not arrive")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         return refused(400, f"the question cannot be read: {error}")
     except UsageError as error:
         return refused(error.http_status, error.message)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import collection, is_api_version, is_kind, is_object_name, join
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
@@ -57,8 +58,7 @@ class Owner(NamedTuple):
     @property
     def path(self) -> str:
         """Return the owner's API path."""
-        prefix = "/apis" if "/" in self.api_version else "/api"
-        return f"{prefix}/{self.api_version}/namespaces/{self.namespace}/{self.kind.lower()}s/{self.name}"
+        return join(collection(self.api_version, self.namespace, f"{self.kind.lower()}s"), self.name)
 
     @property
     def group(self) -> str:
@@ -88,7 +88,17 @@ ALONE: Final = GangSize()
 
 
 def owner_of(pod: Pod) -> Owner | None:
-    """Return the owner that determines the pod's gang size; None if there is none."""
+    """Return the owner that determines the pod's gang size; None if there is none.
+
+    What tenants wrote is checked first: a label, an annotation or a reference that no object can have names no owner.
+    """
+    owner = _named_owner(pod)
+    if owner is None or not (is_api_version(owner.api_version) and is_kind(owner.kind) and is_object_name(owner.name)):
+        return None
+    return owner
+
+
+def _named_owner(pod: Pod) -> Owner | None:
     meta = pod.metadata
     namespace, written, notes = meta.namespace, meta.labels, meta.annotations or {}
     if name := written.get(POD_GROUP_LABEL):

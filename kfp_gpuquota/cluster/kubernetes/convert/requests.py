@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, MERGE_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
@@ -45,7 +46,7 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *,
     ]
     return Write(
         verb="PATCH",
-        path=f"{pods_path(pod.namespace)}/{pod.name}",
+        path=join(pods_path(pod.namespace), pod.name),
         about=f"{pod.namespace}/{pod.name}",
         lane=Lane.ADMIT,
         body=operations,
@@ -72,7 +73,7 @@ def eviction(pod: PodView, grace_s: float | None = None) -> Write:
         "metadata": {"name": pod.name, "namespace": pod.namespace},
         "deleteOptions": options,
     }
-    path = f"{pods_path(pod.namespace)}/{pod.name}/eviction"
+    path = join(pods_path(pod.namespace), pod.name, "eviction")
     return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", lane=Lane.RELEASE, body=body)
 
 
@@ -87,7 +88,7 @@ def reservation_note(pod: PodView, node: str, devices: tuple[int, ...]) -> Write
 def reclaim_note(pod: PodView, at: float) -> Write:
     """Return the patch that annotates when the reclaim began (seconds since 1970), for a restarted controller."""
     body = {"metadata": {"uid": pod.uid, "annotations": {labels.RECLAIMED_AT: f"{at:.0f}"}}}
-    path = f"{pods_path(pod.namespace)}/{pod.name}"
+    path = join(pods_path(pod.namespace), pod.name)
     return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
@@ -98,7 +99,7 @@ def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = N
         body["preconditions"] = {"uid": uid}
     if grace_s is not None:
         body["gracePeriodSeconds"] = max(1, int(grace_s))  # 0 would remove the object while the process still runs
-    path = f"{pods_path(namespace)}/{name}"
+    path = join(pods_path(namespace), name)
     return Write(verb="DELETE", path=path, about=f"{namespace}/{name}", lane=Lane.RELEASE, body=body)
 
 

@@ -47,8 +47,9 @@ class Decisions:
             resize=tuple(r for r in plan.resize if r.job in self._book.jobs),
             evict=tuple(e for e in plan.evict if e.job in self._book.jobs),
             move=tuple(m for m in plan.move if m.job in self._book.jobs),
+            promises=plan.promises,
         )
-        if not own.empty:
+        if not own.empty or self._book.new_promises(own):
             with self.recording() as recorder:
                 recorder.plan(own)
         for uid, reason in plan.waiting.items():

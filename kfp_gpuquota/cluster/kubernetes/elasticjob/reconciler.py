@@ -303,7 +303,7 @@ class ElasticJobs:
                 return
         else:
             self.membership.update_target(uid)
-            self.book.record(unmanaged_size(job, self.book.alive_of(uid), self.book.now()))
+            self.book.record(unmanaged_size(job, self.book.attempt_of(job), self.book.now()))
         self.job_decided(uid)
 
     def job_decided(self, uid: str) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.jobs.records import Intent
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 
 AGAIN_S: Final = 5.0
 _CANCELLED: Final = "cancelled by a user, or with its pipeline's run"
-_NO_ANSWER: Final = frozenset({403, 404})
 PROMPT_S: Final = 5.0  # a slower response means that the API server was unavailable
 
 
@@ -57,7 +57,7 @@ class JobTimers:
         if state is None or job is None:
             return
         meta = state.object.metadata
-        path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
+        path = join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name)
         if due is Due.FORGET:
             body = {"preconditions": {"uid": meta.uid}, "propagationPolicy": "Background"}
             write = Write(verb="DELETE", path=path, about=f"{meta.namespace}/{meta.name}", body=body)
@@ -94,7 +94,7 @@ class JobTimers:
     def _read_run(self, uid: str, run: OwnerReference, job: ElasticJob) -> None:
         """Extend the lease while the pipeline's run still waits for the step, which may be retried.
 
-        If the controller may not read the run (an installation without that right), the lease alone decides.
+        If the API server refuses the request (no such run, no right to read it), the lease alone decides.
         """
         meta = job.metadata
         step = (meta.annotations or {}).get(labels.STEP, "")
@@ -108,12 +108,12 @@ class JobTimers:
             (self._extend_lease if waits else self._abandon)(uid)
 
         def failed(error: Exception) -> None:
-            if isinstance(error, ApiError) and error.status in _NO_ANSWER:
+            if isinstance(error, ApiError) and not is_retryable(error):
                 self._abandon(uid)
             else:
                 self._extend_lease(uid)
 
-        path = f"{workflows.COLLECTION.format(namespace=meta.namespace)}/{run.name}"
+        path = workflows.path(meta.namespace, run.name)
         self._writer.submit(Write(verb="GET", path=path, about=f"{meta.namespace}/{run.name}"), answered, failed)
 
     def _abandon(self, uid: str) -> None:

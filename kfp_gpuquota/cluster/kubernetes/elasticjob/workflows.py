@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import is_object_name, join
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, OwnerReference, Struct
 
 KIND: Final = "Workflow"
 GROUP: Final = "argoproj.io"
-COLLECTION: Final = "/apis/argoproj.io/v1alpha1/namespaces/{namespace}/workflows"
 EXECUTOR: Final = ".executor"
 """Suffix of an executor node's name: every task of a pipeline is a template with one task of this name."""
 # Every level of a node's name may carry an attempt: run(0).root(0).train(0).executor(0). An iteration has two numbers:
@@ -58,6 +58,11 @@ class Workflow(Struct, frozen=True):
     status: _Status = _Status()
 
 
+def path(namespace: str, *name: str) -> str:
+    """Return the path of the Workflow `name`, or of all Workflows of the namespace. Raises InvalidFieldError."""
+    return join("/apis/argoproj.io/v1alpha1/namespaces", namespace, "workflows", *name)
+
+
 def without_attempts(node: str) -> str:
     """Return the node's name without attempt numbers, so that all attempts have the same name."""
     return _ATTEMPTS.sub("", node)
@@ -69,8 +74,9 @@ def place_of(node: str) -> str:
 
 
 def owner_of(references: tuple[OwnerReference, ...]) -> OwnerReference | None:
-    """Return the reference to the Workflow that owns an object."""
-    return next((one for one in references if one.kind == KIND and one.api_version.startswith(f"{GROUP}/")), None)
+    """Return the reference to the Workflow that owns an object; one whose name no object can have is none."""
+    owners = (one for one in references if one.kind == KIND and one.api_version.startswith(f"{GROUP}/"))
+    return next((one for one in owners if is_object_name(one.name)), None)
 
 
 def read(found: dict[str, Any]) -> Workflow:

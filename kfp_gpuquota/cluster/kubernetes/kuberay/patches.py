@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, MERGE_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
@@ -88,4 +89,4 @@ def _cluster_patch(
 
 
 def _path(meta: Metadata, plural: str) -> str:
-    return f"/apis/{API_VERSION}/namespaces/{meta.namespace}/{plural}/{meta.name}"
+    return join(f"/apis/{API_VERSION}/namespaces", meta.namespace, plural, meta.name)

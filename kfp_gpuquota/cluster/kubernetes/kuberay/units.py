@@ -83,7 +83,9 @@ class Unit:
         """Submit it to the scheduler."""
         request = self.request
         self.ledger.emit(
-            scheduler.JobSubmitted(self.uid, request.spec, self.at, movable=self.movable, parts=request.parts)
+            scheduler.JobSubmitted(
+                self.uid, request.spec, self.at, movable=self.movable, overlapping=True, parts=request.parts
+            )
         )
 
     def update(self, request: Request) -> None:

@@ -11,6 +11,7 @@ import json
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.api.redaction import is_redacted, redacted
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory, Kind, marks
@@ -45,8 +46,8 @@ class Outcome(StrEnum):
     SKIPPED = "skipped: there is no such namespace"
 
 
-def exported(calls: Calls, *, jobs: bool = False) -> str:
-    """Return the file's content."""
+def exported(calls: Calls, *, jobs: bool = False, secrets: bool = False) -> str:
+    """Return the file's content; without `secrets` the values of the jobs' environment variables are left out."""
     found = Inventory(calls)
     items = [
         _item(kind, one)
@@ -59,7 +60,8 @@ def exported(calls: Calls, *, jobs: bool = False) -> str:
         metadata = {"name": namespace["metadata"]["name"], "labels": kept}
         items.append({"apiVersion": "v1", "kind": NAMESPACE, "metadata": metadata})
     if jobs:
-        items += [_item(JOB, one) for one in found.listed(inventory.JOBS) if _goes_on(one)]
+        found_jobs = [_item(JOB, one) for one in found.listed(inventory.JOBS) if _goes_on(one)]
+        items += found_jobs if secrets else [redacted(one) for one in found_jobs]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
 
@@ -72,6 +74,11 @@ def restored(calls: Calls, content: str) -> Iterator[tuple[str, Outcome]]:
         raise UsageError("the file is not what `gpuquota --context NAME cluster export` writes") from None
     if unknown := {kind for kind, _, _ in named} - {*KINDS, JOB, NAMESPACE}:
         raise UsageError(f"the file has objects of kind {', '.join(sorted(unknown))}, which are not restored here")
+    if without := [name for _, name, one in named if is_redacted(one)]:
+        raise UsageError(
+            f"the file lacks the values of environment variables of {', '.join(without[:5])}; write one with: "
+            "gpuquota --context NAME cluster export --jobs --with-secrets"
+        )
     for kind, name, one in named:
         yield f"{kind}/{name}", _restore(calls, kind, one)
 

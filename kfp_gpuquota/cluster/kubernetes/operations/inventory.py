@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import NotFoundError
 
@@ -41,8 +41,8 @@ class Kind:
 
     def path(self, name: str = "", namespace: str = "") -> str:
         """Return the path of an object, or of all objects of a namespace, or of the cluster."""
-        inside = f"/namespaces/{quote(namespace)}" if namespace else ""
-        return f"{self.api}{inside}/{self.plural}" + (f"/{quote(name)}" if name else "")
+        inside = ("namespaces", namespace) if namespace else ()
+        return join(self.api, *inside, self.plural, *((name,) if name else ()))
 
 
 _ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"

@@ -14,6 +14,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.history import GpuHours
+from kfp_gpuquota.api.request_paths import with_query
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _query(prometheus: str, expression: str) -> Iterator[tuple[dict[str, str], f
     parts = urllib.parse.urlsplit(prometheus)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise UsageError(f"--prometheus is {prometheus!r}, but must be a URL such as http://localhost:9090")
-    url = f"{prometheus.rstrip('/')}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+    url = with_query(f"{prometheus.rstrip('/')}/api/v1/query", query=expression)
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # noqa: S310 (checked above)
             answer: dict[str, Any] = json.loads(response.read())

@@ -419,7 +419,9 @@ class PlainPods:
             self._rules.rules.recreates(member.view) for member in members
         )  # without a new pod a move would lose the work
         spec = pod_job(first.view, 1 if parts else len(members))
-        self._emit(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, parts=parts))
+        self._emit(
+            scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, overlapping=True, parts=parts)
+        )
         return job
 
     def _close(self, member: Member) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, GangSize, gang_size
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
@@ -137,8 +137,8 @@ class Gangs:
         )
 
     def _failed(self, owner: Owner, error: Exception) -> None:
-        """Plan the pods one by one if the owner does not exist or may not be read; else retry."""
-        if isinstance(error, ApiError) and error.status in {403, 404}:
+        """Plan the pods one by one if the API server refuses to show the owner; retry if it was unavailable."""
+        if isinstance(error, ApiError) and not is_retryable(error):
             log.warning("pods of %s/%s are planned one by one: %s", owner.namespace, owner.group, error)
             self._settle(owner, ALONE)
             return

@@ -13,6 +13,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -87,7 +88,7 @@ class DefaultQuotas:
 
     def _label(self, name: str) -> None:
         body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
-        path = f"/api/v1/namespaces/{name}?fieldManager={labels.FIELD_MANAGER}"
+        path = with_query(join("/api/v1/namespaces", name), fieldManager=labels.FIELD_MANAGER)
         write = Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH)
         self._writer.submit(write, lambda _: self._under_way.discard(name), partial(self._refused, name))
 
@@ -113,9 +114,10 @@ def default_quota(namespace: Namespace, rules: ClusterRules) -> Write:
         "metadata": {"name": meta.name, "labels": {labels.SOURCE: SOURCE}, "ownerReferences": [owner]},
         "spec": dict(rules.default_quota),
     }
+    path = join(f"/apis/{labels.API_VERSION}/gpuquotas", meta.name)
     return Write(
         verb="PATCH",
-        path=f"/apis/{labels.API_VERSION}/gpuquotas/{meta.name}?fieldManager={labels.FIELD_MANAGER}-defaults",
+        path=with_query(path, fieldManager=f"{labels.FIELD_MANAGER}-defaults"),
         about=meta.name,
         body=body,
         content_type=APPLY_PATCH,

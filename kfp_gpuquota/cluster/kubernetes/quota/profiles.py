@@ -11,6 +11,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -118,14 +119,14 @@ class Profiles:
         self._label(name)
 
     def _drop(self, name: str) -> None:
-        self._write(name, Write(verb="DELETE", path=f"{_quotas_path()}/{name}", about=name))
+        self._write(name, Write(verb="DELETE", path=join(_quotas_path(), name), about=name))
 
     def _label(self, name: str) -> None:
         namespace = self._namespaces.get(name)
         if namespace is None or not self.asks(name) or namespace.metadata.labels.get(labels.MANAGED):
             return  # "false", set by an admin, stays
         body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
-        path = f"/api/v1/namespaces/{name}?fieldManager={labels.FIELD_MANAGER}"
+        path = with_query(join("/api/v1/namespaces", name), fieldManager=labels.FIELD_MANAGER)
         self._write(name, Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH))
 
     def _write(self, name: str, write: Write) -> None:
@@ -170,7 +171,7 @@ def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
     }
     return Write(
         verb="PATCH",
-        path=f"{_quotas_path()}/{name}?fieldManager={labels.FIELD_MANAGER}-profiles&force=true",
+        path=with_query(join(_quotas_path(), name), fieldManager=f"{labels.FIELD_MANAGER}-profiles", force="true"),
         about=name,
         body=body,
         content_type=APPLY_PATCH,

@@ -24,7 +24,8 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
 )
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, LimitedRunner, raise_descriptor_limit
+from kfp_gpuquota.server.transport.accepting import LimitedSite
+from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, Connection, LimitedRunner, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import ssl
@@ -46,6 +47,7 @@ class ControlEndpoint:
         self._jobs, self._token = jobs, control_token(jobs.key)
         self._process = uuid.uuid4().hex[:12]
         self._epoch = -1
+        self._connections: dict[Connection, None] = {}
         self._current: asyncio.Task[Any] | None = None
 
     @property
@@ -68,6 +70,8 @@ class ControlEndpoint:
         self._epoch = epoch
         if self._current is not None:
             self._current.cancel()
+        if isinstance(request.protocol, Connection):
+            request.protocol.prove(self._connections)
         self._current = task = asyncio.current_task()
         try:
             return await self._converse(request)
@@ -113,7 +117,9 @@ def _not_yet(jobs: ShardJobs) -> Any:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), token_of(uid, jobs.key).encode()):
             return await handler(request)
-        return web.Response(status=503, text="the job is not open here yet", headers={"Retry-After": "1"})
+        answer = web.Response(status=503, text="the job is not open here yet", headers={"Retry-After": "1"})
+        answer.force_close()
+        return answer
 
     return middleware
 
@@ -141,7 +147,9 @@ async def serving(
     )
     await runner.setup()
     try:
-        await web.SockSite(runner, listen(port, BACKLOG), ssl_context=tls, backlog=BACKLOG).start()
+        listener = listen(port, BACKLOG)
+        plain = web.SockSite(runner, listener, backlog=BACKLOG)
+        await (LimitedSite(runner, listener, tls) if tls is not None else plain).start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

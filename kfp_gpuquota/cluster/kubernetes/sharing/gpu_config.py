@@ -21,6 +21,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
+from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.api.share import compute_variables, limit_text
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
@@ -91,7 +92,8 @@ def config_map(pod: PodView, name: str, assignment: DeviceAssignment) -> Write:
         },
         "data": _data(assignment),
     }
-    path = f"/api/v1/namespaces/{pod.namespace}/configmaps/{name}?fieldManager={labels.FIELD_MANAGER}&force=true"
+    path = join("/api/v1/namespaces", pod.namespace, "configmaps", name)
+    path = with_query(path, fieldManager=labels.FIELD_MANAGER, force="true")
     about = f"{pod.namespace}/{name}"
     return Write(verb="PATCH", path=path, about=about, lane=Lane.ADMIT, body=body, content_type=APPLY_PATCH)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup, probes
@@ -193,7 +194,7 @@ class NodeAgent:
         namespace = self._options.reservation_namespace
         write = Write(
             verb="PATCH",
-            path=f"{pods_path(namespace)}/{view.name}",
+            path=join(pods_path(namespace), view.name),
             about=f"{namespace}/{view.name}",
             body=body,
             content_type=MERGE_PATCH,

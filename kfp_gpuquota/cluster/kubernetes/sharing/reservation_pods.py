@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, deletion, escape_json_pointer, node_term
@@ -90,7 +91,7 @@ def removal(view: ReservationView, settings: ReservationSettings) -> Write:
 
 def annotation(view: ReservationView, settings: ReservationSettings, sharers: str) -> Write:
     """Return the patch that annotates the GPU's sharers, for the node's agent and a restarted controller."""
-    path = f"{pods_path(settings.namespace)}/{view.name}"
+    path = join(pods_path(settings.namespace), view.name)
     operations = [
         {"op": "test", "path": "/metadata/uid", "value": view.uid},
         {"op": "add", "path": f"/metadata/annotations/{escape_json_pointer(labels.SHARERS)}", "value": sharers},

@@ -10,13 +10,13 @@ import time
 import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import quote
 
 import msgspec
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.queue import Queued, queued
-from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
 from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
@@ -35,7 +35,7 @@ from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -85,7 +85,7 @@ class KubernetesClient:
     def get_project(self, name: str) -> ProjectView:
         """Return a project. Raises NotFoundError."""
         try:
-            found = self.calls.read(f"{QUOTAS}/{quote(name)}", custom_types.GpuQuota)
+            found = self.calls.read(join(QUOTAS, name), custom_types.GpuQuota)
         except NotFoundError:
             raise NotFoundError(
                 f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
@@ -110,7 +110,7 @@ class KubernetesClient:
         """
         if expected is not None and self.get_project(project.name).project != expected:
             raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; read it again and retry")
-        path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
+        path, wanted = join(QUOTAS, project.name), views.gpu_quota(project)
         try:
             before = self.calls.read(path, custom_types.GpuQuota)
         except NotFoundError:
@@ -127,7 +127,7 @@ class KubernetesClient:
     def quota_gap(self, name: str) -> str:
         """Return a warning if the namespace is not labelled, so that its pods start without a quota; else ""."""
         try:
-            found = self.calls.read(f"/api/v1/namespaces/{quote(name)}", _Namespace)
+            found = self.calls.read(join("/api/v1/namespaces", name), _Namespace)
         except NotFoundError:
             return f"namespace {name!r} does not exist; a team needs one, a department does not"
         if found.metadata.labels.get(labels.MANAGED) == "true":
@@ -141,7 +141,7 @@ class KubernetesClient:
         """Delete a project's quota, but not its namespace. Raises ConflictError while it has jobs."""
         if jobs := [job.metadata.name for job in self._items(_jobs(name), custom_types.ElasticJob)]:
             raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
-        self.calls.delete(f"{QUOTAS}/{quote(name)}")
+        self.calls.delete(join(QUOTAS, name))
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
         """Return all policies, by name; invalid ones are left out."""
@@ -153,7 +153,7 @@ class KubernetesClient:
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
         """Create or replace a policy."""
-        path, wanted = f"{workload_policies.PATH}/{quote(policy.name)}", workload_policies.policy_body(policy)
+        path, wanted = join(workload_policies.PATH, policy.name), workload_policies.policy_body(policy)
         try:
             self.calls.create(workload_policies.PATH, wanted)
         except AlreadyExistsError:
@@ -164,7 +164,7 @@ class KubernetesClient:
     def delete_policy(self, name: str) -> None:
         """Delete a policy. Raises NotFoundError."""
         try:
-            self.calls.delete(f"{workload_policies.PATH}/{quote(name)}")
+            self.calls.delete(join(workload_policies.PATH, name))
         except NotFoundError:
             raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
 
@@ -256,7 +256,7 @@ class KubernetesClient:
         for stored in self._items(_jobs(project), custom_types.ElasticJob):
             with suppress(InvalidFieldError):
                 waiting.append(queued(views.job_of(stored)))
-        path = f"/api/v1/namespaces/{quote(project)}/pods"
+        path = join("/api/v1/namespaces", project, "pods")
         pods = self._items(path, core_types.Pod, fieldSelector="spec.nodeName=")
         return (*filter(None, waiting), *views.queued_pods(pods))
 
@@ -269,6 +269,16 @@ class KubernetesClient:
         """Stop and delete a job."""
         self._found(project, name)
         self.calls.delete(_job(project, name))
+
+    def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs; the API server has no transaction for several objects."""
+        stop = {
+            StopAction.DELETE: self.delete_job,
+            StopAction.SUSPEND: self.suspend_job,
+            StopAction.CANCEL: self.cancel_job,
+        }[action]
+        for name in names:
+            stop(project, name)
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop a job; it stays listed as Cancelled."""
@@ -339,7 +349,7 @@ class KubernetesClient:
     def secret_value(self, project: str, name: str, key: str) -> str:
         """Return a value of a Secret; "" if it does not exist."""
         try:
-            found = self.calls.get(f"/api/v1/namespaces/{quote(project)}/secrets/{quote(name)}")
+            found = self.calls.get(join("/api/v1/namespaces", project, "secrets", name))
         except NotFoundError:
             return ""
         return base64.b64decode(found.get("data", {}).get(key, "")).decode()
@@ -393,7 +403,7 @@ class KubernetesClient:
         return page.items or []
 
     def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[core_types.Pod]]:
-        path = f"/api/v1/namespaces/{quote(project)}/pods" if project else "/api/v1/pods"
+        path = join("/api/v1/namespaces", project, "pods") if project else "/api/v1/pods"
         found: dict[tuple[str, str], list[core_types.Pod]] = {}
         for pod in self._items(path, core_types.Pod, labelSelector=f"{labels.JOB}={name}" if name else labels.JOB):
             found.setdefault((pod.metadata.namespace, pod.metadata.labels[labels.JOB]), []).append(pod)
@@ -424,8 +434,8 @@ def _named(name: str) -> dict[str, str]:
 
 
 def _jobs(project: str) -> str:
-    return f"{_GROUP}/namespaces/{quote(project)}/elasticjobs" if project else f"{_GROUP}/elasticjobs"
+    return join(_GROUP, "namespaces", project, "elasticjobs") if project else f"{_GROUP}/elasticjobs"
 
 
 def _job(project: str, name: str) -> str:
-    return f"{_jobs(project)}/{quote(name)}"
+    return join(_jobs(project), name)

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Final, Self
 from urllib.parse import urlencode
 
+from kfp_gpuquota.api.request_paths import check_path
 from kfp_gpuquota.cluster.kubernetes.user_client import package
 from kfp_gpuquota.cluster.kubernetes.user_client.kubeconfig import Access, load_access
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, UsageError
@@ -80,6 +81,7 @@ class Connection:
         """
         import urllib3  # noqa: PLC0415 (the package has imported it)
 
+        check_path(target)
         sent = urllib3.HTTPHeaderDict([("Accept", "application/json"), ("User-Agent", USER_AGENT)])
         for name, value in headers:
             sent.add(name, value)

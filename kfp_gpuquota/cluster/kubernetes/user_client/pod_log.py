@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.user_client.connection import PIECE
 from kfp_gpuquota.errors import NotFoundError, RunError, UsageError
 
@@ -22,7 +22,7 @@ class PodLog:
 
     def __init__(self, calls: Calls, namespace: str, pod: str, offset: int) -> None:
         self._calls = calls
-        self._path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}/log"
+        self._path = join("/api/v1/namespaces", namespace, "pods", pod, "log")
         self.offset = offset
         self._stream: Response | None = None
         self._over = False

@@ -13,10 +13,10 @@ import re
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import quote
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.errors import ClusterUnavailableError
 from kfp_gpuquota.web.notice import Notice
@@ -129,7 +129,7 @@ class KubeEvents:
         found: list[_Event] = []
         params = {"fieldSelector": f"involvedObject.kind={kind}", "limit": str(PAGE)}
         for _ in range(MAX_PAGES):
-            path = f"/api/v1/namespaces/{quote(namespace)}/events"
+            path = join("/api/v1/namespaces", namespace, "events")
             answer = await self._connection.call("GET", path, params=params, retry_for_s=0)
             page = msgspec.json.decode(answer, type=_EventList)
             found += page.items

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
@@ -214,6 +214,7 @@ class UserPages:
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
         """Return a piece of a log (offsets are those of `PodLogs`). Raises ForbiddenError."""
+        await self.refresh()  # a log may be followed for days
         job = self.job(project, name)
         asked = Asked(self._user, "get", "pods", project, subresource="log", group="")
         if not await self._rights.may(asked):
@@ -261,7 +262,7 @@ class UserPages:
             )
 
     async def _call(self, verb: str, job: Job, body: Json) -> bytes:
-        path = f"{GROUP}/namespaces/{quote(job.spec.project)}/elasticjobs/{quote(job.spec.name)}"
+        path = join(GROUP, "namespaces", job.spec.project, "elasticjobs", job.spec.name)
         try:
             return await self._connection.call(verb, path, body, content_type=MERGE_PATCH if verb == "PATCH" else JSON)
         except ApiError as error:

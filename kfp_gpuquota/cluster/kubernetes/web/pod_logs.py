@@ -13,10 +13,10 @@ import re
 from collections import deque
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
 
 import aiohttp
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import LogChunk
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.errors import ClusterUnavailableError
@@ -66,7 +66,7 @@ class PodLogs:
 
     async def _collect(self, pod: Pod, found: _Lines, limit: asyncio.Timeout | None) -> None:
         """Read what there is; with a `limit` also what is printed until then, or for a moment after the first line."""
-        path = f"/api/v1/namespaces/{quote(pod.metadata.namespace)}/pods/{quote(pod.metadata.name)}/log"
+        path = join("/api/v1/namespaces", pod.metadata.namespace, "pods", pod.metadata.name, "log")
         params = {"timestamps": "true", "container": pod.spec.containers[0].name, **found.query()}
         if limit is not None:
             params["follow"] = "true"

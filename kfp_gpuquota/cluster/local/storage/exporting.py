@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api.redaction import REDACTED, redacted
 from kfp_gpuquota.cluster.local.storage.database import connect
 from kfp_gpuquota.cluster.local.storage.store import Quarantined
 from kfp_gpuquota.errors import StateFileError
@@ -17,15 +18,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def exported(path: Path) -> str:
-    """Return projects, policies, jobs, workers and history as JSON. Raises StateFileError."""
+def exported(path: Path, *, secrets: bool = False) -> str:
+    """Return projects, policies, jobs, workers and history as JSON. Raises StateFileError.
+
+    Without `secrets` the values of environment variables are left out, and rows that are no JSON.
+    """
     with _reading(path) as database:
-        found: dict[str, object] = {
+        found: dict[str, list[object]] = {
             table: [_raw(body) for (body,) in database.execute(f"SELECT body FROM {table} ORDER BY rowid")]  # noqa: S608
             for table in ("projects", "jobs", "workers", "events")
         }
         policies = database.execute("SELECT value FROM meta WHERE key = 'policies'").fetchone()
-    found["policies"] = _raw(policies[0]) if policies else []
+    found["policies"] = _rows(policies[0]) if policies else []
+    if not secrets:
+        found = {table: [_without_secrets(row) for row in rows] for table, rows in found.items()}
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
 
@@ -42,6 +48,15 @@ def _raw(body: str) -> object:
         return msgspec.json.decode(body)
     except msgspec.DecodeError:
         return body
+
+
+def _without_secrets(row: object) -> object:
+    return REDACTED if isinstance(row, str) else redacted(row)
+
+
+def _rows(body: str) -> list[object]:
+    found = _raw(body)
+    return found if isinstance(found, list) else [found]
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ class ClusterState(JobBook):
     """Projects, nodes, jobs and workers, each by its key, and the scheduler's state.
 
     `make_room()` frees some of a full disk, and returns whether it could: for changes that end something.
+    `clock(at_least)` returns the clock of all records, which begins no earlier than `at_least`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ClusterState(JobBook):
         nodes: Iterable[Node],
         usage_half_life_s: float | None = None,
         make_room: Callable[[], bool] = lambda: False,
+        clock: Callable[[float], Callable[[], float]] = SteadyClock,
     ) -> None:
         super().__init__({node.name: node for node in nodes})
         self._store, self._make_room = store, make_room
@@ -69,7 +71,7 @@ class ClusterState(JobBook):
         with collector_paused():
             self._load()
             gc.freeze()  # what was loaded stays: later passes need not look at it
-        self.clock = SteadyClock(self._newest_record())
+        self.clock = clock(self._newest_record())
         self._recall_usage()
 
     # Reading

@@ -118,8 +118,8 @@ class LocalRuntime:
         directory = spec.working_directory
         if directory and not Path(directory).is_absolute():
             raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
-        if directory and not Path(directory).is_dir():
-            raise InvalidFieldError("working_directory", directory, "there is no such directory on this machine")
+        if directory:
+            _check_directory(directory)
 
     def start(self, job: JobRecord, worker: Worker) -> None:
         """Start the worker under a shim. Raises OSError."""
@@ -216,3 +216,13 @@ def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, i
             return file.read(limit), begin
     except FileNotFoundError:
         return b"", offset
+
+
+def _check_directory(directory: str) -> None:
+    try:
+        found = Path(directory).is_dir()
+    except (OSError, ValueError) as error:  # a part of it may not be entered; a NUL
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidFieldError("working_directory", directory, f"it cannot be used on this machine: {why}") from None
+    if not found:
+        raise InvalidFieldError("working_directory", directory, "there is no such directory on this machine")

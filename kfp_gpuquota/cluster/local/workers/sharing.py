@@ -14,6 +14,7 @@ from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.share import limit_mib, request_mib
 from kfp_gpuquota.api.wire import ShareView
+from kfp_gpuquota.cluster.local.home import make_private
 from kfp_gpuquota.errors import DeviceError
 from kfp_gpuquota.fractions import Claim, Kill, Policy, Round
 from kfp_gpuquota.fractions.agent import Agent, Share, code_of, explain, what_it_can_do
@@ -62,7 +63,7 @@ class Sharing:
         """Whether the worker shares a GPU, so that it is started from here, as soon as its part is free."""
         if record.worker.share >= 1 or not self._devices_of(record.worker):
             return False
-        (self._home.worker(record.worker.job_uid, record.worker.id) / "memory").mkdir(parents=True, exist_ok=True)
+        make_private(self._home.worker(record.worker.job_uid, record.worker.id) / "memory")
         self._held[record.worker.id] = record
         self._schedule(0.0)
         return True

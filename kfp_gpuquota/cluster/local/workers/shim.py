@@ -63,11 +63,16 @@ def boot_id() -> str:
         return file.read().strip()
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file that only this user may read, whatever the umask is."""
+    return os.open(path, flags, 0o600)
+
+
 def write_atomically(path: str, content: dict[str, object]) -> None:
     """The file holds either nothing or all of `content`, also after a power loss."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "w") as file:  # noqa: PTH123
+        with open(temporary, "w", opener=private) as file:
             json.dump(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -80,7 +85,7 @@ def write_atomically(path: str, content: dict[str, object]) -> None:
 
 def reserve() -> None:
     """Reserve the space for exit.json. Raises OSError if there is none."""
-    with open("exit.reserve", "wb") as file:  # noqa: PTH123
+    with open("exit.reserve", "wb", opener=private) as file:
         file.write(b" " * RESERVED_BYTES)
         file.flush()
         os.fsync(file.fileno())

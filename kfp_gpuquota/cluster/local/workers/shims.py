@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from kfp_gpuquota.cluster.local.home import make_private
 from kfp_gpuquota.cluster.local.workers import shim
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Shims:
 
     def start(self, worker: str, directory: Path, command: WorkerCommand) -> None:
         """Start the worker under a new shim. Raises OSError when the machine cannot; then nothing was started."""
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(directory)
         shim.write_atomically(str(directory / "spec.json"), msgspec.to_builtins(command))
         spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)  # becomes the pidfd: a shim is never left unwatched
         try:
@@ -235,7 +236,7 @@ def prevent(directory: Path) -> bool:
 
     A daemon may have died right after it started the shim, which then comes late.
     """
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(directory)
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 import aiohttp
 import msgspec
 from multidict import CIMultiDict
+from yarl import URL
 
+from kfp_gpuquota.api.request_paths import check_path
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError
@@ -113,6 +115,7 @@ class Connection:
         Raises ApiError if the server refuses the call, ClusterUnavailableError if it does not respond in time, and
         StaleLeaseError if `fence` is closed, which is checked before each attempt.
         """
+        check_path(path)
         data = None if body is None else msgspec.json.encode(body)
         backoff = self.backoff(self._retry_for_s if retry_for_s is None else retry_for_s)
         while True:
@@ -150,8 +153,9 @@ class Connection:
 
     async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Yield the body of a long answer (a watch, a log) as it arrives; not retried. Raises ApiError."""
+        check_path(path)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=STREAM_READ_TIMEOUT_S)
-        url = self._credentials.server + path
+        url = URL(self._credentials.server + path, encoded=True)
         async with self._watching.get(url, params=params, headers=self._headers(), timeout=timeout) as response:
             self._count("WATCH", response.status)
             if response.status != 200:
@@ -171,7 +175,7 @@ class Connection:
         if data is not None:
             headers["Content-Type"] = content_type
         timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
-        url = self._credentials.server + path
+        url = URL(self._credentials.server + path, encoded=True)
         asked: AbstractAsyncContextManager[aiohttp.ClientResponse] = self._session.request(
             verb, url, data=data, params=params, headers=headers, timeout=timeout
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import LeaseValidity, boot_time_s
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Lease
@@ -54,7 +55,7 @@ class LeaderElection:
             periods = f"duration {duration_s:g}, renew deadline {renew_deadline_s:g}, retry {retry_s:g}"
             raise InvalidFieldError("lease periods", periods, "each must be longer than the next, all above 0 s")
         self._connection, self._identity, self._name = connection, identity, name
-        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._path = join("/apis/coordination.k8s.io/v1/namespaces", namespace, "leases")
         self._duration_s, self._renew_deadline_s, self._retry_s = duration_s, renew_deadline_s, retry_s
         self._clock = self.clock = clock
         self._seen: tuple[str, float] = ("", 0.0)  # resourceVersion of the lease, and when it was first read
@@ -120,14 +121,14 @@ class LeaderElection:
         body = {"metadata": {"resourceVersion": self._version}, "spec": spec}
         try:
             await self._connection.call(
-                "PATCH", f"{self._path}/{self._name}", body, content_type="application/merge-patch+json", retry_for_s=0
+                "PATCH", join(self._path, self._name), body, content_type="application/merge-patch+json", retry_for_s=0
             )
         except (ApiError, ClusterUnavailableError) as error:
             log.info("the lease %s was not released and will expire: %s", self._name, error)
 
     async def _try(self, requested_at: float) -> bool:
         try:
-            lease = await self._connection.read(f"{self._path}/{self._name}", Lease)
+            lease = await self._connection.read(join(self._path, self._name), Lease)
         except ApiError as error:
             if not error.not_found:
                 raise
@@ -142,7 +143,7 @@ class LeaderElection:
             epoch = (lease.spec.lease_transitions or 0) + (not mine)
             since = lease.spec.acquire_time or "" if mine else ""
             body = self._body(epoch, lease.metadata.resource_version, since)
-            written = await self._connection.call("PUT", f"{self._path}/{self._name}", body, retry_for_s=0)
+            written = await self._connection.call("PUT", join(self._path, self._name), body, retry_for_s=0)
         self._version = msgspec.json.decode(written, type=Lease).metadata.resource_version
         self._note_held(requested_at, epoch)
         return True

@@ -9,6 +9,7 @@ from aiohttp import web
 from prometheus_client import generate_latest
 
 from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
+from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -52,7 +53,7 @@ async def serving(
 
     app = web.Application()
     app.add_routes([web.get("/metrics", show), web.get("/healthz", health), web.get("/readyz", readiness), *further])
-    runner = web.AppRunner(app, access_log=None)
+    runner = LimitedRunner(app, Limits(), access_log=None)
     await runner.setup()
     try:
         await web.SockSite(runner, listen(port)).start()

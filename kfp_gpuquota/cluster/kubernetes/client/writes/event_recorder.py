@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ class _EventList(msgspec.Struct, frozen=True):
 
 def list_warnings_request(namespace: str, uid: str) -> Write:
     """Return the request for a pod's events of type Warning."""
-    query = f"fieldSelector=involvedObject.uid%3D{uid}%2Ctype%3DWarning"
-    path = f"/api/v1/namespaces/{namespace}/events?{query}"
+    events = join("/api/v1/namespaces", namespace, "events")
+    path = with_query(events, fieldSelector=f"involvedObject.uid={uid},type=Warning")
     return Write(verb="GET", path=path, about=f"{namespace}/{uid}", level=logging.DEBUG)
 
 
@@ -152,5 +153,5 @@ def event(
         "count": 1,
     }
     about = f"{namespace}/{subject.name}"
-    path = f"/api/v1/namespaces/{namespace}/events"
+    path = join("/api/v1/namespaces", namespace, "events")
     return Write(verb="POST", path=path, about=about, lane=Lane.EVENT, body=body)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import CALL_TIMEOUT_S, JSON
 
 
@@ -45,4 +46,4 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
 
 def pods_path(namespace: str) -> str:
     """Return the API path of a namespace's pods."""
-    return f"/api/v1/namespaces/{namespace}/pods"
+    return join("/api/v1/namespaces", namespace, "pods")

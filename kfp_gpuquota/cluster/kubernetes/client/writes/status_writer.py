@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -132,7 +133,7 @@ class Built(msgspec.Struct, frozen=True):
 def _apply(built: Built) -> Write:
     return Write(
         verb="PATCH",
-        path=f"{built.path}/status?fieldManager={labels.FIELD_MANAGER}&force=true",
+        path=with_query(join(built.path, "status"), fieldManager=labels.FIELD_MANAGER, force="true"),
         about=built.about,
         lane=Lane.STATUS,
         body=built.body,

@@ -24,7 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import RETRY_FOR_S
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of, cause, fields
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
-from kfp_gpuquota.errors import ClusterUnavailableError
+from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -179,6 +179,9 @@ class Writer:
             log.error("%s", error, extra=extra)
         except (ApiError, ClusterUnavailableError) as error:
             self._refused(request, backoff, error)
+        except InvalidFieldError as error:
+            log.error("%s %s was not sent: %s", write.verb, write.about, error, extra=extra)
+            _report(request.failed, error, write)
         else:
             log.log(write.level, "%s %s", write.verb, write.path, extra=extra)
             self._succeeded(request, answer)

@@ -13,6 +13,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import pod_builder
@@ -76,7 +77,7 @@ class JobSecrets:
             else:
                 exists()
 
-        path = f"/api/v1/namespaces/{meta['namespace']}/secrets"
+        path = join("/api/v1/namespaces", meta["namespace"], "secrets")
         about = f"{meta['namespace']}/{meta['name']}"
         write = Write(verb="POST", path=path, about=about, lane=Lane.CREATE, body=body)
         self._writer.submit(write, exists, refused)
@@ -93,7 +94,7 @@ class JobSecrets:
             else:
                 failed(error)
 
-        path = f"/api/v1/namespaces/{namespace}/secrets/{name}"
+        path = join("/api/v1/namespaces", namespace, "secrets", name)
         self._writer.submit(
             Write(verb="DELETE", path=path, about=f"{namespace}/{name}", lane=Lane.CREATE), lambda _: create(), refused
         )

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.lifecycle import finished, progressed, resized
+from kfp_gpuquota.cluster.jobs.lifecycle import finished, progressed
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving
+from kfp_gpuquota.cluster.jobs.size_changes import after_commit
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import RESERVED_AT_ONCE
@@ -165,20 +166,8 @@ class JobMembership:
             return
         state.generation = commit.generation
         state.ranks = tuple(index_of(worker) for worker in commit.members)
-        for rank, worker in enumerate(commit.members):
-            if record := self._worker_of(job_uid, worker):
-                ranked = msgspec.structs.replace(record.worker, rank=rank)
-                self._book.workers[worker] = msgspec.structs.replace(record, worker=ranked)
-        size = job.size if job.managed else 0
-        after = resized(
-            msgspec.structs.replace(job, managed=True, size=size),
-            len(commit.members) * job.spec.worker_gpus,
-            self._book.now(),
-            generation=commit.generation,
-            step=commit.step,
-            pause_ms=round(commit.pause_ms, 1),
-            lost_steps=commit.lost_steps,
-        )
+        after, ranked = after_commit(job, self._book.attempt_of(job), commit, self._book.now())
+        self._book.workers.update((record.worker.id, record) for record in ranked)
         self._book.record(self._without_released(after, commit.members))
         log.info(
             "job %s: generation %d of %d workers at step %d, paused for %.1f ms, %d steps lost",
@@ -203,9 +192,11 @@ class JobMembership:
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """Kill a worker's process on request of the membership."""
-        if self._worker_of(job_uid, worker) is None:
+        record = self._worker_of(job_uid, worker)
+        if record is None:
             return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
+        self._book.workers[worker] = msgspec.structs.replace(record, killed_for=why)
         self._workers.kill(worker)
 
     def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:

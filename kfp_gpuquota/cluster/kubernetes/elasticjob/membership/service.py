@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
 from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, LimitedRunner, raise_descriptor_limit
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ class _Secret(msgspec.Struct):
 
 async def read_or_make_key(connection: Connection, namespace: str, current: bytes | None = None) -> bytes:
     """Return the key in the Secret; if there is no Secret, create it with the `current` or a new key."""
-    path = f"/api/v1/namespaces/{namespace}/secrets"
+    path = join("/api/v1/namespaces", namespace, "secrets")
     while True:
         try:
-            found = await connection.read(f"{path}/{SECRET}", _Secret)
+            found = await connection.read(join(path, SECRET), _Secret)
             return base64.b64decode(found.data["key"])
         except ApiError as error:
             if not error.not_found:
@@ -81,7 +83,9 @@ async def serving(service: MembershipService, port: int, tls: ssl.SSLContext | N
     runner = LimitedRunner(app, WORKER_LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.SockSite(runner, listen(port), ssl_context=tls).start()
+        listener = listen(port)
+        site = LimitedSite(runner, listener, tls) if tls is not None else web.SockSite(runner, listener)
+        await site.start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

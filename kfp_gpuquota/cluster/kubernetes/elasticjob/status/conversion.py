@@ -9,8 +9,8 @@ import msgspec
 
 from kfp_gpuquota.api import Eviction, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.jobs.lifecycle import resized
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
+from kfp_gpuquota.cluster.jobs.size_changes import after_processes_changed
 from kfp_gpuquota.cluster.kubernetes.convert import pods
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
@@ -110,20 +110,17 @@ def worker_record(
     known = before.worker if before is not None else worker
     released = before is not None and before.released
     if pod.leaving and not released:
-        return WorkerRecord(
-            worker=msgspec.structs.replace(known, phase=WorkerPhase.LEAVING),
-            attempt=pod.attempt,
-            released=True,
-            released_at=now,
-        )
+        return leaving(_recorded(before, known, pod.attempt), now)
     phase = WorkerPhase.RUNNING if pod.running else WorkerPhase.STARTING
     phase = WorkerPhase.LEAVING if released else phase
-    return WorkerRecord(
-        worker=msgspec.structs.replace(known, phase=phase),
-        attempt=pod.attempt,
-        released=released,
-        released_at=before.released_at if before is not None else None,
-    )
+    return _recorded(before, msgspec.structs.replace(known, phase=phase), pod.attempt)
+
+
+def _recorded(before: WorkerRecord | None, worker: Worker, attempt: int) -> WorkerRecord:
+    """Return the record with this worker; what only an earlier record has is kept."""
+    if before is None:
+        return WorkerRecord(worker=worker, attempt=attempt)
+    return msgspec.structs.replace(before, worker=worker, attempt=attempt)
 
 
 def with_rank(record: WorkerRecord, ranks: Sequence[int]) -> WorkerRecord:
@@ -145,18 +142,18 @@ def counting(job: JobRecord, pod: PodView) -> JobRecord:
     return job
 
 
-def unmanaged_size(job: JobRecord, alive: Iterable[WorkerRecord], now: float) -> JobRecord:
-    """Return the job with the size of its running workers, if it has no membership.
+def unmanaged_size(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """Return the job with the size of its running workers, if it has no membership; `workers` are of its attempt.
 
     It has no size until all workers that it starts with run: one that is slower than the others is not a growth.
     """
     if job.managed or job.intent is not Intent.RUN:
         return job
-    kept = [record.worker for record in alive if not record.released]
-    running = [worker for worker in kept if worker.phase is WorkerPhase.RUNNING]
+    kept = [record for record in workers if record.alive and not record.released]
+    running = [record for record in kept if record.worker.phase is WorkerPhase.RUNNING]
     if job.size == 0 and len(running) < len(kept):
         return job
-    return resized(job, sum(len(worker.devices) for worker in running), now)
+    return after_processes_changed(job, workers, running, now)
 
 
 def without_pods(job: JobRecord, now: float) -> JobRecord:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import status_of, with_condition
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import retry_fields
@@ -47,7 +48,7 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
             membership_shard=state.shard,
             network_policy=state.network_policy,
             conditions=conditions,
-            page=f"{page_url.rstrip('/')}/jobs/{meta.namespace}/{meta.name}" if page_url else None,
+            page=join(f"{page_url.rstrip('/')}/jobs", meta.namespace, meta.name) if page_url else None,
             ended=state.ended,
             ran_s=state.ran_s,
             ranks=state.ranks,
@@ -63,7 +64,7 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
     given_back = status.requeue_state, status.grow_state
     reserved = status.generation_reserved  # numbers wait for it
     urgent = (status.phase, status.message, status.intent, reserved, *held, *given_back, len(status.resizes))
-    path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
+    path = join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name)
     stored = partial(membership.status_stored, uid, reserved)
     return Built(path, f"{meta.namespace}/{meta.name}", body, urgent, stored)
 

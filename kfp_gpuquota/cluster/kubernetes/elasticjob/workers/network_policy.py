@@ -18,6 +18,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import owner_of
@@ -101,5 +102,5 @@ class JobNetworkPolicies:
 def _creation(job: ElasticJob) -> Write:
     body = network_policy(job)
     namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
-    path = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+    path = join("/apis/networking.k8s.io/v1/namespaces", namespace, "networkpolicies")
     return Write(verb="POST", path=path, about=f"{namespace}/{name}", lane=Lane.CREATE, body=body)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, node_term
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
@@ -188,7 +189,7 @@ def _environment(
         "JOB_UUID": job.metadata.uid,
         "POD_INDEX": str(worker.index),
         "RUNAI_NUM_OF_GPUS": str(record.spec.worker_gpus),
-        "ELASTIC_COORDINATOR": f"{settings.coordinator.rstrip('/')}/v1/membership/{job.metadata.uid}",
+        "ELASTIC_COORDINATOR": join(f"{settings.coordinator.rstrip('/')}/v1/membership", job.metadata.uid),
         "ELASTIC_TOKEN_FILE": f"{SECRET_DIRECTORY}/token",
         "ELASTIC_CA_FILE": f"{SECRET_DIRECTORY}/ca.crt",
         "ELASTIC_WORKER_ID": worker.id,

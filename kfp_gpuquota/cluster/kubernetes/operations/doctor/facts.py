@@ -10,6 +10,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.certificate_dates import not_after
@@ -144,7 +145,7 @@ class Reader:
         return int(found["major"]), int("".join(filter(str.isdigit, found["minor"])))
 
     def _read_lease(self) -> None:
-        path = f"/apis/coordination.k8s.io/v1/namespaces/{self._facts.system}/leases/{CONTROLLER}"
+        path = join("/apis/coordination.k8s.io/v1/namespaces", self._facts.system, "leases", CONTROLLER)
         self._facts.lease = self._calls.get(path)
 
     def _read_certificate(self) -> None:

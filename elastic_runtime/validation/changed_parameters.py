@@ -1,4 +1,7 @@
-"""Frozen parameters that the loop changes by hand before the backward pass: a momentum encoder, an averaged teacher.
+"""Parameters that the loop changes by hand before the backward pass.
+
+Frozen ones, in any iteration: a momentum encoder, an averaged teacher. Trained ones, once and in the first iteration:
+an initialisation from the first batch, of which each worker has its own share, and a resumed one another batch.
 
 The step is repeated if a worker is lost in it, and its iterations are more than one where it is cut, so such a change
 would be made several times. It is noticed in the first iterations, alone, by a few elements of each parameter. Copies
@@ -20,38 +23,61 @@ LOOKS_AT = 6
 _ELEMENTS = 8
 
 
-class FrozenParameters:
-    """Compares the frozen parameters of `models` at an iteration's beginning and at its first backward pass."""
+class ChangedParameters:
+    """Compares the parameters of `models` at an iteration's beginning and at its first backward pass."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._parameters = {name: p for model in models for name, p in model.named_parameters()}
         self._left = LOOKS_AT
         self._before: dict[str, list[float]] = {}
+        self._trained_before: dict[str, list[float]] = {}
+        self._set: set[str] = set()  # trained ones that changed in the first iteration
 
     def begin(self, samples: int) -> None:  # noqa: ARG002
         """Another iteration begins."""
         self._before = self._samples(trained=False) if self._left else {}
+        looks = self._left == LOOKS_AT or (self._left == LOOKS_AT - 1 and self._set)
+        self._trained_before = self._samples(trained=True) if looks else {}
         self._left = max(0, self._left - 1)
 
     def backward(self) -> None:
-        """A backward pass begins. LoopError if a frozen parameter has changed in this iteration."""
+        """A backward pass begins. LoopError for a parameter that was changed by hand."""
         before, self._before = self._before, {}
-        if not before:
-            return
-        now = self._samples(trained=False)
-        changed = [name for name, values in before.items() if now.get(name, values) != values]
+        if before:
+            self._check_frozen(before)
+        before, self._trained_before = self._trained_before, {}
+        if before:
+            self._check_trained(before)
+
+    def _check_frozen(self, before: dict[str, list[float]]) -> None:
+        changed = self._changed(before, trained=False)
         copied = list(self._samples(trained=True).values()) if changed else []
-        for name in changed:
-            if now[name] not in copied:
+        for name, now in changed.items():
+            if now not in copied:
                 raise LoopError(
                     f"the frozen parameter {name!r} was changed by hand in an iteration before job.backward, and would "
                     "be changed twice in a step that is repeated after the loss of a worker; change it after "
                     "optimizer.step(), under `if job.applied:`"
                 )
 
+    def _check_trained(self, before: dict[str, list[float]]) -> None:
+        """What changes in each iteration, as weights that are clipped, is the same however often it is done."""
+        changed = set(self._changed(before, trained=True))
+        once, self._set = sorted(self._set - changed), changed if self._left == LOOKS_AT - 1 else set()
+        if once:
+            raise LoopError(
+                f"parameter {once[0]!r} was changed before job.backward in the first iteration, and not in the "
+                "second: an initialisation from the first batch, of which each worker has its own share, and a worker "
+                "that resumes or joins another batch; compute it from a fixed batch before prepare"
+            )
+
+    def _changed(self, before: dict[str, list[float]], *, trained: bool) -> dict[str, list[float]]:
+        now = self._samples(trained=trained)
+        return {name: now[name] for name, values in before.items() if now.get(name, values) != values}
+
     def end(self) -> None:
         """Look no more."""
-        self._left, self._before = 0, {}
+        self._left, self._before, self._trained_before, self._set = 0, {}, {}, set()
 
     def _samples(self, *, trained: bool) -> dict[str, list[float]]:
         """A few elements of each parameter that is (not) trained, by name."""

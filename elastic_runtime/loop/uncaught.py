@@ -1,0 +1,34 @@
+"""A note for an error that ends a script in an iteration without gradients, where torch's own words name no cause."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from elastic_runtime.loop.session import Session
+
+_WITHOUT_GRADIENTS = (
+    "elastic_runtime: this iteration does not complete a step, so that parameter.grad is None on all parameters; put "
+    "what reads gradients under `if job.applied:`"
+)
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_before = sys.excepthook
+
+
+def explain_errors(session: Session) -> None:
+    """Add a note to an error about None that ends the script within such an iteration of the session."""
+    global _before
+    _sessions.add(session)
+    if sys.excepthook is not _explain:
+        _before, sys.excepthook = sys.excepthook, _explain
+
+
+def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    about_none = issubclass(kind, AttributeError | TypeError) and "None" in str(error)
+    if about_none and any(session.without_gradients for session in _sessions):
+        error.add_note(_WITHOUT_GRADIENTS)
+    _before(kind, error, trace)

@@ -1,0 +1,249 @@
+"""The state with which an epoch began, for workers that enter the epoch in its middle.
+
+A worker that resumes, or joins, runs the code between `for epoch in job.epochs(...)` and the loader's loop once more.
+Invariant: that code has no effect on what is trained. It begins with the state of the epoch's beginning, and where the
+loader's loop is entered the state of the middle of the epoch is put back. So `scheduler.step()`, `tau.mul_(0.7)`,
+`optimizer.state.clear()` or `optimizer.add_param_group(...)` stand there as in a plain loop, and a variable that the
+code computes from the rate, or draws at random, has the value that it has on the other workers.
+
+Only what is small is kept from the epoch's beginning: hyperparameters, schedulers, tracked objects, buffers, random
+streams, results of `job.repeat`. Parameters, moments and averaged models are those of the middle of the epoch while the
+code runs again; a copy is made to put them back, if the code has changed them when it ran first.
+
+Rejected: a copy of the whole state in each epoch (twice the memory, and checkpoints twice as large); schedulers and
+optimizers that do not act there (a rate, a buffer or a weight that is set by hand would still change twice); refusing
+such code (half of all scripts have some).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from elastic_runtime.errors import LoopError, StateError
+from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
+from elastic_runtime.state.packing import pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elastic_runtime.state.random_streams import RandomStreams
+    from elastic_runtime.state.training_state import TrainingState
+
+NOTHING: Final = object()
+"""Returned where no result of `job.repeat` is kept."""
+MOST_ELEMENTS = 1 << 20
+"""Of the tensors of one object: one with more is left as it is in the middle of the epoch."""
+_STREAM = "loader"
+
+
+class Buffers(Protocol):
+    """The buffers of the models."""
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of their values by name."""
+
+    def load_transient(self, values: dict[str, torch.Tensor]) -> None:
+        """Set these values."""
+
+
+class EpochStart:
+    """Keeps the state of the current epoch's beginning in `state.epoch_start`, and uses a received one."""
+
+    def __init__(self, state: TrainingState, buffers: Buffers, streams: RandomStreams) -> None:
+        self._state, self._buffers, self._streams = state, buffers, streams
+        self._running = False  # the code before the loader's loop
+        self._marks: list[int] = []
+        self._replayed: list[Any] | None = None  # the results that are left, while the code runs again
+        self._kept: dict[str, Any] | None = None  # the state of the middle of the epoch, meanwhile
+
+    def capture(self) -> None:
+        """Keep the state of now as that of the epoch's beginning."""
+        self._state.epoch_start = {
+            "epoch": self._state.position.epoch,
+            "entered": False,
+            "changes": False,
+            "results": [],
+            "small": self._small(),
+            "streams": self._streams.capture(),
+        }
+
+    def begin(self) -> None:
+        """The code before the loader's loop comes next, for the first time or again."""
+        state, start = self._state, self._state.epoch_start
+        resumed, state.resumed, self._running = state.resumed, False, True
+        self._kept = self._replayed = None
+        if resumed and start is None:  # a checkpoint of an older version
+            self._kept = self._middle(whole=True)
+        elif resumed and start is not None and start["epoch"] == state.position.epoch:
+            self._kept = self._middle(whole=start["changes"]) if start["entered"] else None
+            self._replayed = list(start["results"])
+            self._apply(start["small"])
+            self._streams.load(start["streams"])
+        else:
+            self.capture()
+        self._marks = self._checksums()
+
+    def enter(self) -> None:
+        """The loader's loop begins. LoopError where code that ran again changed what it did not change before."""
+        if not self._running:
+            return
+        self._running, self._replayed = False, None
+        kept, self._kept = self._kept, None
+        changes = self._marks != self._checksums()
+        if kept is None:
+            if self._state.epoch_start is not None:
+                self._state.epoch_start |= {"entered": True, "changes": changes}
+            return
+        if changes and kept["whole"] is None:
+            raise LoopError(
+                "the code before the loader's loop changed parameters or optimizer state of this worker, which joined "
+                "or resumed in the middle of the epoch, and did not when the epoch began; it must do the same whenever "
+                "an epoch is entered: decide on the epoch, or on an object that job.track carries"
+            )
+        self._put_back(kept)
+
+    # Results of job.repeat
+
+    def next_result(self) -> Any:
+        """Return the result that the other workers had here, while the code runs again; else NOTHING."""
+        if not self._replayed:
+            return NOTHING
+        found = self._replayed.pop(0)
+        if isinstance(found, str) and found == _UNSENDABLE:
+            raise LoopError(
+                "job.repeat before the loader's loop returned an object that cannot be carried to a worker that enters "
+                "the epoch later; return numbers, tensors, or containers of them"
+            )
+        return found
+
+    def note(self, result: Any) -> None:
+        """Keep a result of `job.repeat` for workers that enter the epoch later."""
+        start = self._state.epoch_start
+        if not self._running or start is None:
+            return
+        try:
+            start["results"].append(_copied(result))
+        except StateError:
+            start["results"].append(_UNSENDABLE)
+
+    # Inside
+
+    def _middle(self, *, whole: bool) -> dict[str, Any]:
+        return {
+            "small": self._small(),
+            "streams": self._streams.capture(),
+            "whole": _copied(self._large()) if whole else None,
+        }
+
+    def _put_back(self, kept: dict[str, Any]) -> None:
+        self._apply(kept["small"])
+        if kept["whole"] is not None:
+            self._load_large(kept["whole"])
+        self._streams.load(kept["streams"])
+
+    def _optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+        for name, part in self._state.parts:
+            if isinstance(part, torch.optim.Optimizer):
+                yield name, part
+
+    def _others(self) -> Iterator[tuple[str, Any]]:
+        """All other parts; a stream's position is that of the middle of the epoch."""
+        for name, part in self._state.parts:
+            if not isinstance(part, torch.optim.Optimizer) and name != _STREAM:
+                yield name, part
+
+    def _small(self) -> dict[str, Any]:
+        state = self._state
+        others = {name: part.state_dict() for name, part in self._others() if not isinstance(part, torch.nn.Module)}
+        return {
+            "frozen": [name for name, parameter in state.parameters() if not parameter.requires_grad],
+            "names": state.groups(),
+            "groups": {name: [_hyperparameters(g) for g in part.param_groups] for name, part in self._optimizers()},
+            "parts": {name: copy.deepcopy(found) for name, found in others.items() if _is_small(found)},
+            "buffers": self._buffers.values(),
+        }
+
+    def _apply(self, small: dict[str, Any]) -> None:
+        state = self._state
+        state.freeze(small)
+        named = dict(state.parameters())
+        for name, optimizer in self._optimizers():
+            groups = small["groups"][name]
+            del optimizer.param_groups[len(groups) :]
+            add_missing_groups(optimizer, small["names"].get(name, []), named)
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                _set_hyperparameters(group, values)
+        for name, part in self._others():
+            if name in small["parts"]:
+                part.load_state_dict(copy.deepcopy(small["parts"][name]))
+        self._buffers.load_transient(small["buffers"])
+
+    def _large(self) -> dict[str, Any]:
+        modules = {n: part.state_dict() for n, part in self._others() if isinstance(part, torch.nn.Module)}
+        return {
+            "parameters": [parameter.detach() for _, parameter in self._state.parameters()],
+            "optimizers": {name: part.state_dict() for name, part in self._optimizers()},
+            "modules": modules,
+        }
+
+    @torch.no_grad()
+    def _load_large(self, large: dict[str, Any]) -> None:
+        for (_, parameter), value in zip(self._state.parameters(), large["parameters"], strict=True):
+            parameter.copy_(value)
+        for name, optimizer in self._optimizers():
+            load_optimizer(optimizer, large["optimizers"][name])
+        for name, part in self._others():
+            if name in large["modules"]:
+                part.load_state_dict(large["modules"][name])
+
+    @torch.no_grad()
+    def _checksums(self) -> list[int]:
+        """Return a number of each large tensor, which most likely differs if a bit of it does."""
+        kept = [list(part.state.values()) for _, part in self._optimizers()]
+        modules = [part.state_dict() for _, part in self._others() if isinstance(part, torch.nn.Module)]
+        tensors = pack([[parameter for _, parameter in self._state.parameters()], kept, modules])[1]
+        sums = [_checksum(tensor) for tensor in tensors if tensor.numel()]
+        return [len(tensors), *torch.stack([each.cpu() for each in sums]).tolist()] if sums else [len(tensors)]
+
+
+_UNSENDABLE = "\0unsendable"
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+    return own.contiguous().view(_BITS[own.element_size()]).sum(dtype=torch.int64)
+
+
+def _copied(tree: Any) -> Any:
+    """Return a copy whose tensors are on the CPU, in the memory layout of the originals."""
+    skeleton, tensors = pack(tree)
+    return unpack(
+        skeleton, [tensor.to("cpu", copy=True) if _on_device(tensor) else tensor.clone() for tensor in tensors]
+    )
+
+
+def _on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" and not hasattr(tensor, "to_local")
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def _set_hyperparameters(group: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set a group's values; a rate that is a tensor keeps its memory, which compiled optimizers hold."""
+    for name, value in values.items():
+        own = group.get(name)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            own.copy_(value)
+        else:
+            group[name] = copy.deepcopy(value)
+
+
+def _is_small(tree: Any) -> bool:
+    return sum(tensor.numel() for tensor in pack(tree)[1]) <= MOST_ELEMENTS

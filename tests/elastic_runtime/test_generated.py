@@ -1,0 +1,111 @@
+"""Scripts composed of parts are right through every history, or refused by name, or a rehearsal finds them."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import forked
+from tests.elastic_runtime.zoo import restrictions
+from tests.elastic_runtime.zoo.generated.lives import History
+from tests.elastic_runtime.zoo.generated.recipes import PREFIX, Recipe
+from tests.elastic_runtime.zoo.generated.verdicts import HISTORIES, Case, drawn, judge, judge_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SLOW_CASES, PARTS = 200, 4
+SEED = int(os.environ.get("ELASTIC_RECIPES_SEED", "0"))
+CASES = int(os.environ.get("ELASTIC_RECIPES", str(SLOW_CASES)))
+
+
+def of(text: str, reduction: str, *histories: str) -> str:
+    """The verdict on one recipe, and what it says."""
+    verdict = judge(Case(f"{PREFIX}{Recipe.parse(text)}", reduction, histories))
+    return f"{verdict.result}: {verdict.why}"
+
+
+RIGHT = [
+    ("stepped_at_the_epochs_begin+buffer_before", "fast", ("stop:5", "stop_before:2", "join:6")),
+    ("group_added_before+evaluated_before_the_epoch", "exact", ("stop:6", "join:9")),
+    ("weights_shrunk_before+weights_shrunk_after", "exact", ("stop:6", "stop_after:1", "join:6")),
+    ("moments_cleared_before+adamw", "fast", ("stop:2 stop:9", "join:6")),
+    ("transposed_moments", "exact", ("stop:5", "join:5")),
+    ("shuffled_again_in_set_epoch", "fast", ("stop:9", "join:9")),
+    ("own_numpy_generator+extra_state", "exact", ("stop:9", "with:2 kill:5:0")),
+]
+
+
+@pytest.mark.parametrize(("recipe", "reduction", "histories"), RIGHT, ids=[recipe for recipe, *_ in RIGHT])
+def test_a_script_trains_the_same_through_stops_joins_and_losses(
+    recipe: str, reduction: str, histories: tuple[str, ...]
+) -> None:
+    assert of(recipe, reduction, *histories).startswith("passed")
+
+
+REFUSED = [
+    ("layer_replaced_before", "stop:5", "refused: alone: parameter '2.weight' .* created after prepare"),
+    ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
+    ("set_from_first_batch", "stop:5", "refused: alone: .*an initialisation from the first batch"),
+    ("embedding_max_norm", "stop:5", "refused: alone: table has max_norm"),
+    ("stream_with_a_buffer", "stop:5", "refused: alone: .*its state leaves something out"),
+    ("plateau_of_a_local_loss", "with:2", "refused: with:2: attribute 'best' of ReduceLROnPlateau of rank 1 differs"),
+    ("momentum_by_a_counter_of_steps", "join:6", "refused: join:6: 'weight_decay' of group 0 of SGD of rank 1 differs"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "history", "words"), REFUSED, ids=[recipe for recipe, *_ in REFUSED])
+def test_what_cannot_be_right_is_refused_by_name_on_every_worker(recipe: str, history: str, words: str) -> None:
+    assert re.match(words, of(recipe, "fast", history))
+
+
+FOUND = [
+    ("count_of_epochs", "stop:5", "depend on the number of workers"),
+    ("class_weights", "with:2", "job.backward\\(loss, weight=number\\)"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "history", "words"), FOUND, ids=[recipe for recipe, *_ in FOUND])
+def test_what_goes_wrong_in_silence_is_found_by_a_rehearsal(recipe: str, history: str, words: str) -> None:
+    verdict = of(recipe, "fast", history)
+    assert re.match(f"rehearsed: .*{words}", verdict, re.DOTALL), verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_generated_script_goes_wrong_without_a_word(part: int) -> None:
+    """ELASTIC_RECIPES: how many in all; ELASTIC_RECIPES_SEED: others."""
+    chosen = drawn(CASES, SEED)[part::PARTS]
+    wrong = [f"{case}: {found.why}" for case, found in judge_all(chosen, 1) if found.result == "wrong"]
+    assert not wrong, "\n\n".join(wrong)
+
+
+# The oracle itself
+
+
+def test_a_history_is_printed_as_it_is_read() -> None:
+    for text in HISTORIES:
+        assert str(History.parse(text)) == text
+
+
+def test_a_recipe_is_printed_as_it_is_read_and_may_be_plain() -> None:
+    assert str(Recipe.parse("buffer_before+adamw")) == "adamw+buffer_before"
+    assert str(Recipe.parse("")) == ""
+
+
+def test_drawn_cases_are_different_scripts() -> None:
+    cases = drawn(30, 1)
+    assert len({(case.script, case.reduction) for case in cases}) == len(cases) == 30
+
+
+# Its documentation
+
+
+def test_the_page_of_restrictions_has_the_messages_that_scripts_end_with(tmp_path: Path) -> None:
+    done = forked.run(restrictions.main, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = restrictions.PAGE.read_text()
+    assert restrictions.page(text, done.stdout) == text, "run: python -m tests.elastic_runtime.zoo.restrictions"

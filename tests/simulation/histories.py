@@ -1,0 +1,160 @@
+"""What happens to a simulated cluster, as data: `draw(low, high)` chooses each number, from a seed or by hypothesis."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kfp_gpuquota.api import JobSpec, Kind, Project
+from tests.simulation.processes import ELASTIC, Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Draw = Callable[[int, int], int]
+
+PROJECTS = ("a", "b", "c")
+
+
+class Happening(msgspec.Struct, frozen=True, tag=True):
+    """Base of what happens; jobs and workers are chosen by a number, modulo those that there are then."""
+
+
+class Submit(Happening, frozen=True, tag=True):
+    spec: JobSpec
+    pace: tuple[float, float, float | None, float | None]
+    steps: int | None = None
+
+
+class Delete(Happening, frozen=True, tag=True):
+    jobs: tuple[int, ...]
+
+
+class Suspend(Happening, frozen=True, tag=True):
+    job: int
+
+
+class Resume(Happening, frozen=True, tag=True):
+    job: int
+
+
+class Update(Happening, frozen=True, tag=True):
+    job: int
+    low: int
+    high: int
+
+
+class SetQuota(Happening, frozen=True, tag=True):
+    project: Project
+
+
+class Crash(Happening, frozen=True, tag=True):
+    worker: int
+    code: int
+
+
+class Silence(Happening, frozen=True, tag=True):
+    worker: int
+
+
+class LoseNode(Happening, frozen=True, tag=True):
+    node: int
+    returns_after_s: float
+
+
+class Restart(Happening, frozen=True, tag=True):
+    away_s: float
+
+
+Any_ = Submit | Delete | Suspend | Resume | Update | SetQuota | Crash | Silence | LoseNode | Restart
+
+
+class History(msgspec.Struct, frozen=True):
+    """A cluster, and what happens to it: (seconds since the last one, what)."""
+
+    nodes: tuple[int, ...]
+    projects: tuple[Project, ...]
+    happenings: tuple[tuple[float, Any_], ...]
+    seed: int = 0
+
+
+def from_seed(seed: int, *, most: int = 24) -> History:
+    """Return the history of a seed."""
+    return draw_history(random.Random(seed).randint, seed, most=most)
+
+
+def draw_history(draw: Draw, seed: int, *, most: int = 24) -> History:
+    """Return a history of at most `most` happenings."""
+    nodes = tuple((1, 2, 4, 4, 8)[draw(0, 4)] for _ in range(draw(1, 3)))
+    gpus = sum(nodes)
+    projects = tuple(_project(draw, name, gpus) for name in PROJECTS[: draw(1, 3)])
+    found: list[tuple[float, Any_]] = []
+    for number in range(draw(2, most)):
+        after_s = (0.0, 0.0, 0.5, 2.0, 5.0, 15.0, 40.0)[draw(0, 6)]
+        found.append((after_s, _happening(draw, projects, nodes, number)))
+    return History(nodes, projects, tuple(found), seed)
+
+
+def _project(draw: Draw, name: str, gpus: int) -> Project:
+    guaranteed = draw(0, max(1, gpus // 2))
+    limit = None if draw(0, 3) else guaranteed + draw(0, 4)
+    return Project(name=name, guaranteed=guaranteed, limit=limit, priority=(100, 100, 200)[draw(0, 2)])
+
+
+def _happening(draw: Draw, projects: tuple[Project, ...], nodes: tuple[int, ...], number: int) -> Any_:
+    kind = draw(0, 31)
+    if kind < 17 or number < 2:
+        return _submit(draw, projects, max(nodes), number)
+    one = draw(0, 20)
+    if kind < 20:
+        return Delete(tuple(draw(0, 20) for _ in range(draw(1, 2))))
+    if kind < 22:
+        return Suspend(one)
+    if kind < 24:
+        return Resume(one)
+    if kind < 25:
+        low = draw(1, 3)
+        return Update(one, low, low + draw(0, 4))
+    if kind < 26:
+        return SetQuota(_project(draw, projects[one % len(projects)].name, sum(nodes)))
+    if kind < 28:
+        return Crash(one, (1, 137, 0)[draw(0, 2)])
+    if kind < 29:
+        return Silence(one)
+    if kind < 30:
+        return LoseNode(one, (0.0, 20.0, 60.0)[draw(0, 2)])
+    return Restart((0.0, 1.0, 30.0)[draw(0, 2)])
+
+
+def _submit(draw: Draw, projects: tuple[Project, ...], largest: int, number: int) -> Submit:
+    """One of: elastic, one worker with several GPUs, a gang, a session, a share."""
+    project, kind, size = projects[draw(0, len(projects) - 1)].name, draw(0, 9), draw(1, largest)
+    more: dict[str, Any] = {}
+    command = "works"
+    if kind < 4:
+        command = ELASTIC if draw(0, 4) else "works"
+        more = {"min_gpus": draw(1, size), "max_gpus": size + draw(0, 3)}
+    elif kind < 6:
+        size = draw(1, largest)
+    elif kind < 7:
+        more = {"gpus_per_worker": 1}
+    elif kind < 8:
+        more = {"kind": Kind.BUILD}
+    else:
+        size, more = 1, {"gpu_fraction": (0.25, 0.5, 0.3)[draw(0, 2)]}
+    if not draw(0, 4):
+        more["priority"] = (10, 60, 90)[draw(0, 2)] if more.get("kind") is not Kind.BUILD else 100
+    if not draw(0, 7):
+        more["min_run_time_s"] = 20.0
+    spec = JobSpec(name=f"j{number:02}", project=project, command=(command,), gpus=size, grace_period_s=10.0, **more)
+    works_s = (None, 1.0, 20.0, 60.0)[draw(0, 3)]
+    pace = Pace(
+        starts_s=(0.0, 0.3, 2.0, 30.0)[draw(0, 3)],
+        joins_s=(0.0, 1.0, 8.0)[draw(0, 2)],
+        works_s=works_s,
+        ends_s=(0.0, 0.5, 5.0, None)[draw(0, 3)],
+    )
+    steps = (None, 30, 100)[draw(0, 2)]
+    return Submit(spec, (pace.starts_s, pace.joins_s, pace.works_s, pace.ends_s), steps)

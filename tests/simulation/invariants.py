@@ -1,0 +1,275 @@
+"""What must hold after each commit of the engine, and when nothing happens any more."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Kind, Phase
+from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
+from kfp_gpuquota.cluster.jobs.records import Intent
+from tests.simulation.search import fits, free_devices
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job, Resize
+    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+    from tests.simulation.cluster import SimulatedCluster
+
+EPSILON = 1e-6
+MOST_LOST_S = 60.0
+IDLE = re.compile(r"; (\d+) (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
+HOLDS = re.compile(
+    r"project (\w+) holds ([\d.]+)(?: \(and [\d.]+ promised\))? of its [a-z ]+[\d.]+(?: \(([\d.]+) more)?"
+)
+EXPANDED = re.compile(r"expanded from (\d+) to (\d+) GPUs: (\d+) GPUs? (?:is|are) idle")
+
+
+class ViolationError(AssertionError):
+    """What does not hold, with the time."""
+
+
+@dataclass
+class Invariants:
+    """Watches one cluster. What is known of jobs here outlives the engine's restarts."""
+
+    cluster: SimulatedCluster
+    restarted_for: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
+    revoked: Counter[str] = field(default_factory=Counter)
+    violations: list[ViolationError] = field(default_factory=list)
+
+    def watch(self) -> None:
+        """Watch the engine that was just started."""
+        self.cluster.state.observe = self.before
+        self.cluster.state.settled = self.after
+
+    def fail(self, what: str) -> None:
+        """Keep the violation, and raise it: whoever catches it in between does not hide it."""
+        self.violations.append(ViolationError(f"at {self.cluster.loop.time():.2f} s: {what}"))
+        raise self.violations[-1]
+
+    # Before and after each commit
+
+    def before(self, change: Change) -> None:
+        """Compare a change with the records that it changes."""
+        state = self.cluster.state
+        for uid, job in change.jobs.items():
+            if job is not None and uid in state.jobs:
+                self._check_promise(state.jobs[uid], job, change)
+        for uid, job in change.jobs.items():
+            if job is not None and uid in state.jobs:
+                self._check_job(state.jobs[uid], job, change)
+        for worker in change.workers.values():
+            old = state.workers.get(worker.worker.id)
+            if old is None:
+                self._check_start(worker)
+            elif worker.released and not old.released:
+                self._check_release(worker, change)
+
+    def after(self) -> None:
+        """Check the records as they are now."""
+        self._check_devices()
+        self._check_limits()
+        self._check_views()
+
+    def _check_promise(self, old: JobRecord, new: JobRecord, change: Change) -> None:
+        """A promise is carried out, or revoked: by a lost node, a change of the job, or another job in its place."""
+        lost = set(old.promised) - set(new.promised)
+        started = [w.worker for w in change.workers.values() if w.worker.job_uid == new.uid]
+        if not lost or any(worker.id not in self.cluster.state.workers for worker in started):
+            return
+        self.revoked[new.uid] += 1
+        changed = (
+            new.intent is not Intent.RUN
+            or new.status.phase.final
+            or new.spec is not old.spec
+            or new.status.phase is Phase.SUSPENDED
+        )
+        if changed or self.cluster.disturbed or old.completing != new.completing:
+            return
+        wanted = {(promise.node, device) for promise in lost for device in promise.devices}
+        others = [j for uid, j in change.jobs.items() if j is not None and uid != new.uid]
+        taken = {(p.node, device) for j in others for p in j.promised for device in p.devices}
+        taken |= {(w.worker.node, d) for w in change.workers.values() for d in w.worker.devices}
+        if not wanted & taken:
+            self.fail(f"the promise of {new.spec.name} is revoked without a cause: {old.promised}")
+
+    def _check_job(self, old: JobRecord, new: JobRecord, change: Change) -> None:
+        if new.attempt > old.attempt:
+            workers = [w for w in change.workers.values() if w.worker.job_uid == new.uid and w.attempt == new.attempt]
+            if len(workers) * new.spec.worker_gpus < new.spec.smallest:
+                self.fail(f"{new.spec.name} starts with {len(workers)} workers")
+        if new.status.moves > old.status.moves and new.status.last_move is not None:
+            self._count_restart(new, new.status.last_move.reason.beneficiary)
+            self._check_move(old, new.status.last_move.reason.beneficiary)
+        if new.status.evictions > old.status.evictions and new.status.last_eviction is not None:
+            self._count_restart(new, new.status.last_eviction.reason.beneficiary)
+        if new.status.restarts > old.status.restarts:
+            self._check_charge(new, change)
+        added = new.status.resizes[len(old.status.resizes) :]
+        last = old.status.resizes[-1] if old.status.resizes else None
+        for resize in added:
+            self._check_resize(new, last, resize)
+            last = resize
+
+    def _check_move(self, moved: JobRecord, beneficiary: str) -> None:
+        """A job that loses work is not moved for one that would hold more than its project's guarantee."""
+        state = self.cluster.state
+        served, started = state.jobs.get(beneficiary), moved.status.started_at
+        if served is None or started is None or moved.managed or state.clock() - started <= MOST_LOST_S:
+            return
+        project = state.projects[served.spec.project]
+        names = [r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == project.name]
+        held = sum(record.worker.gpus for record in names if not record.released)
+        needs = served.spec.smallest * min(1.0, served.spec.share_of(0))
+        if not state.alive_of(beneficiary) and held + needs > project.guaranteed + EPSILON:
+            self.fail(f"{moved.spec.name} loses its work for {served.spec.name}, which borrows")
+
+    def _check_charge(self, job: JobRecord, change: Change) -> None:
+        """Only an end that is the job's own counts as a restart."""
+        ended = [w.worker.id for w in change.workers.values() if w.worker.job_uid == job.uid and not w.alive]
+        if any(self.cluster.processes.all[worker].lost for worker in ended if worker in self.cluster.processes.all):
+            self.fail(f"{job.spec.name} is charged for a lost node")
+
+    def _count_restart(self, job: JobRecord, beneficiary: str) -> None:
+        """A job is restarted at most once for the next workers of its beneficiary; all that stops at once is one."""
+        served = self.cluster.state.jobs.get(beneficiary)
+        reason = (job.uid, beneficiary, served.next_index if served else 0, self.revoked[beneficiary])
+        run = self.restarted_for.setdefault(reason, job.attempt)
+        if run != job.attempt:
+            self.fail(f"{job.spec.name} is restarted for {beneficiary} in its runs {run} and {job.attempt}")
+
+    def _check_resize(self, job: JobRecord, last: Resize | None, resize: Resize) -> None:
+        if resize.from_gpus == resize.to_gpus:
+            self.fail(f"{job.spec.name}: a change of size from {resize.from_gpus} to {resize.to_gpus}")
+        message = resize.reason.message
+        if (found := EXPANDED.match(message)) and (int(found[1]), int(found[2])) != (resize.from_gpus, resize.to_gpus):
+            self.fail(f"{job.spec.name}: from {resize.from_gpus} to {resize.to_gpus} because: {message!r}")
+        if resize.to_gpus < resize.from_gpus and "expanded" in message:
+            self.fail(f"{job.spec.name} shrinks from {resize.from_gpus} to {resize.to_gpus} because: {message!r}")
+        if resize.to_gpus > resize.from_gpus and ("shrunk" in message or "was lost" in message):
+            self.fail(f"{job.spec.name} grows from {resize.from_gpus} to {resize.to_gpus} because: {message!r}")
+        if not message:
+            self.fail(f"{job.spec.name}: from {resize.from_gpus} to {resize.to_gpus} without a reason")
+
+    def _check_start(self, record: WorkerRecord) -> None:
+        """A run of a job begins when the processes of its last run have ended."""
+        for process in self.cluster.processes.all.values():
+            earlier = self.cluster.state.workers.get(process.worker.id)
+            of_job = process.worker.job_uid == record.worker.job_uid
+            if of_job and process.alive and earlier is not None and earlier.attempt < record.attempt:
+                self.fail(f"{record.worker.id} starts while {process.worker.id} of the run before still runs")
+
+    def _check_release(self, record: WorkerRecord, change: Change) -> None:
+        job = self.cluster.state.jobs[record.worker.job_uid]
+        job = change.jobs.get(job.uid) or job
+        ending = job.intent is not Intent.RUN or job.completing or job.uid in self.cluster.requested
+        if job.spec.kind is Kind.BUILD and not ending and not self._has_failed(job):
+            self.fail(f"session {job.spec.name} loses a worker: {job.status.reason}")
+
+    def _has_failed(self, job: JobRecord) -> bool:
+        return any(not w.alive and w.worker.exit_code for w in self.cluster.state.workers_of(job.uid))
+
+    def _check_devices(self) -> None:
+        taken: Counter[tuple[str, int]] = Counter()
+        for record in self.cluster.alive_workers():
+            for device in record.worker.devices:
+                taken[record.worker.node, device] += record.worker.share  # type: ignore[assignment]
+        really: Counter[tuple[str, int]] = Counter()
+        for process in self.cluster.processes.all.values():
+            if process.alive:
+                for device in process.worker.devices:
+                    really[process.worker.node, device] += process.worker.share  # type: ignore[assignment]
+        for where, share in (taken | really).items():
+            if share > 1 + EPSILON:
+                self.fail(f"{share:g} of device {where} is held")
+
+    def _check_limits(self) -> None:
+        state = self.cluster.state
+        held: Counter[str] = Counter()
+        for record in self.cluster.alive_workers():
+            held[state.jobs[record.worker.job_uid].spec.project] += record.worker.gpus  # type: ignore[assignment]
+        for name, project in state.projects.items():
+            if project.limit is not None and held[name] > project.limit + EPSILON:
+                self.fail(f"project {name} holds {held[name]:g} of at most {project.limit:g}")
+
+    def _check_views(self) -> None:
+        """The sums that users see equal the records."""
+        state = self.cluster.state
+        jobs: list[Job] = [state.view(uid) for uid in state.jobs]
+        nodes = sum(share for node in state.list_nodes() for share in node.used.values())
+        projects = sum(view.allocated for view in state.list_projects())
+        if abs(sum(job.status.gpus for job in jobs) - nodes) > EPSILON:
+            self.fail(f"jobs hold {sum(job.status.gpus for job in jobs):g} GPUs, of nodes {nodes:g} are used")
+        final = sum(job.status.gpus for job in jobs if job.status.phase.final)
+        if abs(projects + final - nodes) > EPSILON:
+            self.fail(f"projects hold {projects:g} GPUs, of nodes {nodes:g} are used")
+
+    # At some moments
+
+    def check_restart(self) -> None:
+        """A restarted engine decides what this one decides."""
+        live, now = self.cluster.state, self.cluster.state.clock()
+        again = scheduler.State()
+        for node in live.nodes.values():
+            again.apply(scheduler.NodeChanged(node))
+        for project in live.projects.values():
+            again.apply(scheduler.QuotaChanged(project))
+        change = Change(jobs=dict(live.jobs), workers=dict(live.workers))
+        for event in JobBook(live.nodes).scheduler_events(change):
+            again.apply(event)
+        decided, afresh = scheduler.plan(live.scheduler, now), scheduler.plan(again, now)
+        for kind in ("bind", "resize", "evict", "move", "nominate", "promises", "waiting"):
+            if getattr(decided, kind) != getattr(afresh, kind):
+                self.fail(f"{kind}: {getattr(decided, kind)}, and after a restart {getattr(afresh, kind)}")
+
+    def check_reasons(self) -> None:
+        """The figures in the reasons of waiting jobs are those that the views show."""
+        state = self.cluster.state
+        plan = scheduler.plan(state.scheduler, state.clock())
+        if not plan.empty:
+            return
+        unused = sum(len(view.node.devices) - len(view.used) for view in state.list_nodes() if view.node.ready)
+        held = {view.project.name: view.allocated for view in state.list_projects()}
+        for uid, reason in plan.waiting.items():
+            name = state.jobs[uid].spec.name
+            if found := IDLE.search(reason.message):
+                idle = int(found[1]) + int(found[2] or 0)
+                if not self.cluster.lost and idle != unused:
+                    self.fail(f"{name}: {unused} GPUs are unused, but {reason.message!r}")
+            if found := HOLDS.search(reason.message):
+                surplus = float(found[3] or 0)
+                leaving = state.scheduler.ledger.queues[found[1]].leaving[0] / 1e6
+                if abs(float(found[2]) + surplus + leaving - held[found[1]]) > EPSILON:
+                    self.fail(f"{name}: project {found[1]} holds {held[found[1]]}, but {reason.message!r}")
+
+    def check_rest(self) -> None:
+        """When nothing happens any more, no plan has anything to do and no waiting job can start."""
+        state = self.cluster.state
+        plan = scheduler.plan(state.scheduler, state.clock())
+        if not plan.empty:
+            self.fail(f"the cluster does not rest: {plan}")
+        held = [(r.worker.node, r.worker.devices, r.worker.share) for r in self.cluster.alive_workers()]
+        free = free_devices(state.nodes, held)
+        for job in state.jobs.values():
+            if job.status.phase is Phase.PENDING and self._may_start(job) and fits(job.spec, free):
+                self.fail(f"{job.spec.name} waits and could start: {job.status.reason}")
+
+    def _may_start(self, job: JobRecord) -> bool:
+        """Return whether limits and, for a session, the guarantee admit its smallest size."""
+        state, spec = self.cluster.state, job.spec
+        project = state.projects.get(spec.project)
+        if project is None:
+            return False
+        size = spec.smallest * min(1.0, spec.share_of(0))
+        held = fixed = 0.0
+        for record in self.cluster.alive_workers():
+            other = state.jobs[record.worker.job_uid]
+            if other.spec.project == spec.project:
+                held += record.worker.gpus
+                fixed += 0 if other.spec.may_be_preempted else record.worker.gpus
+        if project.limit is not None and held + size > project.limit + EPSILON:
+            return False
+        return spec.may_be_preempted or fixed + size <= project.guaranteed + EPSILON

@@ -1,0 +1,89 @@
+"""Plays a history against the engine, and checks the invariants."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.invariants import Invariants
+from tests.simulation.loop import simulate
+
+if TYPE_CHECKING:
+    from tests.simulation.histories import History
+
+REST_S = 150.0
+"""How long after the last happening the cluster must rest; a job that works ends within 60 s, one that hangs in 30."""
+LOOK_S = 9.0
+
+
+def play(history: History) -> SimulatedCluster:
+    """Play a history. Raises ViolationError, or what the engine raised."""
+    last = sum(after_s for after_s, _ in history.happenings)
+    playing, logged = Playing(history), _Errors()
+    engine = logging.getLogger("kfp_gpuquota")
+    engine.addHandler(logged)
+    try:
+        simulate(playing.begin, last + REST_S + 1.0)
+    except Exception:
+        playing.raise_violation()
+        raise
+    finally:
+        engine.removeHandler(logged)
+        if playing.cluster is not None:
+            playing.cluster.close()
+    playing.raise_violation()
+    if logged.tracebacks:
+        raise AssertionError(f"the engine logged a traceback: {logged.tracebacks[0]}")
+    assert playing.cluster is not None
+    return playing.cluster
+
+
+class Playing:
+    """One history in its loop."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.cluster: SimulatedCluster | None = None
+        self._invariants: Invariants | None = None
+
+    def begin(self) -> None:
+        """Start the engine and schedule what happens."""
+        cluster = self.cluster = SimulatedCluster(self._history, self._watch)
+        last = cluster.play()
+        cluster.loop.call_later(LOOK_S, self._look)
+        cluster.loop.call_later(last + REST_S, self._rest)
+
+    def raise_violation(self) -> None:
+        """Raise the first violation, if there was any: the engine may have logged it as an error of its own."""
+        if self._invariants is not None and self._invariants.violations:
+            raise self._invariants.violations[0] from None
+
+    def _watch(self, cluster: SimulatedCluster) -> None:
+        self._invariants = self._invariants or Invariants(cluster)
+        self._invariants.watch()
+
+    def _look(self) -> None:
+        assert self.cluster is not None
+        assert self._invariants is not None
+        self.cluster.loop.call_later(LOOK_S, self._look)
+        if self.cluster.up:
+            self._invariants.check_restart()
+            self._invariants.check_reasons()
+
+    def _rest(self) -> None:
+        assert self._invariants is not None
+        self._invariants.check_restart()
+        self._invariants.check_rest()
+
+
+class _Errors(logging.Handler):
+    """Keeps tracebacks that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.tracebacks: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.tracebacks.append(f"{record.getMessage()}: {record.exc_info[1]!r}")

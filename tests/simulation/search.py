@@ -1,0 +1,48 @@
+"""Which waiting job could start on idle GPUs: found by trying every node for every worker, without the scheduler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kfp_gpuquota.api import JobSpec, Node
+
+Free = dict[str, dict[int, float]]
+"""The free part of each device, by node and index."""
+
+
+def free_devices(nodes: Mapping[str, Node], held: list[tuple[str, tuple[int, ...], float]]) -> Free:
+    """Return what `held` (node, devices, share of each) leaves of the ready nodes."""
+    free: Free = {name: {d.index: 1.0 for d in node.devices} for name, node in nodes.items() if node.ready}
+    for node, devices, share in held:
+        for device in devices:
+            if node in free and device in free[node]:
+                free[node][device] -= share
+    return free
+
+
+def fits(spec: JobSpec, free: Free) -> bool:
+    """Return whether the fewest workers with which the job starts can be placed at the same time."""
+    share = spec.share_of(0)
+    workers = spec.smallest // spec.worker_gpus
+    return _place([node for node, devices in free.items() if devices], workers, spec.worker_gpus, share, free)
+
+
+def _place(nodes: list[str], workers: int, devices: int, share: float, free: Free) -> bool:
+    """Workers are alike, and nodes do not influence each other: what fits on each node can be added up."""
+    return sum(_capacity(free[node], devices, share) for node in nodes) >= workers
+
+
+def _capacity(devices: Mapping[int, float], wanted: int, share: float) -> int:
+    """Return how many workers fit on a node, each on `wanted` different devices."""
+    if share >= 1:
+        return sum(left >= 1 - 1e-9 for left in devices.values()) // wanted
+    slots = [int((left + 1e-9) // share) for left in devices.values()]
+    count = 0
+    while sum(slot > 0 for slot in slots) >= wanted:
+        slots.sort(reverse=True)
+        slots = [slot - 1 if i < wanted else slot for i, slot in enumerate(slots)]
+        count += 1
+    return count

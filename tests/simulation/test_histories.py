@@ -1,0 +1,82 @@
+"""Random histories of the real engine in simulated time; `--histories 0:20000` plays others than `make test` does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
+from tests.simulation.histories import Delete, History, Submit, draw_history, from_seed
+from tests.simulation.processes import ELASTIC
+from tests.simulation.running import play
+
+if TYPE_CHECKING:
+    import pytest
+
+CHUNK = 50
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Divide the seeds into chunks, which are played side by side."""
+    if "seeds" in metafunc.fixturenames:
+        first, last = map(int, metafunc.config.getoption("histories").split(":"))
+        chunks = [range(at, min(at + CHUNK, last)) for at in range(first, last, CHUNK)]
+        metafunc.parametrize("seeds", chunks, ids=[f"{chunk.start}:{chunk.stop}" for chunk in chunks])
+
+
+def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> None:
+    for seed in seeds:
+        try:
+            play(from_seed(seed))
+        except BaseException as error:
+            error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
+            raise
+
+
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, report_multiple_bugs=False)
+def test_the_engine_keeps_its_invariants_through_histories_that_can_be_shrunk(data: st.DataObject) -> None:
+    play(draw_history(lambda low, high: data.draw(st.integers(low, high)), seed=0, most=10))
+
+
+def test_a_job_is_moved_once_for_a_job_that_needs_its_whole_node() -> None:
+    """Its minimum is below its size: on the node that is being cleared it must not start again with its minimum."""
+
+    def submit(name: str, gpus: int, command: str = "works", **more: object) -> Submit:
+        spec = JobSpec(name=name, project="a", command=(command,), gpus=gpus, **more)  # type: ignore[arg-type]
+        return Submit(spec, (0.3, 8.0, None, 1.0))
+
+    cluster = play(
+        History(
+            (4, 4),
+            (Project(name="a", guaranteed=8),),
+            (
+                (0.0, submit("fills", 2, kind=Kind.BUILD)),
+                (1.0, submit("blocks", 2)),
+                (1.0, submit("moved", 2, ELASTIC, min_gpus=1, max_gpus=2)),
+                (20.0, Delete((1,))),
+                (1.0, submit("big", 4)),
+            ),
+        )
+    )
+    records = {job.spec.name: job for job in cluster.state.jobs.values()}
+    assert records["big"].status.phase is Phase.RUNNING
+    assert records["moved"].attempt == 2
+    assert records["moved"].status.moves == 2
+
+
+def test_jobs_deleted_together_cost_no_other_job_anything() -> None:
+    """Between the two deletions a plan would clear the device for the job that is deleted next."""
+
+    def submit(name: str, **more: object) -> Submit:
+        spec = JobSpec(name=name, project="a", command=("works",), **more)  # type: ignore[arg-type]
+        return Submit(spec, (0.3, 0.0, None, 1.0))
+
+    shares = [(0.5, submit(f"s{i}", gpu_fraction=0.25)) for i in range(4)]
+    others = ((0.5, submit("held", gpus=1, kind=Kind.BUILD)), (1.0, submit("whole", gpus=1)), (5.0, Delete((0, 5))))
+    cluster = play(History((1, 1), (Project(name="a", guaranteed=2),), (*shares, *others)))
+    assert {j.spec.name: (j.attempt, j.status.moves) for j in cluster.state.jobs.values()} == {
+        "s1": (1, 0), "s2": (1, 0), "s3": (1, 0), "held": (1, 0)
+    }  # fmt: skip
