@@ -6,6 +6,7 @@
 | device | two pods hold the same device of a node, and not in parts |
 | limit | an admission brought a team above its limit |
 | guarantee | a pod was evicted from a team within its guarantee, and not to move |
+| destination | a pod was evicted to move to a node that it excludes |
 | cause | a pod was evicted while no pod and no job waited |
 | idle | a pod waits beside a node that has the GPUs that it requests, within its team's limit |
 | unbound | an admitted pod was not bound |
@@ -16,6 +17,7 @@ seconds (LASTS_S). A violation is reported once for each object.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +30,7 @@ RESERVES: Final = f"{GROUP}/reserves"
 GPU: Final = "nvidia.com/gpu"
 SHARES: Final = ("gpu-fraction", "gpu-memory", f"{GROUP}/gpu-fraction", f"{GROUP}/gpu-memory")
 BLOCKING: Final = frozenset({"NoSchedule", "NoExecute"})
+MOVED: Final = re.compile(r"moved from \S+ to ([^:]+):")
 LASTS_S: Final = {"capacity": 3.0, "device": 3.0, "idle": 30.0, "unbound": 60.0}
 RECENT_S: Final = 10.0
 """How long an earlier limit or a pod that waited still explains a decision."""
@@ -108,8 +111,8 @@ class Observer:
             self._limits.setdefault(name, []).append((at, self._limit(name)))
         elif kind == "elasticjobs":
             self._put(self.jobs, name, None if gone else found.get("status", {}).get("phase", "Pending"))
-        elif kind == "events" and found.get("reason") == "Evicted" and "move" in found.get("message", ""):
-            self._moved.add(found["involvedObject"].get("uid", ""))
+        elif kind == "events" and found.get("reason") == "Evicted":
+            self._see_move(found["involvedObject"].get("uid", ""), found.get("message", ""), at)
 
     def look(self, at: float) -> None:
         """Check what must not last."""
@@ -137,9 +140,23 @@ class Observer:
                 if uid not in self._moved:
                     self._report(at, "guarantee", uid, why)
 
+    @property
+    def moves(self) -> int:
+        """Return how many pods were evicted to move."""
+        return len(self._moved)
+
     def held(self, team: str) -> int:
         """Return the GPUs that a team holds, those of pods that are being deleted included."""
         return sum(pod.gpus for pod in self.pods.values() if pod.team == team and pod.holds)
+
+    def _see_move(self, uid: str, message: str, at: float) -> None:
+        match = MOVED.match(message)
+        if match is None or uid in self._moved:
+            return
+        self._moved.add(uid)
+        pod, node = self.pods.get(uid), self.nodes.get(match[1])
+        if pod is not None and node is not None and not pod.selector.items() <= node.labels.items():
+            self._report(at, "destination", uid, f"{message}; but it selects {pod.selector}")
 
     def _put(self, known: dict[str, Any], name: str, value: object) -> None:
         if value is None:
