@@ -95,9 +95,27 @@ def test_an_eviction_within_the_guarantee_unless_the_pod_moves() -> None:
         cluster.passes(1)
         cluster.evict("p", "0")
         if moves:
-            event = {"metadata": {"name": "e", "namespace": "a"}, "reason": "Evicted", "message": "moves to n1"}
+            event = {
+                "metadata": {"name": "e", "namespace": "a"},
+                "reason": "Evicted",
+                "message": "moved from n to n1: x needs 1 GPU",
+            }
             cluster.see("events", {**event, "involvedObject": {"uid": "p"}})
         assert ("guarantee" in cluster.passes(20)) is not moves
+
+
+def test_a_move_to_a_node_that_the_pod_excludes() -> None:
+    cluster = Cluster(guaranteed=0)
+    pod = cluster.pod("p", devices="0")
+    pod["spec"]["nodeSelector"] = {"zone": "a"}
+    cluster.see("pods", pod)
+    event = {
+        "metadata": {"name": "e", "namespace": "a"},
+        "reason": "Evicted",
+        "message": "moved from m to n: x needs 1",
+    }
+    cluster.see("events", {**event, "involvedObject": {"uid": "p"}})
+    assert cluster.passes(1) == ["destination"]
 
 
 def test_an_eviction_while_nothing_waits() -> None:

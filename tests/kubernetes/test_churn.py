@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,8 @@ def test_churn_with_failovers_violates_nothing(controlled: Controlled) -> None:
         churn.settle()
         until(lambda: not stuck(controlled, teams), lambda: stuck(controlled, teams), 90)
         found = watching.violations()
+    seen = watching.observer
+    sys.stderr.write(f"{churn.done}; {seen.admissions} admissions, {seen.evictions} evictions, {seen.moves} moves\n")
     assert not found, "\n".join(map(str, found))
     assert watching.observer.admissions > len(teams)
     assert all(process.poll() is None for process in running)

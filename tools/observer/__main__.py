@@ -31,8 +31,12 @@ def main() -> int:
         else:
             time.sleep(options.seconds)
         found = watching.violations()
-    for _violation in found:
-        pass
+    seen = watching.observer
+    lines = [f"{violation.at:.1f} {violation.what}: {violation.about}: {violation.why}" for violation in found]
+    lines.append(
+        f"{seen.admissions} admissions, {seen.evictions} evictions ({seen.moves} moves), {len(found)} violations"
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
     return 1 if found else 0
 
 
