@@ -59,6 +59,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	$(BIN)/python -m tools.devcluster build
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 3600
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
+	CHURN_SECONDS=3600 CHURN_PER_SECOND=20 $(BIN)/python -m pytest -n 0 tests/kubernetes/test_churn.py
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' tests/api tests/membership tests/scheduler
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 	ELASTIC_RECIPES=2000 $(BIN)/python -m pytest -n 2 -m slow tests/elastic_runtime/test_generated.py --timeout 7200

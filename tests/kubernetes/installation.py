@@ -101,6 +101,8 @@ def install_kubeflow(cluster: DevCluster) -> None:
 def install(cluster: DevCluster, overlay: str) -> None:
     """Apply an overlay; returns when our kinds are served and the teams' roles have been added to."""
     cluster.kubectl("apply", "-k", str(MANIFESTS / "overlays" / overlay))
+    if overlay == "kubeflow":
+        cluster.kubectl("apply", "-f", str(MANIFESTS / "components" / "pipeline-runner" / "pipeline-runner.yaml"))
     cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/gpuquotas")
     cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/elasticjobs")
     cluster.api.until_served(PATH)

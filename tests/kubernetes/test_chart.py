@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-EVERYTHING = ("monitoring", "fail-open", "node-agent-killer", "web-page")
+EVERYTHING = ("monitoring", "fail-open", "node-agent-killer", "web-page", "pipeline-runner")
 EVERY_VALUE = (
     "kubeflow.enabled=true",
+    "kubeflow.pipelineRunner.serviceAccount=pipeline-runner",
     "monitoring.enabled=true",
     "webhook.failOpen=true",
     "nodeAgent.enabled=true",

@@ -1,4 +1,4 @@
-"""One of several controllers leads; after its exit another one leads within 15 seconds."""
+"""One of several controllers leads; after its exit another one leads when the Lease of 15 s has expired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/gpuquota-system/leases/gpuquota-controller"
-TAKEN_OVER_WITHIN_S = 15.0
+TAKEN_OVER_WITHIN_S = 20.0
 
 
 @pytest.fixture

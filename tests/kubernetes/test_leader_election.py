@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import LeaseValidity, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.leader.renewal import Renewal
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.errors import InvalidFieldError
@@ -338,3 +340,31 @@ class SlowCalls:
     async def call(self, *arguments: Any, **more: Any) -> Any:
         self._clock.now += self._seconds
         return await self._connection.call(*arguments, **more)
+
+
+def test_the_lease_is_renewed_while_the_event_loop_is_busy_and_not_when_it_hangs(cluster: DevCluster) -> None:
+    async def scenario(busy_s: float, alive_s: float) -> bool:
+        async with electing(cluster) as election:
+            leader = LeaderElection(
+                election.connection,
+                "default",
+                "busy",
+                name=election.name,
+                duration_s=1.5,
+                renew_deadline_s=1.0,
+                retry_s=0.2,
+            )
+            assert await leader.attempt()
+            renewal = Renewal(leader, lambda: Connection(from_file(cluster.kubeconfig)), alive_s)
+            holding = asyncio.create_task(renewal.hold())
+            await asyncio.sleep(0)
+            deadline = time.monotonic() + busy_s
+            while time.monotonic() < deadline:
+                pass  # what a plan with ten thousand starts does to the loop
+            led = leader.leads and leader.validity.valid()
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+            return led
+
+    assert asyncio.run(scenario(3.0, 60.0))
+    assert not asyncio.run(scenario(3.0, 0.5))

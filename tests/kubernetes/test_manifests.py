@@ -55,7 +55,6 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]
     running = start_or_skip(tmp_path_factory.mktemp("standalone"), Options(kwok_nodes=1))
     try:
         install(running, "standalone")
-        running.make_namespace("kubeflow")
         yield running
     finally:
         running.stop()
@@ -78,6 +77,13 @@ def test_an_overlay_is_taken_strictly_and_the_same_when_applied_again(standalone
     again = standalone.kubectl("apply", "--validate=strict", "-k", folder)
     assert len(again.splitlines()) == len(before) > 25
     assert versions(standalone, overlay) == before
+
+
+@pytest.mark.parametrize("overlay", ["standalone", "kubeflow"])
+def test_an_overlay_needs_no_namespace_that_it_does_not_create(kubeflow_cluster: DevCluster, overlay: str) -> None:
+    objects = rendered(kubeflow_cluster, MANIFESTS / "overlays" / overlay)
+    made = {one["metadata"]["name"] for one in of_kind(objects, "Namespace")}
+    assert {one["metadata"]["namespace"] for one in objects if "namespace" in one["metadata"]} <= made | {"kube-system"}
 
 
 def test_every_expression_of_the_policies_is_well_typed(kubeflow_cluster: DevCluster) -> None:

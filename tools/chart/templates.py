@@ -253,7 +253,7 @@ TEMPLATES: Final = (
     Template("kubeflow.yaml", ("overlays/kubeflow/profile-policy.yaml",), condition=".Values.kubeflow.enabled"),
     Template(
         "pipeline-runner.yaml",
-        ("overlays/kubeflow/pipeline-runner.yaml",),
+        ("components/pipeline-runner/pipeline-runner.yaml",),
         (
             Change(
                 "  - {kind: ServiceAccount, name: pipeline-runner, namespace: kubeflow}\n",

@@ -4,7 +4,7 @@
     consolidate   move preemptible jobs together if that frees capacity for a job
     reclaim       reclaim from queues above their share
     preempt       reclaim from lower priorities of the same queue
-    evict_stale   stop gangs that have been below their minimum for too long
+    evict_stale   stop gangs that have been below their minimum for too long, and what exceeds an enforced limit
     lend          give remaining idle GPUs to elastic jobs above their request
 
 Every action visits the waiting jobs in the same fair order and decides on the real ledger. The caller reads the changes
@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
+from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.promises import keep
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
@@ -278,6 +279,9 @@ class Cycle:
                 self.held_off[job.queue, job.filed[0]] = until
 
     def _evict_stale(self) -> None:
+        for task in enforce(self.ledger):
+            self.causes[task] = (task.job, "limit")
+            self.losers[task.job] = None
         for job in sorted(self.below, key=lambda j: j.uid):
             if job.active and below(job) and self._stale(job):
                 for task in [t for t in job.tasks.values() if t.status is Status.HELD]:

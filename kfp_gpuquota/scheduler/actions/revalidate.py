@@ -39,10 +39,13 @@ def still_valid(state: State, plan: Plan) -> Plan:
         nominate = tuple(one for one in plan.nominate if _nominable(state, one))
     finally:
         ledger.rollback(mark)
+    resize, promises = (*grows, *shrinks), plan.promises
     if (len(bind), len(nominate)) != (len(plan.bind), len(plan.nominate)):
-        evict, move, shrinks = (), (), ()
-    resize = (*grows, *shrinks)
-    return msgspec.structs.replace(plan, bind=bind, resize=resize, evict=evict, move=move, nominate=nominate)
+        evict, move, resize = (), (), grows
+        promises = {uid: job.promised for uid, job in state.promised.items()}  # no room is made for others
+    return msgspec.structs.replace(
+        plan, bind=bind, resize=resize, evict=evict, move=move, nominate=nominate, promises=promises
+    )
 
 
 def _waiting(state: State, uid: str, active: int) -> Job | None:

@@ -127,6 +127,7 @@ _CAUSES = {
     "reclaim": (ReasonCode.RECLAIMED, "project {project} takes back its share for {job}"),
     "preempt": (ReasonCode.PREEMPTED, "{job} has a higher priority in project {project}"),
     "evict_stale": (ReasonCode.STALE_GANG, "it ran below its minimum for too long, and a gang runs whole"),
+    "limit": (ReasonCode.OVER_LIMIT, "the limit of project {project} was lowered below what it holds"),
     "consolidate": (ReasonCode.CONSOLIDATED, "it makes room for {job} and gets a place elsewhere"),
 }
 

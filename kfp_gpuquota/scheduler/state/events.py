@@ -35,6 +35,16 @@ class QuotaRemoved(Event, frozen=True, tag=True):
     name: str
 
 
+class LimitEnforced(Event, frozen=True, tag=True):
+    """Workers of the project are stopped while it holds more than its limit; `enforced=False` takes that back.
+
+    Without it a lowered limit only keeps further workers from starting.
+    """
+
+    project: str
+    enforced: bool = True
+
+
 class JobSubmitted(Event, frozen=True, tag=True):
     """The job is pending. `at` is its submission time permanently, also across evictions.
 

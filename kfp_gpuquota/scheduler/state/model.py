@@ -131,9 +131,9 @@ class Queue:
     `held` is what tasks will hold after leaving ones have exited: running, bound and nominated ones. `leaving` still
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
     requests of elastic jobs, `fixed` the part that cannot be preempted. `granted` bounds `deserved` for a cycle.
-    `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `waiting` has the jobs that plans
-    consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no node can
-    hold them (rotation.py).
+    `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is
+    stopped. `waiting` has the jobs that plans consider, by shape and in order; `shelved` those that no plan considers
+    until a node changes, because no node can hold them (rotation.py).
     """
 
     name: str
@@ -141,6 +141,7 @@ class Queue:
     parent: Queue | None = None
     deserved: Amount = NOTHING
     limit: Amount = BOUNDLESS
+    enforced: bool = False
     priority: int = 100
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     created: float = 0.0

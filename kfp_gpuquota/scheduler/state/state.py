@@ -115,6 +115,11 @@ class State:
                 del self.ledger.queues[key]
 
     @_apply.register
+    def _(self, event: events.LimitEnforced) -> None:
+        for queue in self.queues_of(event.project):
+            queue.enforced = event.enforced
+
+    @_apply.register
     def _(self, event: events.JobSubmitted) -> None:
         if event.uid in self.jobs:
             raise AlreadyExistsError(f"job {event.uid!r} was submitted already")

@@ -257,6 +257,10 @@ class Snapshot:
             waiting += sum(len(jobs) for shape, jobs in filed if shape.starts)
         return ProjectUsage(as_number(held / GPU), as_number(borrowed / GPU), as_number(requested / GPU), int(waiting))
 
+    def exceeds_limit(self, name: str) -> bool:
+        """Return whether a project holds more than its limit without what is leaving."""
+        return any(queue.held[r] > queue.limit[r] for queue in self.state.queues_of(name) for r in range(3))
+
     # ElasticJobs
 
     def put_job(self, job: ElasticJob) -> None:

@@ -55,6 +55,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
+from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
@@ -82,7 +83,7 @@ QUOTAS_LOOKED_AT_S: Final = 1.0
 PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
 FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})
 FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
-PROFILES_LOOKED_FOR_S: Final = 2.0
+LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
 KINDS: Final = {
     "PolicyObject": "WorkloadPolicy",
     "QuotaPolicyObject": "QuotaPolicy",
@@ -195,6 +196,7 @@ class Controller:
             self.ray,
             self.unpinned,
         )
+        self._limits = LimitEnforcement(cluster.emit, self.rules)
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
@@ -269,15 +271,27 @@ class Controller:
         ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
         return [
             self._reflector("/api/v1/nodes", core_types.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(f"{ours}/gpuquotas", custom_types.GpuQuota, self._quota_changed, self._quota_deleted),
-            self._reflector(f"{ours}/elasticjobs", custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job),
+            self._reflector(
+                f"{ours}/gpuquotas",
+                custom_types.GpuQuota,
+                self._quota_changed,
+                self._quota_deleted,
+                not_installed_s=LOOKED_FOR_S,
+            ),
+            self._reflector(
+                f"{ours}/elasticjobs",
+                custom_types.ElasticJob,
+                snapshot.put_job,
+                snapshot.drop_job,
+                not_installed_s=LOOKED_FOR_S,
+            ),
             self._reflector(
                 PROFILES,
                 core_types.Profile,
                 profiles.put_profile,
                 profiles.drop_profile,
                 optional=True,
-                not_installed_s=PROFILES_LOOKED_FOR_S,
+                not_installed_s=LOOKED_FOR_S,
             ),
             self._reflector(
                 quota_policy.PATH, custom_types.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True
@@ -471,7 +485,8 @@ class Controller:
         if not self._continues:  # a change does not rest after the plans for what others submitted before
             self._rests_until = self._planned_at + rest_s
         self.metrics.plans.observe(plan_s)
-        self._plan_again(rest_s if again_s == 0.0 else again_s, continues=again_s == 0.0)
+        # The plans that only continue take a ninth of the time: a change is planned while none of them is under way.
+        self._plan_again(min(LONGEST_REST_S, 8 * plan_s) if again_s == 0.0 else again_s, continues=again_s == 0.0)
         if self._changed_meanwhile:
             self.wake()
         if self._quotas_timer is None:
@@ -545,6 +560,10 @@ class Controller:
         self._quotas_timer = None
         for name in self.snapshot.quotas:
             self._quota_status.changed(name)
+            exceeded = self.snapshot.exceeds_limit(name)
+            self._limits.note(name, exceeded=exceeded, now=self._loop.time())
+        if self._limits.pending:
+            self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
 
     def _stop_timers(self) -> None:
         self._recovery.close()

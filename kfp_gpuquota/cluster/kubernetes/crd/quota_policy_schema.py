@@ -84,6 +84,15 @@ def _spec() -> Schema:
             " only. Its enforcement is up to the cluster's network plugin. Running jobs get it when this becomes true,"
             " and keep it when it becomes false.",
         },
+        "limitGraceSeconds": {
+            "type": "number",
+            "default": ClusterRules().limit_grace_s,
+            "minimum": 0,
+            "maximum": MAX_SECONDS,
+            "description": "After how many seconds a team that holds more than its limit, because it was lowered, loses"
+            " the rest: borrowed workers first, then the jobs of the lowest priority. Jobs that are not preemptible"
+            " keep theirs. The time starts again with another leader.",
+        },
         "maxWaitingPods": {
             "type": "integer",
             "default": ClusterRules().max_waiting_pods,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
+
+
+EXPLAINED_AGAIN_S: Final = 300.0
 
 
 class Decisions:
@@ -53,9 +56,14 @@ class Decisions:
             self._note_waiting(uid, reason)
 
     def _note_waiting(self, uid: str, reason: Reason) -> None:
+        """Record why a job waits. Only amounts differ: not for a while, since they change with every pod that ends."""
         job = self._book.jobs.get(uid)
         if job is None or self._book.runtime_states[uid].held_back or job.status.reason == reason:
             return
+        state, now = self._book.runtime_states[uid], self._book.now()
+        if _same_cause(job.status.reason, reason) and 0 <= now - state.explained_at < EXPLAINED_AGAIN_S:
+            return
+        state.explained_at = now
         self._book.jobs[uid] = with_status(job, reason=reason)
         self._statuses.changed(uid)
 
@@ -98,3 +106,8 @@ class Decisions:
             else:
                 self._membership.update_target(uid)
             self._workers.make(uid, started)
+
+
+def _same_cause(before: Reason | None, after: Reason) -> bool:
+    cause = after.code, after.project, after.beneficiary
+    return before is not None and (before.code, before.project, before.beneficiary) == cause

@@ -31,6 +31,7 @@ class RuntimeState:
         self.ended_unseen: set[str] = set()  # workers that ended with 0 under an earlier controller, perhaps released
         self.lease_seen_at = time.monotonic()  # when this process saw the lease's last renewal
         self.refused = ""  # why its specification is invalid
+        self.explained_at = -math.inf  # when the reason why it waits was last written
         self.held_back = ""  # why its pods could not be created
         self.hold_pauses = Backoff(FIRST_HOLD_S, LONGEST_HOLD_S)
         self.start_failure: dict[str, str] = {}  # worker -> why it does not start

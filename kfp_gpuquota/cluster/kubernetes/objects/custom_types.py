@@ -217,6 +217,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     pools: dict[str, PolicyPool] | None = None
     isolate_workers: bool = True
     max_waiting_pods: int = 5000
+    limit_grace_seconds: float = 600.0
 
 
 class QuotaPolicyObject(Struct, frozen=True):

@@ -7,6 +7,7 @@
 | reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` protects borrowed GPUs from being reclaimed | 45 |
 | unmanaged | the handling of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
+| limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
 | otherResources | resources that look like GPUs and are none; only the API server's policies read it | |
@@ -106,8 +107,10 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[AutoscaledPool, ...] = ()
     isolates_workers: bool = True
     max_waiting_pods: int = 5000
+    limit_grace_s: float = 600.0
 
     def __post_init__(self) -> None:
+        check_range("limitGraceSeconds", self.limit_grace_s, 0, MAX_SECONDS, "s")
         check_range("maxWaitingPods", self.max_waiting_pods, 1, MAX_COUNT)
 
     def recreates(self, pod: PodView) -> bool:
@@ -159,6 +162,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             pools=_pools(spec.pools or {}),
             isolates_workers=spec.isolate_workers,
             max_waiting_pods=spec.max_waiting_pods,
+            limit_grace_s=spec.limit_grace_seconds,
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None

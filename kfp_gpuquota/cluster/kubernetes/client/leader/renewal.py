@@ -48,13 +48,17 @@ class Renewal:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
         def run() -> None:
             try:
                 asyncio.run(self._hold())
             except BaseException:
                 log.exception("the renewal of the lease failed")
             finally:
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                loop.call_soon_threadsafe(end)
 
         thread = threading.Thread(target=run, name="lease", daemon=True)
         thread.start()

@@ -1,0 +1,51 @@
+"""Chooses the workers that a project loses whose limit was lowered below its use, once that is enforced.
+
+Workers above what their job requests go first, then those above a gang's minimum, then whole jobs: each by the lowest
+priority, and the youngest of equals. Jobs that cannot be preempted keep their workers, so a project may stay above its
+limit; nothing more starts in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler.state.model import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Job, Queue, Task
+
+
+def enforce(ledger: Ledger) -> Iterator[Task]:
+    """Mark workers as leaving until no enforced limit is exceeded, and yield them."""
+    for queue in ledger.queues.values():
+        while queue.enforced and _exceeds(queue):
+            job = min((job for job in _running(queue) if job.preemptible and job.active), key=_order, default=None)
+            if job is None:
+                break
+            for task in _part(job):
+                ledger.set(task, Status.LEAVING, task.node, task.devices)
+                yield task
+
+
+def _exceeds(queue: Queue) -> bool:
+    return any(queue.held[r] > queue.limit[r] for r in range(3))
+
+
+def _running(queue: Queue) -> Iterator[Job]:
+    yield from queue.running
+    for child in queue.children.values():
+        yield from _running(child)
+
+
+def _order(job: Job) -> tuple[int, int, float, str]:
+    kind = 0 if job.lent else 1 if job.surplus else 2
+    return kind, job.priority, -job.submitted_at, job.uid
+
+
+def _part(job: Job) -> list[Task]:
+    """Return the job's youngest worker where it can do without, else all of them."""
+    held = [task for task in job.tasks.values() if task.status is Status.HELD]
+    return [max(held, key=lambda task: task.index)] if job.surplus and job.groups is None else held

@@ -1,0 +1,83 @@
+"""Churn of all kinds with failovers, watched by an independent observer: nothing that it checks is ever violated."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.kubernetes.controlled import Controlled
+from tests.polling import until
+from tools.observer.churn import Churn
+from tools.observer.watching import Watching
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tools.devcluster import DevCluster
+
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/gpuquota-system/leases/gpuquota-controller"
+SECONDS = float(os.environ.get("CHURN_SECONDS", "120"))
+PER_SECOND = float(os.environ.get("CHURN_PER_SECOND", "10"))
+KILLED_EVERY_S = 25.0
+MAX_GROWTH = 1.1
+
+
+@pytest.fixture
+def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    running = Controlled(system_cluster, tmp_path, arguments=["--leader-elect"])
+    yield running
+    running.close()
+    if system_cluster.api.exists(LEASE):
+        system_cluster.api.delete(LEASE)
+
+
+def resident_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 300)
+def test_churn_with_failovers_violates_nothing(controlled: Controlled) -> None:
+    nodes = controlled.add_nodes(4, gpus=4)
+    teams = [
+        controlled.team("churn", guaranteed=4),
+        controlled.team("churn", guaranteed=4),
+        controlled.team("churn", guaranteed=2, limit=6),
+    ]
+    leader, standby = controlled.start(), controlled.start()
+    running, killed_at = [leader, standby], 0.0
+
+    def failover(elapsed: float) -> None:
+        """Kill the older process, which leads, from time to time."""
+        nonlocal killed_at
+        if elapsed - killed_at > KILLED_EVERY_S:
+            killed_at = elapsed
+            oldest = running.pop(0)
+            oldest.kill()
+            oldest.wait()
+            running.append(controlled.start())
+
+    with Watching(controlled.cluster.kubeconfig) as watching:
+        churn = Churn(controlled.cluster.api, teams, nodes, seed=1)
+        churn.run(SECONDS, PER_SECOND, failover)
+        churn.settle()
+        until(lambda: not stuck(controlled, teams), lambda: stuck(controlled, teams), 90)
+        found = watching.violations()
+    seen = watching.observer
+    sys.stderr.write(f"{churn.done}; {seen.admissions} admissions, {seen.evictions} evictions, {seen.moves} moves\n")
+    assert not found, "\n".join(map(str, found))
+    assert watching.observer.admissions > len(teams)
+    assert all(process.poll() is None for process in running)
+
+
+def stuck(controlled: Controlled, teams: list[str]) -> list[str]:
+    """Pods that were admitted, and are not bound."""
+    pods = [pod for team in teams for pod in controlled.pods(team).values()]
+    sent = [pod for pod in pods if not pod["spec"].get("schedulingGates") and not pod["spec"].get("nodeName")]
+    return [f"{pod['metadata']['namespace']}/{pod['metadata']['name']}" for pod in sent]

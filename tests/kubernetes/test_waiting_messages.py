@@ -1,0 +1,60 @@
+"""The message of a job that waits changes when its cause does, not with every amount in it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tests.kubernetes.detached import JOBS, Detached, detached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def message(test: Detached) -> str:
+    reason = test.controller.elastic.book.jobs["job"].status.reason
+    return reason.message if reason else ""
+
+
+def test_amounts_change_the_message_after_a_while_only_and_another_cause_at_once() -> None:
+    now = 1_800_000_000.0
+
+    async def planned(test: Detached) -> None:
+        await asyncio.sleep(0)
+        await until(lambda: test.controller._planning is None)
+
+    async def scenario() -> list[str]:
+        nonlocal now
+        async with detached(clock=lambda: now) as test:
+            test.node(gpus=4)
+            test.team("a")
+            for number in range(3):
+                test.pod("a", f"p{number}", node="node")
+            template = {"spec": {"containers": [{"name": "main", "image": "none"}]}}
+            metadata = {"name": "job", "namespace": "a", "uid": "job", "generation": 1}
+            test.see(JOBS, {"metadata": metadata, "spec": {"gpus": 4, "template": template}})
+            await test.start()
+            await planned(test)
+            found = [message(test)]
+            test.see("/api/v1/pods", {"metadata": {"name": "p0", "namespace": "a", "uid": "a-p0"}}, "DELETED")
+            await planned(test)
+            found.append(message(test))
+            now += 301
+            test.controller.wake()
+            await planned(test)
+            found.append(message(test))
+            test.node(gpus=3)
+            await planned(test)
+            return [*found, message(test)]
+
+    first, soon, later, other = asyncio.run(scenario())
+    assert "1 is idle" in first
+    assert soon == first
+    assert "2 are idle" in later
+    assert "the largest node has 3" in other
