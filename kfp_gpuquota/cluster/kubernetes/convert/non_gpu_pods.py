@@ -24,7 +24,7 @@ class NodeUsage:
     memory: int = 0
     pods: int = 0
     others: dict[str, int] = field(default_factory=dict)
-    holders: int = 0
+    holders: int = field(default=0, compare=False)
 
 
 class NonGpuPods:
