@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.elastic_runtime.zoo import driver
+from tests.elastic_runtime.zoo import driver, shards, silent
 from tests.elastic_runtime.zoo.generated.lives import History, play
 from tests.elastic_runtime.zoo.generated.parts import KINDS
 from tests.elastic_runtime.zoo.generated.recipes import PREFIX, Recipe
@@ -25,6 +25,8 @@ from tests.elastic_runtime.zoo.parts import SCRIPTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+__all__ = ["main", "page", "section", "shards", "silent"]
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "restrictions.md"
 BEGIN, END = "<!-- refusals: begin -->\n", "<!-- refusals: end -->\n"
