@@ -4,6 +4,7 @@ Belongs here: fair share, queue order, gangs, placement, reclaim, preemption, el
 Does not belong here: clocks, I/O, logging, randomness. docs/scheduler.md has the vocabulary and the rules in order.
 """
 
+from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.actions.promises import changed_promises
 from kfp_gpuquota.scheduler.planner import plan
@@ -21,7 +22,6 @@ from kfp_gpuquota.scheduler.state.events import (
     NodeChanged,
     NodeRemoved,
     NodesBarred,
-    Placement,
     PlacementsPromised,
     ProgressReported,
     QuotaChanged,

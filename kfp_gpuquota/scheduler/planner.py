@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.garbage import collector_paused
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.explain import sentences
 from kfp_gpuquota.scheduler.explain.waiting import Promised, waits
-from kfp_gpuquota.scheduler.state.events import Placement
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
@@ -189,14 +189,14 @@ def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
     """Return what is promised to jobs and not held by them yet."""
     tasks = [task for outcome in outcomes for task in (*outcome.nominate, *outcome.hold)]
     amounts: dict[Queue, list[float]] = {}
-    idle = 0
+    idle: set[tuple[str, int]] = set()
     for task in tasks:
         for queue in task.job.queue.path:
             found = amounts.setdefault(queue, [0.0, 0.0, 0.0])
             amounts[queue] = [a + b for a, b in zip(found, ledger.amount(task), strict=True)]
-        if task.node is not None and task.request.whole:
-            idle += sum(not any(task.node.taken[device][:2]) for device in task.devices)
-    return Promised(amounts, idle)
+        if (host := task.node) is not None:
+            idle.update((host.name, device) for device in task.devices if not any(host.taken[device][:2]))
+    return Promised(amounts, len(idle))
 
 
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promised) -> dict[str, Reason]:

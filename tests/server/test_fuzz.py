@@ -13,6 +13,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import schemas as _  # noqa: F401 - before other tests start threads that compile code
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,

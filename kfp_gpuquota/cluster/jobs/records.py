@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
-from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.api.quantity import as_number
 
 # An elastic job may have had thousands of workers, and every list of jobs would contain all of them.
@@ -53,7 +53,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_s: float = 0.0
     incident_at: float | None = None
     growth_failed: Reason | None = None
-    promised: tuple[scheduler.Placement, ...] = ()
+    promised: tuple[Placement, ...] = ()
     promised_at: float = 0.0
 
     @property

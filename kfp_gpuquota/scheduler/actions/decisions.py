@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kfp_gpuquota.api import Reason
-from kfp_gpuquota.scheduler.state.events import Placement
+from kfp_gpuquota.api.placement import Placement
 
 
 class Bind(msgspec.Struct, frozen=True):

@@ -19,8 +19,8 @@ from kfp_gpuquota.scheduler.state.model import Status, Task
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.scheduler.actions.decisions import Evict, Move, Nominate, Plan, Resize
-    from kfp_gpuquota.scheduler.state.events import Placement
     from kfp_gpuquota.scheduler.state.model import Job
     from kfp_gpuquota.scheduler.state.state import State
 

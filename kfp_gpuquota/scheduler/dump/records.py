@@ -13,8 +13,8 @@ import msgspec
 
 from kfp_gpuquota.api import Project, Reason
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
+from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Plan
-from kfp_gpuquota.scheduler.state.events import Placement
 from kfp_gpuquota.scheduler.state.model import GPU, NEVER, STALE_AFTER_S, UNLIMITED, Group, Mark
 
 FORMAT: Final = 1

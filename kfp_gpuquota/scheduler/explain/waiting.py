@@ -26,7 +26,7 @@ _UNITS = (GPU, MILLI, 1)
 
 
 class Promised(NamedTuple):
-    """What was promised to jobs that do not hold it yet: amounts by queue, and the whole GPUs of it that are idle."""
+    """What was promised to jobs that do not hold it yet: amounts by queue, and the number of idle GPUs of it."""
 
     amounts: Mapping[Queue, Sequence[float]]
     idle: int

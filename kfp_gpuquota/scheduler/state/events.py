@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Node, Project, Reason
+from kfp_gpuquota.api.placement import Placement
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event"):
@@ -162,14 +163,6 @@ class WorkerGone(Event, frozen=True, tag=True):
 
     worker: str
     at: float | None = None
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """The node and the device indices of one worker. `part` is the part of the job that it belongs to."""
-
-    node: str
-    devices: tuple[int, ...]
-    part: str = ""
 
 
 class PlacementsPromised(Event, frozen=True, tag=True):

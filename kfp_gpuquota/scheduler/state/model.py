@@ -16,8 +16,8 @@ from kfp_gpuquota.api.resources import capacity_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.api.resources import Resources
-    from kfp_gpuquota.scheduler.state.events import Placement
 
 GPU: Final = 1_000_000
 """One whole device in micro-GPUs, the unit of shares."""
