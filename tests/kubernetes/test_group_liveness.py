@@ -260,7 +260,7 @@ class LongHistories(World):
 
 
 World.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-LongHistories.TestCase.settings = settings(max_examples=1500, stateful_step_count=40, deadline=None)
+LongHistories.TestCase.settings = settings(max_examples=600, stateful_step_count=40, deadline=None)
 TestAnyHistory = pytest.mark.timeout(600)(World.TestCase)
 TestAnyLongHistory = pytest.mark.slow(pytest.mark.timeout(600)(LongHistories.TestCase))
 
