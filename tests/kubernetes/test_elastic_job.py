@@ -119,12 +119,14 @@ def test_a_job_grows_with_what_is_idle_and_gives_single_workers_back(controlled:
 def test_a_worker_whose_place_was_taken_is_made_anew_elsewhere_and_the_others_stay(controlled: Controlled) -> None:
     nodes = sorted(controlled.add_nodes(3, gpus=1))
     team = controlled.team(guaranteed=3)
-    port = {"ports": [{"containerPort": 80, "hostPort": 8080}]}  # which is not planned with
+    term = {"labelSelector": {"matchLabels": {"app": "hog"}}, "topologyKey": "kubernetes.io/hostname"}
+    apart = {"requiredDuringSchedulingIgnoredDuringExecution": [{**term, "namespaceSelector": {}}]}
     elsewhere = f"/api/v1/namespaces/{controlled.team('others')}/pods"
-    hog = {"containers": [{"name": "main", "image": "none", **port}], "nodeName": nodes[0]}  # the first that is planned
-    controlled.cluster.api.create(elsewhere, {"metadata": {"name": "hog"}, "spec": hog})
+    hog = {"containers": [{"name": "main", "image": "none"}], "nodeName": nodes[0]}  # the first that is planned
+    controlled.cluster.api.create(elsewhere, {"metadata": {"name": "hog", "labels": {"app": "hog"}}, "spec": hog})
     controlled.start()
-    template = {"spec": {"containers": [{"name": "main", "image": "none", **port}]}}
+    spec = {"containers": [{"name": "main", "image": "none"}], "affinity": {"podAntiAffinity": apart}}
+    template = {"spec": spec}  # what keeps a worker away from other pods is not planned with
     job = controlled.job(team, "ports", template, gpus=2, minGpus=1, gpusPerWorker=1, gracePeriodSeconds=1)
     controlled.wait(lambda: controlled.bound(team))
     (kept,) = controlled.bound(team)
