@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, Project
-from kfp_gpuquota.api.wire import EventKind, Lease
+from kfp_gpuquota.api.wire import EventKind, Lease, StopAction
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -125,6 +125,16 @@ def test_a_cancelled_job_stays_listed(two_teams: EmbeddedCluster) -> None:
     job = two_teams.wait_for_phase("job", "Cancelled")
     assert job.status.reason is not None
     assert job.status.reason.message == "cancelled by a user"
+
+
+def test_a_suspended_job_is_cancelled_together_with_a_running_one(two_teams: EmbeddedCluster) -> None:
+    two_teams.submit("one")
+    two_teams.submit("two")
+    two_teams.client.suspend_job("team-a", "two")
+    two_teams.wait_for_phase("two", "Suspended")
+    two_teams.client.stop_jobs("team-a", ["one", "two"], StopAction.CANCEL)
+    two_teams.wait_for_phase("one", "Cancelled")
+    two_teams.wait_for_phase("two", "Cancelled")
 
 
 # Quota

@@ -19,7 +19,7 @@ from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from kfp_gpuquota.membership import AnnounceCommit
 
@@ -52,7 +52,7 @@ def after_commit(
 
 
 def after_processes_changed(
-    job: JobRecord, workers: Sequence[WorkerRecord], running: Collection[WorkerRecord], now: float
+    job: JobRecord, workers: Sequence[WorkerRecord], running: Sequence[WorkerRecord], now: float
 ) -> JobRecord:
     """Return a job without a membership: it has the size of its `running` processes, of all `workers` of its attempt.
 
@@ -60,9 +60,11 @@ def after_processes_changed(
     """
     gpus = sum(len(record.worker.devices) for record in running)
     change = Resize(at=now, from_gpus=job.size, to_gpus=gpus, generation=0, step=0, reason=_NONE)
-    newest = sorted(running, key=lambda record: record.worker.started_at)[-1:]
-    latest = sorted((r for r in workers if r not in running), key=_left_at)[-1:]
-    return _resized(job, change, newest, latest)
+    if gpus >= job.size:
+        return _resized(job, change, running, ())
+    kept = {record.worker.id for record in running}
+    latest = max((record for record in workers if record.worker.id not in kept), key=_left_at, default=None)
+    return _resized(job, change, (), () if latest is None else (latest,))
 
 
 _NONE = Reason(code=ReasonCode.FITS, message="")

@@ -221,7 +221,7 @@ class LocalCluster:
     def cancel_job(self, project: str, name: str, why: str = "cancelled by a user") -> Job:
         """Stop it; it stays listed. Of a job that has ended: nothing."""
         job = self._state.job_named(project, name)
-        if not job.status.phase.final and not job.ending:
+        if _has_effect(StopAction.CANCEL, job):
             self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
         return self._state.view(job.uid)
 
@@ -241,9 +241,7 @@ class LocalCluster:
         intent, reason = _STOPS[action]
         with self._driver.decide() as recorder:
             for job in jobs:
-                if action is StopAction.DELETE or not (
-                    job.status.phase.final or job.intent is intent or job.status.phase is Phase.SUSPENDED
-                ):
+                if _has_effect(action, job):
                     recorder.stop(job, intent, reason)
 
     def suspend_job(self, project: str, name: str) -> Job:
@@ -441,3 +439,14 @@ class LocalCluster:
                 log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
                 again = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)
                 self._leases[uid] = again
+
+
+def _has_effect(action: StopAction, job: JobRecord) -> bool:
+    """Return whether the action changes anything: not where the job is suspended, or has ended or is about to."""
+    match action:
+        case StopAction.DELETE:
+            return True
+        case StopAction.SUSPEND:
+            return job.status.phase is not Phase.SUSPENDED and job.intent is not Intent.SUSPEND
+        case StopAction.CANCEL:
+            return not job.status.phase.final and not job.ending
