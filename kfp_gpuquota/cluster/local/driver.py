@@ -338,9 +338,7 @@ class Driver:
         if record is None or not record.alive:
             return
         log.warning("worker %s is lost: %s", worker, why)
-        with self._noting(worker) as recorder:
-            recorder.change.workers[worker] = msgspec.structs.replace(record, lost_with=why)
-        self.worker_ended(worker, shims.EXIT_SHIM_LOST)
+        self.worker_ended(worker, shims.EXIT_SHIM_LOST, why)
 
     def nodes_changed(self, nodes: Iterable[Node], taken: Mapping[str, tuple[int, ...]]) -> None:
         """Plan with these nodes from now on, and without the devices that are taken."""
@@ -386,17 +384,17 @@ class Driver:
         running = [record for record in self._state.alive_of(job.uid) if not record.released]
         return after_processes_changed(job, self._state.attempt_of(job), running, now)
 
-    def worker_ended(self, worker: str, code: int) -> None:
-        """Record that the worker has ended, and plan with its devices."""
+    def worker_ended(self, worker: str, code: int, lost_with: str = "") -> None:
+        """Record that the worker has ended, by itself or with its node, and plan with its devices."""
         self._start_failures.pop(worker, None)
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
         try:
-            self._record_end(record, code)
+            self._record_end(msgspec.structs.replace(record, lost_with=lost_with), code)
         except StateFileError as error:
             log.error("the end of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
-            self._loop.call_later(RETRY_S, self.worker_ended, worker, code)
+            self._loop.call_later(RETRY_S, self.worker_ended, worker, code, lost_with)
 
     def _record_end(self, record: WorkerRecord, code: int) -> None:
         before = self._state.jobs[record.worker.job_uid]
