@@ -15,6 +15,7 @@ from kfp_gpuquota.scheduler import (
     JobSuspended,
     NodeChanged,
     Placement,
+    PlacementsPromised,
     Plan,
     QuotaChanged,
     State,
@@ -160,8 +161,8 @@ class World:
         self.check()
 
     def promise(self, decided: Plan) -> None:
-        for event in list(changed_promises(self.state, decided, self.now)):
-            self.state.apply(event)
+        for uid, placements in changed_promises(self.state.promises, decided).items():
+            self.state.apply(PlacementsPromised(uid, placements, self.now))
 
     def plan(self) -> Plan:
         return plan(self.state, self.now)

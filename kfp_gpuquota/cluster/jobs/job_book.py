@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.jobs.scheduling import job_announced, job_changed, run_recalled, worker_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node, Project
     from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
@@ -30,14 +30,14 @@ class Change:
 
 
 class JobBook:
-    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name, `promised` the jobs with a promise."""
+    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name, `promised` what jobs are promised."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self.nodes = nodes
         self.jobs: dict[str, JobRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self._workers_of: dict[str, list[str]] = {}
-        self.promised: dict[str, None] = {}
+        self.promised: dict[str, tuple[scheduler.Placement, ...]] = {}
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
         """Return all stored workers of a job, oldest first."""
@@ -53,9 +53,8 @@ class JobBook:
 
     def new_promises(self, plan: scheduler.Plan) -> dict[str, tuple[scheduler.Placement, ...]]:
         """Return the placements that the plan promises otherwise than recorded, by job; () ends a promise."""
-        new = {uid: found for uid, found in plan.promises.items() if uid in self.jobs}
-        ended = {uid: () for uid in self.promised if uid not in new}
-        return ended | {uid: found for uid, found in new.items() if self.jobs[uid].promised != found}
+        changed = scheduler.changed_promises(self.promised, plan)
+        return {uid: found for uid, found in changed.items() if uid in self.jobs}
 
     def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
         """Yield the scheduler events of a change; must be called before `apply_change`."""
@@ -89,7 +88,7 @@ class JobBook:
         """Add or replace the job's record."""
         self.jobs[job.uid] = job
         if job.promised:
-            self.promised[job.uid] = None
+            self.promised[job.uid] = job.promised
         else:
             self.promised.pop(job.uid, None)
 

@@ -236,7 +236,7 @@ class Cycle:
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
             return False
-        entitled = all(quota.within_guarantee(queue, amount) for queue in job.queue.path[:1])
+        entitled = quota.within_guarantee(job.queue, amount)
         self.moves.most_lost_s = UNLIMITED if entitled else BORROWERS_COST_S
         return consolidate(self.ledger, tasks, self.moves, self.sheltered)
 

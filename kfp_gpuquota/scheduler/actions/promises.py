@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
-from kfp_gpuquota.scheduler.state.events import PlacementsPromised
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
 from kfp_gpuquota.scheduler.state.model import Status, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.scheduler.actions.decisions import Plan
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Job
-    from kfp_gpuquota.scheduler.state.state import State
+
+    Promises = Mapping[str, tuple[Placement, ...]]
 
 Kept = dict["Job", list[Task]]
 
@@ -47,14 +48,10 @@ def keep(ledger: Ledger, promised: Iterable[Job]) -> Kept:
     return kept
 
 
-def changed_promises(state: State, plan: Plan, now: float) -> Iterator[PlacementsPromised]:
-    """Yield the events after a plan that was made at `now`, for a cluster that stores no promises itself."""
-    for uid in [uid for uid in state.promised if uid not in plan.promises]:
-        yield PlacementsPromised(uid)
-    for uid, placements in plan.promises.items():
-        job = state.jobs.get(uid)
-        if job is not None and job.promised != placements:
-            yield PlacementsPromised(uid, placements, job.promised_at if job.promised else now)
+def changed_promises(promised: Promises, plan: Plan) -> dict[str, tuple[Placement, ...]]:
+    """Return what a plan promises otherwise than `promised`, by uid of the job; () ends a promise."""
+    ended: dict[str, tuple[Placement, ...]] = {uid: () for uid in promised if uid not in plan.promises}
+    return ended | {uid: found for uid, found in plan.promises.items() if promised.get(uid) != found}
 
 
 def _nominate(ledger: Ledger, job: Job) -> list[Task]:

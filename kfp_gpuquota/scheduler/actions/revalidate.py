@@ -42,7 +42,7 @@ def still_valid(state: State, plan: Plan) -> Plan:
     resize, promises = (*grows, *shrinks), plan.promises
     if (len(bind), len(nominate)) != (len(plan.bind), len(plan.nominate)):
         evict, move, resize = (), (), grows
-        promises = {uid: job.promised for uid, job in state.promised.items()}  # no room is made for others
+        promises = state.promises  # no room is made for others
     return msgspec.structs.replace(
         plan, bind=bind, resize=resize, evict=evict, move=move, nominate=nominate, promises=promises
     )

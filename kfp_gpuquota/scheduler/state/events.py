@@ -168,7 +168,8 @@ class WorkerGone(Event, frozen=True, tag=True):
 class PlacementsPromised(Event, frozen=True, tag=True):
     """A plan made room for the next workers of the job at these placements; they replace those promised before.
 
-    None: it has no promise any more. `at` is when it was promised: an earlier promise is kept first.
+    None: it has no promise any more. `at` is when it was promised: an earlier promise is kept first, and a promise that
+    replaces another one has the time of that one.
     """
 
     job: str

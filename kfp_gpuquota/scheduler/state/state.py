@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import Project
+    from kfp_gpuquota.api.placement import Placement
 
 
 class State:
@@ -173,7 +174,8 @@ class State:
     @_apply.register
     def _(self, event: events.PlacementsPromised) -> None:
         job = self._job(event.job)
-        job.promised, job.promised_at = event.placements, event.at
+        job.promised_at = job.promised_at if job.promised else event.at
+        job.promised = event.placements
         self._changed(job)
 
     @_apply.register
@@ -233,6 +235,11 @@ class State:
     @_apply.register
     def _(self, event: events.ProgressReported) -> None:
         progress.note_progress(self._job(event.job), event)
+
+    @property
+    def promises(self) -> dict[str, tuple[Placement, ...]]:
+        """The promised placements, by uid of the job."""
+        return {uid: job.promised for uid, job in self.promised.items()}
 
     def queues_of(self, project: str) -> list[Queue]:
         """Return the project's queues: one for nodes without a pool, and one for each pool that it has used."""

@@ -549,9 +549,10 @@ class Controller:
         for bind in plan.bind:
             self.metrics.started(self.snapshot.state.jobs[bind.job], self._now())
             self.actions.start(bind.job, bind.placements, bind.reason)
-        for promise in scheduler.changed_promises(self.snapshot.state, plan, self._now()):
-            if promise.job not in self.elastic.book.jobs:  # whose records have their own
-                self.snapshot.emit(promise)
+        state = self.snapshot.state
+        for uid, placements in scheduler.changed_promises(state.promises, plan).items():
+            if uid in state.jobs and uid not in self.elastic.book.jobs:  # whose records have their own
+                self.snapshot.emit(scheduler.PlacementsPromised(uid, placements, self._now()))
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):
                 self.metrics.decisions.labels(kind).inc(decided)
