@@ -29,6 +29,10 @@ def queue(
     return made
 
 
+def divided(queues: list[Queue], total: float) -> list[float]:
+    return divide(queues, 0, total * GPU, grant(queues, 0, total * GPU))
+
+
 @pytest.mark.parametrize(
     ("why", "total", "queues", "expected"),
     [
@@ -50,7 +54,7 @@ def queue(
 )
 def test_what_each_queue_gets(why: str, total: float, queues: list[tuple[float, ...]], expected: list[float]) -> None:
     made = [queue(*map(float, q[:3]), *map(int, q[3:4]), *q[4:]) for q in queues]  # type: ignore[arg-type]
-    assert [share / GPU for share in divide(made, 0, total * GPU)] == expected, why
+    assert [share / GPU for share in divided(made, total)] == expected, why
 
 
 def test_departments_divide_before_their_projects() -> None:
@@ -77,7 +81,7 @@ def test_nothing_is_given_twice_and_nothing_wanted_is_left_over(
     total: int, queues: list[tuple[int, int, int, int]]
 ) -> None:
     made = [queue(*q) for q in queues]
-    shares = [s / GPU for s in divide(made, 0, total * GPU)]
+    shares = [s / GPU for s in divided(made, total)]
     granted = [amount / GPU for amount in grant(made, 0, total * GPU)]
     guaranteed = [min(g, want) for g, (_, want, _, _) in zip(granted, queues, strict=True)]
     wanted = [want for _, want, _, _ in queues]

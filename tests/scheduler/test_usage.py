@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.scheduler import State, UsageRecalled
-from kfp_gpuquota.scheduler.fairness.fairshare import divide
+from kfp_gpuquota.scheduler.fairness.fairshare import divide, grant
 from kfp_gpuquota.scheduler.state.copying import copied
 from kfp_gpuquota.scheduler.state.model import GPU, Amount, Queue
 from kfp_gpuquota.scheduler.state.usage import adjusted, note, used_by
@@ -114,5 +114,5 @@ def test_a_surplus_is_divided_by_weight_less_usage() -> None:
     for queue in queues:
         queue.requested[0] = 100 * GPU
     used = {"a": 3.0, "b": 1.0}
-    shares = divide(queues, 0, 8 * GPU, lambda queue: used[queue.name])
+    shares = divide(queues, 0, 8 * GPU, grant(queues, 0, 8 * GPU), lambda queue: used[queue.name])
     assert [share / GPU for share in shares] == [2, 6]

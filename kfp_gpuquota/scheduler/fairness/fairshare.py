@@ -31,7 +31,7 @@ def assign_shares(roots: Iterable[Queue], capacity: Sequence[float], used: Used 
     """Set `share` of every queue of the trees, from their present requests and their past GPU usage (`used`)."""
     level = sorted(roots, key=lambda q: (q.created, q.name))
     granted = [grant(level, r, capacity[r]) for r in range(3)]
-    divided = [divide(level, r, capacity[r], used if r == 0 else None) for r in range(3)]
+    divided = [divide(level, r, capacity[r], granted[r], used if r == 0 else None) for r in range(3)]
     for i, queue in enumerate(level):
         queue.granted = Amount(*(amounts[i] for amounts in granted))
         queue.set_share(Amount(*(shares[i] for shares in divided)))
@@ -60,11 +60,15 @@ def grant(queues: Sequence[Queue], r: int, total: float) -> list[float]:
     return granted
 
 
-def divide(queues: Sequence[Queue], r: int, total: float, used: Used | None = None) -> list[float]:
-    """Return the share of resource `r` of each of the siblings, which are oldest first, of `total` for all of them."""
+def divide(
+    queues: Sequence[Queue], r: int, total: float, granted: Sequence[float], used: Used | None = None
+) -> list[float]:
+    """Return the share of resource `r` of each of the siblings, which are oldest first, of `total` for all of them.
+
+    `granted` are their guarantees that hold.
+    """
     caps = [min(q.requested[r], q.limit[r]) for q in queues]
     # An unlimited guarantee counts as `total`; finite ones of one priority count in full where their sum exceeds it.
-    granted = grant(queues, r, total)
     shares = [min(one if one < UNLIMITED else total, cap) for one, cap in zip(granted, caps, strict=True)]
     if total == UNLIMITED:  # the nodes do not report this resource
         return caps
