@@ -35,6 +35,11 @@ def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> No
             raise
 
 
+def test_a_gang_that_moves_is_promised_no_worker_more_than_it_has() -> None:
+    """When the first of its workers had exited, a sixth one was promised to a gang of five."""
+    play(from_seed(743))
+
+
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, report_multiple_bugs=False)
 def test_the_engine_keeps_its_invariants_through_histories_that_can_be_shrunk(data: st.DataObject) -> None:

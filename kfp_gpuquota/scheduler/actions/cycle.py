@@ -93,15 +93,20 @@ class Cycle:
         self._keep(promised)
 
     def _keep(self, promised: Iterable[Job]) -> None:
-        """Begin with what earlier plans promised; a promise that was not carried out yet can be reclaimed."""
+        """Begin with what earlier plans promised; a promise that was not carried out yet can be reclaimed.
+
+        A job of which all promises are held by placeholders requests nothing more: its workers are still exiting.
+        """
         self.kept: set[Task] = set()
         due = [job for job in promised if not self._is_deferred(job)]
         for job, tasks in keep(self.ledger, due).items():
-            self.touched[job] = None
-            waiting = [task for task in tasks if task.status is Status.NOMINATED]
+            own = [task for task in tasks if task.moved is None]
+            if own:
+                self.touched[job] = None
+            waiting = [task for task in own if task.status is Status.NOMINATED]
             if waiting:
                 self.pledged[job] = None
-            self.kept.update(task for task in waiting if task.moved is None)
+            self.kept.update(waiting)
 
     def _used(self) -> Callable[[Queue], float] | None:
         """Return the recent over-quota use per queue, or None if it does not count. Shares then change with time."""
