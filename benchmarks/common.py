@@ -6,7 +6,12 @@ import json
 import os
 import platform
 import statistics
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.certificates import Material
 
 
 def print_conditions(title: str, **conditions: object) -> None:
@@ -37,3 +42,14 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines()
+
+
+def written_certificates(folder: Path) -> Material:
+    """Write an authority's certificate, and that of a server on this machine with its key: ca, cert, key."""
+    from kfp_gpuquota.cluster.certificates import maintained  # noqa: PLC0415 (most benchmarks need no cryptography)
+
+    material = maintained(None, ["127.0.0.1"], time.time())
+    pair = material.serving
+    for name, content in (("ca", material.trusted), ("cert", pair.certificate), ("key", pair.key)):
+        (folder / name).write_bytes(content)
+    return material

@@ -3,7 +3,7 @@
     python benchmarks/coordinator_attack.py [--seconds 6] [--attack NAME ...]
 
 The service is a process of its own with the limit of memory that the chart deploys (1 GiB), over TLS. The honest jobs
-have two workers each: per step each worker stores a value, reads both, and deletes its own; workers also connect anew.
+have two workers each: per step each worker stores a value, reads both, and deletes its own; workers also connect again.
 The attacks run one after the other from another address, in a third process of low priority, so that what is measured
 is the service and not the attacker's use of the machine. Bars: peak_mib <= 512, worst_latency_ms <= 200 (of one request
 of an honest job, on a connection that it has), lost_steps 0, and the service never ends. worst_turn_ms is the CPU time
@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING, Any, Final
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.common import print_conditions, print_result  # noqa: E402
-from kfp_gpuquota.cluster.certificates import maintained  # noqa: E402
+from benchmarks.common import print_conditions, print_result, written_certificates  # noqa: E402
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.service import serving  # noqa: E402
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory  # noqa: E402
 from kfp_gpuquota.server.membership.service import MembershipService  # noqa: E402
@@ -677,13 +676,7 @@ def program(*arguments: object) -> subprocess.Popen[str]:
 
 def measure(folder: Path, names: list[str], seconds: float, show: Callable[[str], None] = print) -> dict[str, Any]:
     """Return the figures over all attacks."""
-    material = maintained(None, ["127.0.0.1"], time.time())
-    for name, content in (
-        ("ca", material.trusted),
-        ("cert", material.serving.certificate),
-        ("key", material.serving.key),
-    ):
-        (folder / name).write_bytes(content)
+    written_certificates(folder)
     service = Service(folder)
     trainers = program("train", folder)
     found: dict[str, dict[str, Any]] = {}

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.common import written_certificates
 from benchmarks.kwok_bench import REPOSITORY, cpu_s
-from kfp_gpuquota.cluster.certificates import maintained
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
@@ -148,13 +148,7 @@ class Clients:
 
 async def reconnect(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Connect all workers, break all connections at once, and wait until all are back."""
-    material = maintained(None, ["127.0.0.1"], time.time())
-    for name, content in (
-        ("ca", material.trusted),
-        ("cert", material.serving.certificate),
-        ("key", material.serving.key),
-    ):
-        (folder / name).write_bytes(content)
+    material = written_certificates(folder)
     with contextlib.ExitStack() as stack:
         shards = [Shard(folder, number) for number in range(options.shards)]
         for shard in shards:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint file is this job's own, as far as the file system knows.
+"""Whether a checkpoint file is this job's own, as far as the file system records it.
 
 Objects that only pickle can make are a program for their reader. They are decoded only from files that this user, root
 or the owner of the folder has written, and that not everybody may write to. Jobs that share a volume and run as one

@@ -15,7 +15,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH
-from tests.kubernetes.controlled import Controlled
+from tests.kubernetes.controlled import LEASE, Controlled
 from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, jobs_of, live_webhook
 from tools.devcluster import DevCluster, Options, binaries, built_images
 
@@ -149,6 +149,16 @@ def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running = Controlled(system_cluster, tmp_path)
     yield running
     running.close()
+
+
+@pytest.fixture
+def electing(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    """The same, of controllers that elect a leader; the next test's have another Lease."""
+    running = Controlled(system_cluster, tmp_path, arguments=["--leader-elect"])
+    yield running
+    running.close()
+    if system_cluster.api.exists(LEASE):
+        system_cluster.api.delete(LEASE)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ forked.preload(
     "kfp_gpuquota.cluster.kubernetes.shards.__main__",
 )
 
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/gpuquota-system/leases/gpuquota-controller"
+
 
 @dataclass
 class Controlled:

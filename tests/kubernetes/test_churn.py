@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kubernetes.controlled import Controlled
 from tests.polling import until
 from tools.observer.churn import Churn
 from tools.observer.watching import Watching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.kubernetes.controlled import Controlled
 
-    from tools.devcluster import DevCluster
-
-LEASE = "/apis/coordination.k8s.io/v1/namespaces/gpuquota-system/leases/gpuquota-controller"
 SECONDS = float(os.environ.get("CHURN_SECONDS", "120"))
 PER_SECOND = float(os.environ.get("CHURN_PER_SECOND", "10"))
 KILLED_EVERY_S = 25.0
-MAX_GROWTH = 1.1
-
-
-@pytest.fixture
-def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
-    running = Controlled(system_cluster, tmp_path, arguments=["--leader-elect"])
-    yield running
-    running.close()
-    if system_cluster.api.exists(LEASE):
-        system_cluster.api.delete(LEASE)
-
-
-def resident_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
-def test_churn_with_failovers_violates_nothing(controlled: Controlled) -> None:
-    nodes = controlled.add_nodes(4, gpus=4)
+def test_churn_with_failovers_violates_nothing(electing: Controlled) -> None:
+    nodes = electing.add_nodes(4, gpus=4)
     teams = [
-        controlled.team("churn", guaranteed=4),
-        controlled.team("churn", guaranteed=4),
-        controlled.team("churn", guaranteed=2, limit=6),
+        electing.team("churn", guaranteed=4),
+        electing.team("churn", guaranteed=4),
+        electing.team("churn", guaranteed=2, limit=6),
     ]
-    leader, standby = controlled.start(), controlled.start()
+    leader, standby = electing.start(), electing.start()
     running, killed_at = [leader, standby], 0.0
 
     def failover(elapsed: float) -> None:
@@ -61,13 +40,13 @@ def test_churn_with_failovers_violates_nothing(controlled: Controlled) -> None:
             oldest = running.pop(0)
             oldest.kill()
             oldest.wait()
-            running.append(controlled.start())
+            running.append(electing.start())
 
-    with Watching(controlled.cluster.kubeconfig) as watching:
-        churn = Churn(controlled.cluster.api, teams, nodes, seed=1)
+    with Watching(electing.cluster.kubeconfig) as watching:
+        churn = Churn(electing.cluster.api, teams, nodes, seed=1)
         churn.run(SECONDS, PER_SECOND, failover)
         churn.settle()
-        until(lambda: not stuck(controlled, teams), lambda: stuck(controlled, teams), 90)
+        until(lambda: not stuck(electing, teams), lambda: stuck(electing, teams), 90)
         found = watching.violations()
     seen = watching.observer
     sys.stderr.write(f"{churn.done}; {seen.admissions} admissions, {seen.evictions} evictions, {seen.moves} moves\n")
@@ -76,8 +55,8 @@ def test_churn_with_failovers_violates_nothing(controlled: Controlled) -> None:
     assert all(process.poll() is None for process in running)
 
 
-def stuck(controlled: Controlled, teams: list[str]) -> list[str]:
+def stuck(electing: Controlled, teams: list[str]) -> list[str]:
     """Pods that were admitted, and are not bound."""
-    pods = [pod for team in teams for pod in controlled.pods(team).values()]
+    pods = [pod for team in teams for pod in electing.pods(team).values()]
     sent = [pod for pod in pods if not pod["spec"].get("schedulingGates") and not pod["spec"].get("nodeName")]
     return [f"{pod['metadata']['namespace']}/{pod['metadata']['name']}" for pod in sent]

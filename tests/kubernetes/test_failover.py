@@ -18,11 +18,10 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from tests import forked, programs
-from tests.kubernetes.controlled import Controlled
+from tests.kubernetes.controlled import LEASE, Controlled
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import NAMESPACE
 from tests.kubernetes.running_workers import Observer, RunningWorkers
-from tests.kubernetes.test_leader import LEASE
 from tests.polling import until
 from tools.devcluster.layout import free_port
 

@@ -16,14 +16,13 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE, Fence
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes import detached as watches
 from tests.kubernetes.detached import Detached, Object, Unanswered
 from tests.kubernetes.test_admission import patched
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator
 
 SETTLE_STEPS = 2000
 NODE_NAMES = ("n0", "n1", "n2")
@@ -46,20 +45,8 @@ class Answering(Unanswered):
         super().__init__()
         self.world = world
 
-    async def call(
-        self,
-        verb: str,
-        path: str,
-        body: object = None,
-        *,
-        content_type: str = "",
-        params: Mapping[str, str] | None = None,
-        retry_for_s: float | None = None,
-        fence: Fence = NO_FENCE,
-    ) -> bytes:
+    def answer(self, verb: str, path: str, body: object) -> bytes:
         """Answer as an API server does."""
-        self.asked.append((verb, path, body))
-        await asyncio.sleep(0)
         return msgspec.json.encode(self.world.answer(verb, path, body))
 
 

@@ -46,7 +46,7 @@ class Invariants:
         self.cluster.state.settled = self.after
 
     def fail(self, what: str) -> None:
-        """Keep the violation, and raise it: whoever catches it in between does not hide it."""
+        """Keep the violation, and raise it: a handler in between does not hide it."""
         self.violations.append(ViolationError(f"at {self.cluster.loop.time():.2f} s: {what}"))
         raise self.violations[-1]
 

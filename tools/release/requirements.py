@@ -1,4 +1,4 @@
-"""The Python packages of the images, by version and hash: `python -m tools.release.requirements` writes them anew.
+"""The Python packages of the images, by version and hash: `python -m tools.release.requirements` writes them.
 
 `images/requirements/NAME.txt` has each package that an image needs, with the hashes of the wheels for both
 architectures and for the Pythons of the images: Debian's in a release, that of `python:3.12-slim` in the Dockerfiles.

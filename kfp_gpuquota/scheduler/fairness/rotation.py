@@ -16,8 +16,8 @@ The trade: within one queue that has more shapes than its part, a job may start 
 priority, that is not in this plan. It is bounded by one round. Between queues the order is as without a limit, because
 the first shapes of each are in every plan.
 
-Rejected: a clock inside of the plan, which would make it depend on the machine's speed; whoever measures plans chooses
-`size`. Rejected: one cursor over all shapes; the others would wait for a round of the team with the most.
+Rejected: a clock inside of the plan, which would make it depend on the machine's speed; the caller measures plans
+and chooses `size`. Rejected: one cursor over all shapes; the others would wait for a round of the team with the most.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def _check_workers(workers: Collection[str], prefix: str, machine: Membership) -
             raise InvalidFieldError("worker", worker[:80], f"the ids of this job's workers begin with {prefix!r}")
         if len(worker) > MAX_ID_LENGTH:
             raise InvalidFieldError("worker", worker[:80], f"an id has {MAX_ID_LENGTH} characters at most")
-    strangers = sum(worker not in machine.members for worker in workers)
-    if strangers and len(machine.members) + strangers > MAX_WORKERS:
+    unnamed = sum(worker not in machine.members for worker in workers)
+    if unnamed and len(machine.members) + unnamed > MAX_WORKERS:
         raise ClusterUnavailableError(f"the job has {MAX_WORKERS} workers already")
-    if strangers and machine.unnamed + strangers > MAX_UNNAMED:
+    if unnamed and machine.unnamed + unnamed > MAX_UNNAMED:
         raise ClusterUnavailableError(f"the job has {MAX_UNNAMED} workers that its cluster has not named")

@@ -117,7 +117,7 @@ async def serving(
     answers, reviews = WhatIfs(leader), asyncio.Semaphore(REVIEWS_AT_ONCE)
 
     async def serve(request: web.Request) -> web.Response:
-        async with reviews:  # whoever reaches the port makes this process ask the API server
+        async with reviews:  # each request to the port makes this process ask the API server
             refused_ = await refusal(connection, request, PATH, role=ROLE, audience=AUDIENCE)
         return refused_ or await _answered(answers, request)
 

@@ -140,26 +140,24 @@ def requested(requests: Mapping[str, Any], limits: Mapping[str, Any], resource: 
 @lru_cache(4096)
 def millicores(quantity: str) -> int:
     """Return a CPU quantity in thousandths of a core, rounded up; 0 for an invalid quantity."""
-    try:
-        return max(0, ceil(parse_quantity("cpu", quantity) * MILLI))
-    except InvalidFieldError:
-        return 0
+    return _rounded_up("cpu", quantity, MILLI)
 
 
 @lru_cache(4096)
 def whole_bytes(quantity: str) -> int:
     """Return a memory quantity in bytes, rounded up; 0 for an invalid quantity."""
-    try:
-        return max(0, ceil(parse_quantity("memory", quantity)))
-    except InvalidFieldError:
-        return 0
+    return _rounded_up("memory", quantity)
 
 
 @lru_cache(4096)
 def whole_number(quantity: str) -> int:
     """Return a quantity of any other resource, rounded up; 0 for an invalid quantity."""
+    return _rounded_up("resources", quantity)
+
+
+def _rounded_up(kind: str, quantity: str, unit: int = 1) -> int:
     try:
-        return max(0, ceil(parse_quantity("resources", quantity)))
+        return max(0, ceil(parse_quantity(kind, quantity) * unit))
     except InvalidFieldError:
         return 0
 

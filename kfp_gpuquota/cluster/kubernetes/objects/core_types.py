@@ -220,7 +220,7 @@ class ClaimSource(Struct, frozen=True):
 
 
 class PodVolume(Struct, frozen=True):
-    """A volume of a pod: a claim, or a kind of which kube-scheduler checks more than the plan knows."""
+    """A volume of a pod: a claim, or a kind of which kube-scheduler checks more than the plan models."""
 
     persistent_volume_claim: ClaimSource | None = None
     ephemeral: Present | None = None
