@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import statistics
@@ -71,10 +72,13 @@ def test_churn_with_failovers_violates_nothing(electing: Controlled) -> None:
 
 
 def resident_kib(pid: int) -> int:
-    """Return the memory of a process and its children: the planner is one."""
-    children = (path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    """Return the memory of a process and of its children, of which the planner is one."""
     own = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(own[1] if own else 0) + sum(resident_kib(int(child)) for found in children for child in found)
+    total = int(own[1] if own else 0)
+    for child in (one for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()):
+        with contextlib.suppress(FileNotFoundError):  # a child that has just ended
+            total += resident_kib(int(child))
+    return total
 
 
 def typical(memory: list[tuple[float, int]], since: float) -> float:
