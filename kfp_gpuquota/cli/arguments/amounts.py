@@ -1,9 +1,24 @@
-"""Parsers of user input: numbers of GPUs, labels and tolerations."""
+"""Parsers of user input: numbers of GPUs, times, labels and tolerations."""
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator
 from kfp_gpuquota.errors import InvalidFieldError
+
+_TIME: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|m|s)")
+_UNIT_S: Final = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def seconds(field: str, text: str) -> float:
+    """Return the seconds of a time as kubectl's users write it: "90", "90s", "1m30s", "2h". InvalidFieldError."""
+    if text.replace(".", "", 1).isdecimal() and text.isascii():
+        return float(text)
+    if not text or _TIME.sub("", text):
+        raise InvalidFieldError(field, text, "a time is written as 30, 30s, 5m or 1h30m")
+    return sum(float(number) * _UNIT_S[unit] for number, unit in _TIME.findall(text))
 
 
 def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, float | None]:
