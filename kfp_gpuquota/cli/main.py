@@ -43,7 +43,7 @@ COMMANDS: Final = {
     "jobs.show": ("describe", "explain"),
     "jobs.top": ("top",),
     "jobs.logs": ("logs",),
-    "jobs.ending": ("suspend", "resume", "wait", "delete"),
+    "jobs.ending": ("suspend", "resume", "cancel", "wait", "delete"),
     "jobs.access": ("exec", "bash", "attach", "port-forward"),
     "admin.simulate": ("simulate",),
     "jobs.whatif": ("what-if",),

@@ -78,6 +78,15 @@ def test_kubectl_s_forms_show_what_list_and_describe_show(team: Cli) -> None:
     assert team("delete forms1 --ignore-not-found") == ""
 
 
+def test_a_cancelled_job_stays_listed_with_its_log(team: Cli) -> None:
+    team("submit", "cancelled", "-g", "0.1", "--", "sh", "-c", "echo began; sleep infinity")
+    team("wait cancelled --for Running")
+    assert team("cancel job/cancelled") == "job cancelled cancelled\n"
+    assert "cancelled" in team.run("wait cancelled").err
+    assert team("get job cancelled --no-headers").split()[3] == "Cancelled"
+    assert "has no job 'other'" in team.run("cancel other").err
+
+
 def test_all_jobs_of_a_project_are_deleted_at_once(team: Cli) -> None:
     for name in ("all1", "all2"):
         team("submit", name, "-p", "team-b", "-g", "0.1", *SLEEP)

@@ -40,7 +40,7 @@ def test_times_are_written_as_kubectl_has_them(text: str, seconds: float) -> Non
     assert amounts.seconds("timeout", text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "5 m", "-5s", "5d", "1h x", "1..5", "\u0663s"])
+@pytest.mark.parametrize("text", ["", "s", "-5s", "5y", "1h x", "1..5", "\u0663s"])
 def test_another_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="a time is written as"):
         amounts.seconds("timeout", text)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from typing import Final
-
-from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator
+from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator, durations
 from kfp_gpuquota.errors import InvalidFieldError
-
-_TIME: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|m|s)")
-_UNIT_S: Final = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def seconds(field: str, text: str) -> float:
-    """Return the seconds of a time as kubectl's users write it: "90", "90s", "1m30s", "2h". InvalidFieldError."""
-    if text.replace(".", "", 1).isdecimal() and text.isascii():
-        return float(text)
-    if not text or _TIME.sub("", text):
+    """Return the seconds of a time as "90", "90s", "1m30s", "2h". Raises InvalidFieldError."""
+    found = durations.seconds(text)
+    if found is None:
         raise InvalidFieldError(field, text, "a time is written as 30, 30s, 5m or 1h30m")
-    return sum(float(number) * _UNIT_S[unit] for number, unit in _TIME.findall(text))
+    return found
 
 
 def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, float | None]:

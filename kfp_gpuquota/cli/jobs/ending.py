@@ -1,4 +1,4 @@
-"""`gpuquota suspend`, `resume`, `wait` and `delete`: stopping jobs, and waiting for them."""
+"""`gpuquota suspend`, `resume`, `cancel`, `wait` and `delete`: stopping jobs, and waiting for them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command("suspend", short_help="Stop jobs and keep them out of the queue.")(suspend)
     app.command("resume", short_help="Put suspended jobs back into the queue.")(resume)
+    app.command("cancel", short_help="Stop jobs; they stay listed, with their logs.")(cancel)
     app.command("wait", short_help="Wait until jobs have ended, or reached a status.")(wait)
     app.command("delete", short_help="Stop jobs and forget them.")(delete)
 
@@ -56,6 +57,18 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
     for name in job_names(jobs):
         reached.resume_job(project, name)
         echo(f"job {name} resumed")
+
+
+def cancel(jobs: JobsArgument, project: ProjectOption = "") -> None:
+    """Stop jobs for good. They stay listed as Cancelled, with their logs, until they are deleted.
+
+    Example:
+      gpuquota cancel train1
+    """
+    reached, project, names = client(), project_or_configured(project), job_names(jobs)
+    reached.stop_jobs(project, names, StopAction.CANCEL)
+    for name in names:
+        echo(f"job {name} cancelled")
 
 
 def wait(
