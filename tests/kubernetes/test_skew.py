@@ -24,7 +24,7 @@ from tools.observer.churn import Churn
 from tools.observer.watching import Watching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.forked import Program
     from tests.kubernetes.controlled import Controlled
@@ -138,7 +138,7 @@ def test_an_upgrade_and_a_rollback_under_churn_violate_nothing(release_0_1: list
     """The kinds of 0.1.0, those of today, and those of 0.1.0 again, while replicas are replaced as a rollout does."""
     nodes, teams = electing.add_nodes(2, gpus=4), [electing.team("skew", guaranteed=4) for _ in range(2)]
     running = [electing.start()]
-    changes = [
+    changes: list[tuple[float, Callable[[], object]]] = [
         (3.0, partial(apply, electing.cluster.api, custom_resource_definitions(), has_gpu_compute=True)),
         (6.0, lambda: running.append(electing.start())),
         (7.0, lambda: end(running.pop(0))),

@@ -32,10 +32,13 @@ def test_amounts_change_the_message_after_a_while_only_and_another_cause_at_once
         await until(lambda: test.controller._planning is None)
         written[:] = [path for _, path, _ in test.connection.asked if path.partition("?")[0].endswith("/job/status")]
 
+    def answered(verb: str, path: str, body: object) -> bytes:
+        return b"{}"
+
     async def scenario() -> list[str]:
         nonlocal now
         async with detached(clock=lambda: now) as test:
-            test.connection.answer = lambda _verb, _path, _body: b"{}"  # type: ignore[method-assign]
+            test.connection.answer = answered  # type: ignore[method-assign]
             test.node(gpus=4)
             test.team("a")
             for number in range(3):

@@ -79,7 +79,7 @@ def test_on_a_full_disk_no_change_is_made_without_its_line(tmp_path: Path) -> No
     """The state file has free pages of its own, so many small changes succeed there."""
     made: list[str] = []
     with small_disk(tmp_path / "disk", "size=32m") as disk, running_cluster(disk / "home") as cluster:
-        client = cluster.client
+        client = Client(lambda: (cluster.home.socket_file, cluster.home.read_or_make_token()))
         cluster.project("team-a", 2)
         for number in range(4):
             cluster.submit(f"job-{number}", gpus=2)
