@@ -173,6 +173,10 @@ print("ended", flush=True)
 """
 
 
+def size_of(job: Job) -> int:
+    return job.status.progress.workers if job.status.progress else 0
+
+
 @pytest.mark.slow
 @as_root
 def test_another_user_gets_no_part_of_a_sharded_training_through_a_change_of_size(
@@ -195,9 +199,9 @@ def test_another_user_gets_no_part_of_a_sharded_training_through_a_change_of_siz
         found = [path for path in embedded_cluster.home.root.rglob("*") if not path.is_symlink()]
         assert run(INTRUDE, embedded_cluster.home.root, *found) == "ended"
         embedded_cluster.submit("other", "sleep", "60", project="team-b")
-        smaller = embedded_cluster.wait_for("train", lambda job: job.status.progress.workers == 1)
+        smaller = embedded_cluster.wait_for("train", lambda job: size_of(job) == 1)
         embedded_cluster.client.delete_job("team-b", "other")
-        embedded_cluster.wait_for("train", lambda job: job.status.progress.workers == 2)
+        embedded_cluster.wait_for("train", lambda job: size_of(job) == 2)
         gate.touch()
         job = embedded_cluster.wait_for("train", lambda job: job.status.phase.final)
         intruder.kill()
