@@ -136,6 +136,7 @@ class State:
         job = self._job(event.uid)
         self.ledger.settle()
         update(job, event.spec, self.ledger)
+        job.below_since = job.below_since if event.at is None else event.at
         self._changed(job)
 
     @_apply.register
@@ -224,7 +225,7 @@ class State:
         self._note_usage(job, event.at)
         self.ledger.set(task, Status.PENDING, None)
         del job.tasks[event.worker], self.workers[event.worker]
-        if not job.removed and job.active + len(job.pending) < job.wanted:
+        if not job.removed and len(job.tasks) + len(job.pending) < job.wanted:
             again = Task(job=job, request=task.request, index=0, priority=task.priority, group=task.group)
             job.pending.append(again)
         job.below_since = event.at if job.below_since is None else job.below_since
