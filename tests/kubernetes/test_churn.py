@@ -15,9 +15,9 @@ from tools.observer.watching import Watching
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
 
-SECONDS = float(os.environ.get("CHURN_SECONDS", "120"))
+SECONDS = float(os.environ.get("CHURN_SECONDS", "80"))
 PER_SECOND = float(os.environ.get("CHURN_PER_SECOND", "10"))
-KILLED_EVERY_S = 25.0
+KILLED_EVERY_S = 20.0
 
 
 @pytest.mark.slow
