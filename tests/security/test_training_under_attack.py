@@ -174,7 +174,7 @@ print("ended", flush=True)
 
 
 def size_of(job: Job) -> int:
-    return job.status.progress.workers if job.status.progress else 0
+    return (job.status.progress.workers if job.status.progress else None) or 0
 
 
 @pytest.mark.slow
