@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage, NonGpuPods
@@ -19,6 +20,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     whole_bytes,
 )
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, PodSpec
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import rules_of
 from kfp_gpuquota.scheduler.state.intake import request_of
 
 GI = 1 << 30
@@ -115,3 +118,13 @@ def test_what_is_taken_is_what_those_who_are_there_take(moves: list[tuple[int, s
 def test_an_amount_that_cannot_be_read_or_is_negative_counts_for_nothing() -> None:
     assert [millicores(text) for text in ("1500m", "0.0001", "-2", "much")] == [1500, 1, 0, 0]
     assert [whole_bytes(text) for text in ("1Ki", "-1Ki", "much")] == [1024, 0, 0]
+
+
+def test_the_policy_sets_how_gpus_are_shared_and_whether_jobs_are_moved() -> None:
+    spec = {"sharing": {"maxSharers": 4, "memoryReserve": 0.1}, "moves": False}
+    stored = msgspec.convert({"metadata": {"name": "default"}, "spec": spec}, QuotaPolicyObject)
+    rules = rules_of(stored)
+    assert (rules.sharing, rules.moves) == (SharingRules(max_sharers=4, memory_reserve=0.1), False)
+    seen = node_of(node("2"), sharing=rules.sharing)
+    assert (seen.max_sharers, seen.memory_reserve) == (4, 0.1)
+    assert rules_of(msgspec.convert({"metadata": {"name": "default"}}, QuotaPolicyObject)).sharing == SharingRules()
