@@ -9,7 +9,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from tests.elastic_runtime.zoo.rehearsing import rehearse
 from tests.forked import context, preload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.elastic_runtime.zoo.generated.drawing import Case
 
@@ -78,10 +78,13 @@ def judge(case: Case) -> Verdict:
     return judge_several([case])[0]
 
 
-def judge_several(chosen: Sequence[Case]) -> list[Verdict]:
-    """Judge cases one after another, in one process that forks theirs. A case that ends it is wrong."""
+def judge_several(chosen: Sequence[Case], played_by: Callable[[Any, str], None] | None = None) -> list[Verdict]:
+    """Judge cases one after another, in one process that forks theirs. A case that ends it is wrong.
+
+    `played_by`: `play_all` of a module that enters scripts which are not in the catalogue.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        process = context.Process(target=_judge, args=(chosen, directory))
+        process = context.Process(target=played_by or play_all, args=(list(chosen), directory))
         process.start()
         process.join(TIMEOUT_S)
         if process.exitcode is None:
@@ -96,10 +99,11 @@ def judge_several(chosen: Sequence[Case]) -> list[Verdict]:
     if len(found) == len(chosen):
         return found
     found.append(Verdict("wrong", f"the case ended with {process.exitcode}"))
-    return found + (judge_several(chosen[len(found) :]) if len(found) < len(chosen) else [])
+    return found + (judge_several(chosen[len(found) :], played_by) if len(found) < len(chosen) else [])
 
 
-def _judge(chosen: Sequence[Case], directory: str) -> None:
+def play_all(chosen: Sequence[Case], directory: str) -> None:
+    """Play cases, and write their verdicts."""
     os.environ["TMPDIR"] = directory
     for number, case in enumerate(chosen):
         found = _played(case, Path(directory) / str(number))
