@@ -12,6 +12,7 @@ REGISTRY ?= kfp-gpuquota
 TAG ?=
 IMAGES ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
+SOAKED := restarts group_liveness placement_oracle hostile_objects
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 
@@ -61,6 +62,8 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
 	CHURN_SECONDS=3600 CHURN_PER_SECOND=20 $(BIN)/python -m pytest -n 0 tests/kubernetes/test_churn.py
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' tests/api tests/membership tests/scheduler
+	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m slow --timeout 7200 tests/server/test_fuzz.py \
+	  $(SOAKED:%=tests/kubernetes/test_%.py)
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 	ELASTIC_RECIPES=2000 $(BIN)/python -m pytest -n 2 -m slow tests/elastic_runtime/test_generated.py --timeout 7200
 	$(BIN)/python -m pytest $(PARALLEL) tests/simulation --histories 0:20000

@@ -24,6 +24,7 @@ from kfp_gpuquota.errors import NotFoundError
 from tests import forked, programs
 from tests.distribution import Distribution
 from tests.polling import TIMEOUT_S
+from tests.reporting import Reporting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -198,6 +199,7 @@ def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[st
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Distribution())
+    config.pluginmanager.register(Reporting())
 
 
 @pytest.hookimpl(trylast=True)

@@ -141,3 +141,12 @@ def test_an_admitted_pod_that_is_not_bound() -> None:
     cluster = Cluster(guaranteed=2)
     cluster.admit("p", "0", bound=False)
     assert cluster.passes(100) == ["unbound"]
+
+
+def test_an_eviction_for_a_pod_that_has_just_come_has_a_cause() -> None:
+    cluster = Cluster(guaranteed=0, limit=4)
+    cluster.admit("borrows", "0")
+    cluster.now += 1000
+    cluster.see("pods", cluster.pod("waits"))
+    cluster.evict("borrows", "0")
+    assert not cluster.observer.violations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-import tomllib
 import venv
 import zipfile
 from typing import TYPE_CHECKING
@@ -69,22 +69,38 @@ def test_the_charts_archive_has_the_same_bytes_each_time_and_renders(tmp_path: P
     assert sum(one is not None for one in objects) > 50
 
 
-@pytest.mark.parametrize("image", requirements.EXTRAS)
-def test_an_image_has_each_package_that_it_needs_by_version_and_hash(image: str) -> None:
-    text = (requirements.FOLDER / f"{image}.txt").read_text()
+@pytest.mark.parametrize("name", requirements.NAMES)
+def test_a_file_of_requirements_has_each_package_that_is_needed_by_version_and_hash(name: str) -> None:
+    text = (requirements.FOLDER / f"{name}.txt").read_text()
     versions = requirements.pinned(text)
     assert all("--hash=sha256:" in part for part in text.split("==")[1:])
     assert "://" not in text
-    project = tomllib.loads((distributions.REPOSITORY / "pyproject.toml").read_text())["project"]
-    for line in project["optional-dependencies"][requirements.EXTRAS[image]]:
+    for line in requirements.needs(name):
         wanted = Requirement(line)
         assert wanted.specifier.contains(versions[wanted.name]), line
     constraints = (distributions.REPOSITORY / "constraints.txt").read_text()
     tested = {name.lower(): version for name, version in requirements.pinned(constraints).items()}
     same = {name: version for name, version in versions.items() if name not in requirements.HELD_BACK}
     assert same == {name: tested.get(name, version) for name, version in same.items()}
-    if image == "launcher":
+    assert "kfp" not in versions
+    if "kubernetes" in versions:
         assert Version(versions["kubernetes"]) > Version(tested["kubernetes"]), "only kfp holds it back"
+
+
+@pytest.mark.parametrize("path", sorted((distributions.REPOSITORY / "images").glob("*/Dockerfile")), ids=str)
+def test_a_dockerfile_installs_by_hash_alone_and_starts_from_an_image_that_its_builder_can_name(path: Path) -> None:
+    text = path.read_text().replace("\\\n", " ")
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert set(bases) == {"${BASE}"}
+    for command in re.findall(r"pip (?:install|wheel)[^&\n]*", text):
+        assert "--require-hashes -r" in command or "--no-deps" in command, command
+        if command.rstrip().endswith(" ."):
+            assert "--no-build-isolation" in command, "pip would download what builds it, whichever version that is"
+
+
+def test_a_release_has_the_requirements_of_an_administrators_command_line(tmp_path: Path) -> None:
+    copied = {path.name for path in distributions.requirement_files(tmp_path)}
+    assert copied == {f"requirements-{name}.txt" for name in requirements.EXTRAS}
 
 
 def test_install_files_name_images_by_digest_where_there_is_one(tmp_path: Path) -> None:
@@ -112,7 +128,7 @@ def test_a_release_is_built_twice_with_the_same_bytes_and_installs_into_bare_env
     except UnavailableError as error:
         skip_or_fail(error)
     assert [path.name for path in first] == [path.name for path in second]
-    assert len(first) == 9
+    assert len(first) == 12
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes(), one.name
     check_sums(tmp_path / "a")

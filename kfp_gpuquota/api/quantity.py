@@ -28,6 +28,7 @@ _SUFFIXES: Final = {
     **{suffix: Fraction(1000) ** power for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"), start=1)},
     **{suffix: Fraction(1, 1000) ** power for power, suffix in enumerate(("m", "u", "n"), start=1)},
 }
+_BYTES = re.compile(r"[\d.]+[kKMGTPE]i?B", re.ASCII)  # as people write it; Kubernetes has no such suffix
 _SMALLEST: Final = Fraction(1, 10**9)
 _LARGEST_EXPONENT: Final = 40
 """Beyond it a number is above the cap, or below the smallest, whatever its digits: there are no more than that many."""
@@ -55,8 +56,8 @@ def _power(exponent: str) -> Fraction:
 
 
 def parse_mib(field: str, text: str) -> int:
-    """An amount of memory in MiB, rounded up: "4G" is 3815, "4Gi" 4096. Raises InvalidFieldError."""
-    value = parse_quantity(field, text)
+    """An amount of memory in MiB, rounded up: "4G" or "4GB" is 3815, "4Gi" or "4GiB" 4096. Raises InvalidFieldError."""
+    value = parse_quantity(field, text[:-1] if _BYTES.fullmatch(text) else text)
     if value <= 0:
         raise InvalidFieldError(field, text, "it must be more than 0")
     return ceil(value / MIB)

@@ -9,6 +9,7 @@ import errno
 import gc
 import importlib
 import inspect
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Final
@@ -42,7 +43,7 @@ COMMANDS: Final = {
     "jobs.show": ("describe", "explain"),
     "jobs.top": ("top",),
     "jobs.logs": ("logs",),
-    "jobs.ending": ("suspend", "resume", "wait", "delete"),
+    "jobs.ending": ("suspend", "resume", "cancel", "wait", "delete"),
     "jobs.access": ("exec", "bash", "attach", "port-forward"),
     "admin.simulate": ("simulate",),
     "jobs.whatif": ("what-if",),
@@ -150,6 +151,9 @@ def _prepare(commands: typer.Typer) -> None:
 def main() -> None:
     """Run a command: errors are one sentence on stderr, and the exit code is 1 (it failed) or 2 (a mistake)."""
     gc.set_threshold(COLLECTED_AFTER)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal's encoding lacks, as in JSON
     try:
         try:
             application(sys.argv[1:])()

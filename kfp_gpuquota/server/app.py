@@ -13,13 +13,14 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageLink
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.server import openapi
-from kfp_gpuquota.server.audit import TARGET, audited
+from kfp_gpuquota.server.audit import TARGET, Writing, audited, begin_change
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, convert_body, decode_body, target_of
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
+    from kfp_gpuquota.server.audit import AuditLog
     from kfp_gpuquota.server.backend import Backend
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -37,15 +38,16 @@ def build_app(
     extra_routes: Iterable[web.RouteDef] = (),
     on_shutdown: Callable[[], None],
     open_page: Callable[[], Awaitable[PageLink]] | None = None,
-    audit: Callable[[str], None] = lambda _line: None,
+    audit: AuditLog | None = None,
 ) -> web.Application:
     """The application for one cluster.
 
     `token` opens everything under /v1 but `extra_routes`, which check their own (membership, with a token per job).
     `on_shutdown` is called when a client asks the daemon to stop, `open_page` when one asks for a link to the web page,
-    `audit` with a line for each change that a client asks for.
+    `audit` has a line for each change that a client asks for.
     """
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[audited(audit), _errors])
+    outer = [] if audit is None else [audited(audit)]
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*outer, _errors])
     checked = _checker(token)
 
     async def healthy(_request: web.Request) -> web.Response:
@@ -54,13 +56,15 @@ def build_app(
     async def described(_request: web.Request) -> web.Response:
         return _json(openapi.document(health.version))
 
-    async def shutdown(_request: web.Request) -> web.Response:
+    async def shutdown(request: web.Request) -> web.Response:
+        begin_change(request, Writing.RESERVED)
         on_shutdown()
         return web.Response(status=204)
 
-    async def page(_request: web.Request) -> web.Response:
+    async def page(request: web.Request) -> web.Response:
         if open_page is None:
             raise NotFoundError("this server has no web page")
+        begin_change(request)
         return _json(await open_page())
 
     async def metrics(_request: web.Request) -> web.Response:
@@ -81,6 +85,8 @@ def _serve(backend: Backend, route: Route) -> Handler:
             decoded = decode_body(await _body(request))
             request[TARGET] = target_of(decoded)
             body = convert_body(route, decoded)
+        if route.method != "GET":
+            begin_change(request, route.audit)
         version = request.headers.get("If-Match", "")
         answer = await route.handler(backend, Request(request.match_info, request.query, body, version))
         if route.answer is None:

@@ -2,13 +2,17 @@
 
 | field     | holds                                                                              |
 |-----------|------------------------------------------------------------------------------------|
-| `at`      | when the answer was sent, UTC, ISO 8601                                            |
+| `at`      | when the answer was sent, or the change begun, UTC, ISO 8601                       |
 | `uid`, `user` | of the process that asked, by the kernel (SO_PEERCRED)                         |
 | `pid`, `program` | that process                                                                |
 | `request` | method and path                                                                    |
 | `target`  | project and name that the body names, where the path does not                      |
-| `status`  | of the answer; 401 is a wrong token, 499: the caller went before the answer        |
+| `status`  | of the answer; 401 is a wrong token, 499: the caller went before the answer;        |
+|           | 0: the answer is missing, the daemon ended while it made the change                |
 | `error`   | the sentence of a refusal                                                          |
+
+A handler calls `begin_change` before it changes anything: the line is written then, and the answer added to it later. A
+change whose line cannot be written is refused. Other requests have their line after the answer.
 
 Requests that read are left out, and so are workers' (each job's own, by its token). A request of the web page has no
 process: its `uid` is that of the cluster's user where the browser's cookie is valid, else -1.
@@ -18,12 +22,12 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import enum
 import os
 import pwd
 import socket
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 from aiohttp import web
@@ -31,18 +35,24 @@ from aiohttp import web
 from kfp_gpuquota.server.transport.unix_sockets import peer
 
 if TYPE_CHECKING:
-    import logging
     from collections.abc import Callable
 
     from aiohttp.typedefs import Handler, Middleware
 
-MAX_BYTES: Final = 10 << 20
-KEPT_FILES: Final = 5
 _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 CLIENT_CLOSED: Final = 499
 _WORKERS: Final = "/v1/membership/"
 TARGET: Final = "target"
 """The key under which a handler notes what the decoded body of its request names."""
+_RECORD: Final = "audit_record"
+
+
+class Writing(enum.Enum):
+    """When the line of a request is written, and of which space."""
+
+    FIRST = "before the change"
+    RESERVED = "before the change, of space that is reserved: it stops something, and a full disk must not prevent it"
+    AFTER = "after the answer: it changes nothing that anyone has to answer for"
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,14 +77,62 @@ class _Answer(msgspec.Struct):
     error: _Refusal = msgspec.field(default_factory=_Refusal)
 
 
-def audit_file(path: Path) -> logging.Handler:
-    """A handler for `path`, mode 0600; older entries are in path.1 to path.5, 10 MiB each."""
-    return _PrivateFile(path, maxBytes=MAX_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
+class AuditLog(Protocol):
+    """Where the lines are kept."""
+
+    def write(self, entry: AuditEntry) -> None:
+        """Append an entry, if there is space for it."""
+
+    def begin(self, entry: AuditEntry, writing: Writing) -> int:
+        """Write the line of a change that is made next; return its position. Raises StateFileError."""
+
+    def finish(self, position: int, begun: AuditEntry, answered: AuditEntry) -> None:
+        """Write the answer into the line at that position."""
 
 
-def audited(
-    write: Callable[[str], None], identify: Callable[[web.Request], tuple[int, int]] | None = None
-) -> Middleware:
+class _Record:
+    """The line of one request."""
+
+    def __init__(self, log: AuditLog, request: web.Request, caller: tuple[int, int]) -> None:
+        self._log, self._request, self._caller = log, request, caller
+        self._begun: tuple[int, AuditEntry] | None = None
+
+    def begin(self, writing: Writing) -> None:
+        """Write the line, without an answer. Raises StateFileError."""
+        entry = self._entry(0)
+        self._begun = self._log.begin(entry, writing), entry
+
+    def end(self, status: int, error: str = "") -> None:
+        """Write the answer."""
+        entry = self._entry(status, error)
+        if self._begun is None:
+            self._log.write(entry)
+        else:
+            self._log.finish(*self._begun, entry)
+
+    def _entry(self, status: int, error: str = "") -> AuditEntry:
+        pid, uid = self._caller
+        return AuditEntry(
+            at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            uid=uid,
+            user=_user(uid),
+            pid=pid,
+            program=_program(pid),
+            request=f"{self._request.method} {self._request.path}",
+            status=status,
+            target=self._request.get(TARGET, ""),
+            error=error,
+        )
+
+
+def begin_change(request: web.Request, writing: Writing = Writing.FIRST) -> None:
+    """Write the line of a change that is made next; its target is noted. Raises StateFileError."""
+    record: _Record | None = request.get(_RECORD)  # the page on Kubernetes has another log
+    if record is not None and writing is not Writing.AFTER:
+        record.begin(writing)
+
+
+def audited(log: AuditLog, identify: Callable[[web.Request], tuple[int, int]] | None = None) -> Middleware:
     """Return a middleware that writes a line for each requested change; it encloses the one that renders errors.
 
     `identify` returns (process id, user id) of the caller if the socket does not provide them: (0, -1) if
@@ -86,33 +144,16 @@ def audited(
     async def audit(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method in _READS or request.path.startswith(_WORKERS):
             return await handler(request)
-        caller = identified(request)  # before anything is done: what follows must not fail
+        request[_RECORD] = record = _Record(log, request, identified(request))
         try:
             answer = await handler(request)
         except BaseException as error:
-            status = CLIENT_CLOSED if isinstance(error, asyncio.CancelledError) else 500
-            write(_line(request, caller, status, request.get(TARGET, "")))
+            record.end(CLIENT_CLOSED if isinstance(error, asyncio.CancelledError) else 500)
             raise
-        write(_line(request, caller, answer.status, request.get(TARGET, ""), _error(answer)))
+        record.end(answer.status, _error(answer))
         return answer
 
     return audit
-
-
-def _line(request: web.Request, caller: tuple[int, int], status: int, target: str = "", error: str = "") -> str:
-    pid, uid = caller
-    entry = AuditEntry(
-        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-        uid=uid,
-        user=_user(uid),
-        pid=pid,
-        program=_program(pid),
-        request=f"{request.method} {request.path}",
-        status=status,
-        target=target,
-        error=error,
-    )
-    return msgspec.json.encode(entry).decode()
 
 
 def _peer(request: web.Request) -> tuple[int, int]:
@@ -146,10 +187,3 @@ def _error(answer: web.StreamResponse) -> str:
         return msgspec.json.decode(answer.body or b"{}", type=_Answer).error.message  # type: ignore[arg-type]
     except (msgspec.DecodeError, RecursionError):
         return ""
-
-
-class _PrivateFile(RotatingFileHandler):
-    def _open(self):  # type: ignore[no-untyped-def]  # noqa: ANN202, RUF100
-        stream = super()._open()
-        os.fchmod(stream.fileno(), 0o600)
-        return stream

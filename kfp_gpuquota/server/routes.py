@@ -27,6 +27,7 @@ from kfp_gpuquota.api.wire import (
 )
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler.dump import StateDump
+from kfp_gpuquota.server.audit import Writing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -93,6 +94,7 @@ class Route:
     answer: Any = None
     query: Mapping[str, str] = field(default_factory=dict)
     created: bool = False
+    audit: Writing = Writing.FIRST
 
 
 async def _list_projects(backend: Backend, _request: Request) -> object:
@@ -212,6 +214,7 @@ async def _events(backend: Backend, request: Request) -> object:
     return await backend.events(request.integer("after") or 0, request.timeout_s)
 
 
+_STOPS: Final = Writing.RESERVED
 _JOB: Final = "/v1/projects/{project}/jobs/{job}"
 _AFTER: Final = "answer only when the revision is no longer this one"
 _TIMEOUT: Final = f"wait at most so many seconds (up to {MAX_WAIT_S:g}) for something new"
@@ -228,7 +231,7 @@ ROUTES: Final = (
     Route("POST", "/v1/projects", "Create a project", _create_project, Project, ProjectView, created=True),
     Route("GET", "/v1/projects/{project}", "One project", _get_project, answer=ProjectView),
     Route("PUT", "/v1/projects/{project}", "Create or change a project", _set_project, Project, ProjectView),
-    Route("DELETE", "/v1/projects/{project}", "Delete an empty project", _delete_project),
+    Route("DELETE", "/v1/projects/{project}", "Delete an empty project", _delete_project, audit=_STOPS),
     Route("GET", "/v1/policies", "List policies", _list_policies, answer=tuple[WorkloadPolicy, ...]),
     Route("PUT", "/v1/policies/{policy}", "Create or change a policy", _set_policy, WorkloadPolicy, WorkloadPolicy),
     Route("DELETE", "/v1/policies/{policy}", "Delete a policy", _delete_policy),
@@ -236,13 +239,13 @@ ROUTES: Final = (
     Route("POST", "/v1/jobs", "Submit a job", _submit, SubmitJob, Job, created=True),
     Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query=_LISTED),
     Route("GET", _JOB, "One job", _get_job, answer=Job),
-    Route("DELETE", _JOB, "Stop a job and forget it", _delete_job),
-    Route("POST", "/v1/projects/{project}/stop-jobs", "Stop several jobs at once", _stop_jobs, StopJobs),
-    Route("POST", f"{_JOB}/cancel", "Stop a job", _cancel_job, answer=Job),
-    Route("POST", f"{_JOB}/suspend", "Stop a job and keep it out of the queue", _suspend_job, answer=Job),
+    Route("DELETE", _JOB, "Stop a job and forget it", _delete_job, audit=_STOPS),
+    Route("POST", "/v1/projects/{project}/stop-jobs", "Stop several jobs at once", _stop_jobs, StopJobs, audit=_STOPS),
+    Route("POST", f"{_JOB}/cancel", "Stop a job", _cancel_job, answer=Job, audit=_STOPS),
+    Route("POST", f"{_JOB}/suspend", "Stop a job and keep it out of the queue", _suspend_job, answer=Job, audit=_STOPS),
     Route("POST", f"{_JOB}/resume", "Put a suspended job back into the queue", _resume_job, answer=Job),
     Route("POST", f"{_JOB}/update", "Change a job's size bounds or priority", _update_job, JobUpdate, Job),
-    Route("POST", f"{_JOB}/lease", "Keep a job alive", _renew_lease, Lease),
+    Route("POST", f"{_JOB}/lease", "Keep a job alive", _renew_lease, Lease, audit=Writing.AFTER),
     Route(
         "GET",
         f"{_JOB}/logs",
@@ -251,7 +254,15 @@ ROUTES: Final = (
         answer=LogChunk,
         query={"worker": "its id or index", "offset": "from this byte on", "timeout_s": _TIMEOUT},
     ),
-    Route("POST", "/v1/what-if", "What would happen, without doing it", _what_if, Supposition, Outlook),
+    Route(
+        "POST",
+        "/v1/what-if",
+        "What would happen, without doing it",
+        _what_if,
+        Supposition,
+        Outlook,
+        audit=Writing.AFTER,
+    ),
     Route(
         "GET",
         "/v1/usage",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import JobUpdate
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kfp_gpuquota.web.source import Source
+
+
+STOPPING: Final = frozenset({"suspend", "delete"})
+"""The actions that free what a job holds, disk space included."""
 
 
 class Actions:

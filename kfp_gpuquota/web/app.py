@@ -15,8 +15,9 @@ from aiohttp import web
 from markupsafe import Markup
 
 from kfp_gpuquota.errors import GpuQuotaError
-from kfp_gpuquota.server.audit import CLIENT_CLOSED
+from kfp_gpuquota.server.audit import CLIENT_CLOSED, Writing, begin_change
 from kfp_gpuquota.web.access import AGAIN, COOKIE, guarded, headers
+from kfp_gpuquota.web.actions import STOPPING
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import logs
 
@@ -164,8 +165,10 @@ class _Site:
     async def act(self, request: web.Request) -> web.Response:
         """Do what a form asks for, and lead back to where that shows."""
         form = {name: str(value) for name, value in (await request.post()).items()}
+        action = request.match_info["action"]
+        begin_change(request, Writing.RESERVED if action in STOPPING else Writing.FIRST)
         there = await self._door.visit(request).actions.do(
-            request.match_info["action"], request.match_info["project"], request.match_info["name"], form
+            action, request.match_info["project"], request.match_info["name"], form
         )
         if request.headers.get("Accept") == "text/plain":
             return web.Response(status=204)

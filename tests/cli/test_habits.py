@@ -65,8 +65,26 @@ def test_kubectl_s_forms_show_what_list_and_describe_show(team: Cli) -> None:
     assert team("explain job/forms1").startswith("forms1 is ")
     assert "there is no job 'nothing'" in team.run("get job nothing").err
     assert "there are no 'pods'" in team.run("get pods").err
+    listed = team("get", "jobs", "--show-labels", "-l", "team in (vision, speech),!other")
+    assert [line.split()[-1] for line in listed.splitlines()] == ["LABELS", "team=vision", "team=speech"]
+    assert team("describe project team-a").splitlines()[0].split() == ["PROJECT", "team-a"]
+    assert "forms1" in team("describe node/node-0") + team("describe project/team-a")
+    assert json.loads(team("describe node node-0 -o json"))["node"]["name"] == "node-0"
+    assert "there is no node 'x'" in team.run("describe node x").err
+    assert team("wait forms1 --for Running --timeout=10s") == ""
+    assert team("exec -it forms1 -- echo beside") == "beside\n"
     assert team("delete job forms1") == "job forms1 deleted\n"
-    assert team("delete -l team=speech") == "job forms2 deleted\n"
+    assert team("delete jobs -l team=speech") == "job forms2 deleted\n"
+    assert team("delete forms1 --ignore-not-found") == ""
+
+
+def test_a_cancelled_job_stays_listed_with_its_log(team: Cli) -> None:
+    team("submit", "cancelled", "-g", "0.1", "--", "sh", "-c", "echo began; sleep infinity")
+    team("wait cancelled --for Running")
+    assert team("cancel job/cancelled") == "job cancelled cancelled\n"
+    assert "cancelled" in team.run("wait cancelled").err
+    assert team("get job cancelled --no-headers").split()[3] == "Cancelled"
+    assert "has no job 'other'" in team.run("cancel other").err
 
 
 def test_all_jobs_of_a_project_are_deleted_at_once(team: Cli) -> None:
@@ -204,6 +222,10 @@ REFUSED = [
     ("project delete nosuch", "project 'nosuch' does not exist; see them with: gpuquota project list"),
     ("logs update1 --previous -f", "leave out --worker and --follow"),
     ("port-forward x", "name a port of the job"),
+    ("submit -g 1 -- sleep 5", "the job has no name: gpuquota submit NAME ... -- sleep 5"),
+    ("list -l a=b,", "--selector is 'a=b,', but it has a comma at its end"),
+    ("delete -l a>b", "which compares whole numbers"),
+    ("wait x --timeout soon", "a time is written as 30, 30s, 5m or 1h30m"),
 ]  # fmt: skip
 
 
@@ -211,6 +233,24 @@ def test_a_refused_value_is_named_as_it_was_typed(team: Cli) -> None:
     for command, sentence in REFUSED:
         answer = team.run(command)
         assert (answer.code, sentence in answer.err) == (2, True), (command, answer)
+
+
+def test_a_program_that_is_not_there_is_named_and_so_is_what_it_printed(team: Cli) -> None:
+    submitted = team.run("submit", "absent", "-g", "0.1", "--", "no-such-program")
+    assert "this machine has no program 'no-such-program'" in submitted.err
+    team("submit", "prints", "-g", "0.1", "--", "sh", "-c", "seq 9; echo last; exit 3")
+    team.run("wait prints")
+    assert team("explain prints").splitlines()[1:6] == ["  6", "  7", "  8", "  9", "  last"]
+
+
+def test_a_terminal_without_unicode_shows_escapes(team: Cli) -> None:
+    team("submit", "latin", "-g", "0.1", "--", "sh", "-c", "echo '\u2026'; exit 3")
+    team.run("wait latin")
+    environment = {**team.environment, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(
+        [PROGRAM, "explain", "latin"], env=environment, capture_output=True, encoding="latin-1", check=False
+    )
+    assert "\n  \\u2026\n" in done.stdout, done
 
 
 def test_output_that_cannot_be_written_is_one_sentence(team: Cli) -> None:

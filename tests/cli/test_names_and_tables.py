@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kfp_gpuquota.cli.arguments.names import job_name, job_names, matches, resource
+from kfp_gpuquota.cli.arguments import amounts
+from kfp_gpuquota.cli.arguments.names import job_name, job_names, resource
 from kfp_gpuquota.cli.display.output import table
 from kfp_gpuquota.cli.entry import HELP_FILE
 from kfp_gpuquota.cli.jobs.forwarding import port_pair
@@ -33,12 +34,16 @@ def test_another_kind_of_thing_is_refused_where_a_job_is_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("selector", "chosen"),
-    [("", True), ("a=1", True), ("a==1", True), ("a=2", False), ("a!=2", True), ("a", True), ("b", False),
-     ("!b", True), ("a=1,b", False), ("a=1, !b", True)],
-)  # fmt: skip
-def test_labels_are_selected_as_kubectl_selects_them(selector: str, chosen: bool) -> None:
-    assert matches({"a": "1"}, selector) is chosen
+    ("text", "seconds"), [("30", 30.0), ("1.5", 1.5), ("30s", 30.0), ("5m", 300.0), ("1h30m", 5400.0), ("0.5s", 0.5)]
+)
+def test_times_are_written_as_kubectl_has_them(text: str, seconds: float) -> None:
+    assert amounts.seconds("timeout", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-5s", "5y", "1h x", "1..5", "\u0663s"])
+def test_another_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="a time is written as"):
+        amounts.seconds("timeout", text)
 
 
 def test_a_line_is_cut_to_the_terminal_and_a_script_gets_all_of_it() -> None:
@@ -82,7 +87,9 @@ def test_ports_are_written_as_for_kubectl() -> None:
 def test_the_stored_help_is_that_of_the_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is not: COLUMNS=80 python -m kfp_gpuquota.cli.main --help > kfp_gpuquota/cli/help.txt"""
+    """If it differs, run this with COLUMNS=80, into kfp_gpuquota/cli/help.txt:
+    python -c 'from kfp_gpuquota.cli.main import application; application()(["--help"], "gpuquota")'
+    """
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         application()(prog_name="gpuquota", args=["--help"])

@@ -38,7 +38,7 @@ def test_a_job_that_just_grew_is_lent_what_became_idle_when_its_cool_down_is_ove
 def test_a_job_gives_way_to_a_guarantee_when_its_minimum_run_time_is_over(
     two_teams: EmbeddedCluster,
 ) -> None:
-    started = two_teams.submit("train", gpus=2, min_run_time_s=1.0).status.submitted_at
+    started = two_teams.submit("train", gpus=2, min_run_time_s=3.0).status.submitted_at
     two_teams.wait_for_phase("train", "Running")
     two_teams.submit("notebook", project="team-b", kind="build")
     waiting = two_teams.wait_for("notebook", lambda job: job.status.reason is not None, "team-b")

@@ -81,7 +81,7 @@ def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: 
             {"interactive": True, "max_gpus": 2},
             "interactive is True, but an interactive session has one size; leave out min_gpus and max_gpus",
         ),
-        ({"max_runtime": "2w"}, "max_runtime is '2w', but it must be seconds or a time such as '90m', '2h', '1d'"),
+        ({"max_runtime": "2y"}, "max_runtime is '2y', but it must be seconds or a time such as '90m', '2h', '1d'"),
         (
             {"fraction": 1.5},
             "fraction is 1.5, but it must be more than 0 and less than 1; ask for whole GPUs with gpus",

@@ -438,22 +438,52 @@ def test_a_connection_that_does_not_send_the_token_is_closed_in_time_however_oft
     kept.close()
 
 
-@pytest.mark.parametrize("link", ["a link to a file", "a link to a folder", "a link within"])
-def test_a_link_that_leaves_an_input_is_refused(step: Step, link: str) -> None:
+def odd_entries(step: Step, folder: Path) -> dict[str, Callable[[Path], None]]:
+    """Return what can be in a folder beside files and folders, by a name that says what it is."""
+    return {
+        "a link to a file outside": lambda path: path.symlink_to(step.root / "secret"),
+        "a link to a folder outside": lambda path: path.symlink_to(step.root),
+        "a link to a folder within": lambda path: path.symlink_to(folder),
+        "a link to nothing": lambda path: path.symlink_to(folder / "missing"),
+        "a link to itself": lambda path: path.symlink_to(path),
+        "a pipe": os.mkfifo,
+    }
+
+
+ODD = ["a link to a file outside", "a link to a folder outside", "a link to a folder within", "a link to nothing",
+       "a link to itself", "a pipe"]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_input_with_something_that_no_worker_can_have_is_refused_by_its_name(step: Step, odd: str) -> None:
     data = step.root / "in" / "data"
-    target = {"a link to a file": step.root / "secret", "a link to a folder": step.root, "a link within": data / "deep"}
-    path = data / "deep" / "linked"
-    path.symlink_to(target[link] / "a.txt" if link == "a link within" else target[link])
+    path = data / "deep" / "odd"
+    odd_entries(step, data / "deep")[odd](path)
     step.serve("echo")
-    listed, _ = step.ask("GET", f"/list?path={data}")
-    read, body = step.ask("GET", f"/file?path={path}")
-    through, _ = step.ask("GET", f"/file?path={path}/secret")
-    assert b"not yours" not in body
-    if link == "a link within":
-        assert (listed, read, body) == (200, 200, b"hello")
-    else:
-        assert (read, through) == (404, 404)
-        assert listed == (403 if link == "a link to a file" else 200)
+    listed, reason = step.ask("GET", f"/list?path={data}")
+    assert (listed, str(path) in reason.decode()) == (403, True), reason
+    if "outside" in odd:
+        read, body = step.ask("GET", f"/file?path={path}")
+        through, _ = step.ask("GET", f"/file?path={path}/secret")
+        assert (read, through, b"not yours" in body) == (404, 404, False)
+
+
+def test_a_link_to_a_file_of_the_same_input_is_sent_as_that_file(step: Step) -> None:
+    data = step.root / "in" / "data"
+    (data / "deep" / "linked").symlink_to(data / "deep" / "a.txt")
+    step.serve("echo")
+    listed, found = step.ask("GET", f"/list?path={data}")
+    assert (listed, [name for name, _, _ in json.loads(found)]) == (200, ["deep/a.txt", "deep/linked", "run.sh"])
+    assert step.ask("GET", f"/file?path={data}/deep/linked") == (200, b"hello")
+
+
+@pytest.mark.parametrize("odd", ODD[2:])
+def test_an_output_with_something_that_cannot_be_sent_is_an_error_that_names_it(step: Step, odd: str) -> None:
+    out = step.root / "written"
+    out.mkdir()
+    odd_entries(step, out)[odd](out / "odd")
+    with pytest.raises(RelayError, match=f"{out}/odd"):
+        remote.output_files(str(out))
 
 
 @pytest.mark.parametrize(

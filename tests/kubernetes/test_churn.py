@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import statistics
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,9 +19,12 @@ from tools.observer.watching import Watching
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
 
-SECONDS = float(os.environ.get("CHURN_SECONDS", "120"))
+SECONDS = float(os.environ.get("CHURN_SECONDS", "80"))
 PER_SECOND = float(os.environ.get("CHURN_PER_SECOND", "10"))
-KILLED_EVERY_S = 25.0
+KILLED_EVERY_S = 20.0
+STEADY_S = 300.0
+"""From this length on no leader is killed in the last two thirds, and its memory is measured in the last third."""
+GROWTH = 1.1
 
 
 @pytest.mark.slow
@@ -32,10 +39,15 @@ def test_churn_with_failovers_violates_nothing(electing: Controlled) -> None:
     leader, standby = electing.start(), electing.start()
     running, killed_at = [leader, standby], 0.0
 
-    def failover(elapsed: float) -> None:
-        """Kill the older process, which leads, from time to time."""
+    memory: list[tuple[float, int]] = []
+
+    def beside(elapsed: float) -> None:
+        """Kill the older process, which leads, from time to time; measure one that stays."""
         nonlocal killed_at
-        if elapsed - killed_at > KILLED_EVERY_S:
+        steady = SECONDS >= STEADY_S and elapsed > SECONDS / 3
+        if steady:
+            memory.append((elapsed, resident_kib(running[0].pid)))
+        elif elapsed - killed_at > KILLED_EVERY_S:
             killed_at = elapsed
             oldest = running.pop(0)
             oldest.kill()
@@ -44,15 +56,34 @@ def test_churn_with_failovers_violates_nothing(electing: Controlled) -> None:
 
     with Watching(electing.cluster.kubeconfig) as watching:
         churn = Churn(electing.cluster.api, teams, nodes, seed=1)
-        churn.run(SECONDS, PER_SECOND, failover)
+        churn.run(SECONDS, PER_SECOND, beside)
         churn.settle()
         until(lambda: not stuck(electing, teams), lambda: stuck(electing, teams), 90)
         found = watching.violations()
     seen = watching.observer
     sys.stderr.write(f"{churn.done}; {seen.admissions} admissions, {seen.evictions} evictions, {seen.moves} moves\n")
     assert not found, "\n".join(map(str, found))
+    if memory:
+        warm, last = (typical(memory, SECONDS * part) for part in (4 / 6, 5 / 6))
+        sys.stderr.write(f"leader: {warm / 1024:.1f} MiB after the warm-up, {last / 1024:.1f} MiB at the end\n")
+        assert last <= warm * GROWTH
     assert watching.observer.admissions > len(teams)
     assert all(process.poll() is None for process in running)
+
+
+def resident_kib(pid: int) -> int:
+    """Return the memory of a process and of its children, of which the planner is one."""
+    own = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    total = int(own[1] if own else 0)
+    for child in (one for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()):
+        with contextlib.suppress(FileNotFoundError):  # a child that has just ended
+            total += resident_kib(int(child))
+    return total
+
+
+def typical(memory: list[tuple[float, int]], since: float) -> float:
+    """Return the median of a sixth of the time."""
+    return statistics.median(kib for at, kib in memory if since <= at < since + SECONDS / 6)
 
 
 def stuck(electing: Controlled, teams: list[str]) -> list[str]:

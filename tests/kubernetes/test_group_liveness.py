@@ -23,6 +23,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import Rest
 from kfp_gpuquota.cluster.kubernetes.convert.pods import GateShape, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.pods import group_stages
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+from tests.effort import effort
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import GangNote
@@ -259,8 +260,8 @@ class LongHistories(World):
     """The same with more and longer histories."""
 
 
-World.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-LongHistories.TestCase.settings = settings(max_examples=600, stateful_step_count=40, deadline=None)
+World.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+LongHistories.TestCase.settings = settings(max_examples=effort(150, 5000), stateful_step_count=40, deadline=None)
 TestAnyHistory = pytest.mark.timeout(600)(World.TestCase)
 TestAnyLongHistory = pytest.mark.slow(pytest.mark.timeout(600)(LongHistories.TestCase))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import (
 )
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from tests.effort import SOAK, effort
 from tests.kubernetes.detached import (
     CLAIMS,
     JOBS,
@@ -45,8 +45,7 @@ from tests.kubernetes.detached import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
-# The same ones each time; any other number draws new ones.
-EXAMPLES = int(os.environ.get("GPUQUOTA_HOSTILE_EXAMPLES", "100"))
+EXAMPLES = effort(60, 5000)
 HUGE = "9" * 5000
 NOTES = [
     labels.POD_GROUP_SIZE,
@@ -289,7 +288,7 @@ async def planned(test: Detached, uid: str) -> None:
 @pytest.mark.parametrize("examples", [20, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
 def test_no_object_keeps_a_valid_pod_from_being_planned(examples: int) -> None:
     drawn = settings(
-        deadline=None, max_examples=examples, derandomize=EXAMPLES == 100, suppress_health_check=list(HealthCheck)
+        deadline=None, max_examples=examples, derandomize=not SOAK, suppress_health_check=list(HealthCheck)
     )
     several = st.lists(objects(), max_size=8)
     drawn(given(several, several, st.sampled_from(["MODIFIED", "DELETED"]))(plans_beside))()

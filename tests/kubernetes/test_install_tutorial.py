@@ -52,7 +52,7 @@ def values(cluster: DevCluster) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a cluster of its own, and six replicas that start in it
+@pytest.mark.timeout(900)  # a cluster of its own, and six replicas that start in it
 def test_the_tutorial_installs_runs_a_job_and_removes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +69,7 @@ def test_the_tutorial_installs_runs_a_job_and_removes_everything(
         )
         for kind, process in PROCESSES:
             path = f"/apis/apps/v1/namespaces/{NAMESPACE}/{kind.lower()}s/gpuquota-{process}"
-            cluster.api.until(path, lambda one: one.get("status", {}).get("availableReplicas") == 2, 120.0)
+            cluster.api.until(path, lambda one: one.get("status", {}).get("availableReplicas") == 2, 300.0)
         verify(cluster, tmp_path)
         profile, job = documents()
         run_in_a_profile(cluster, tmp_path, profile, job)

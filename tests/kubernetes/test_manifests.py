@@ -14,7 +14,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import annotations as asked
-from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.admission import gate_configuration, server
 from kfp_gpuquota.cluster.kubernetes.controller import what_if
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -278,7 +278,7 @@ def test_what_refers_to_each_other_fits(kubeflow_cluster: DevCluster) -> None:
         stand_in = [port["port"] for rule in spec.get("ingress", ()) for port in rule["ports"]]
         assert {*stand_in, *(port["targetPort"] for port in spec.get("ports", ()))} <= listening
     (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
-    assert configuration["metadata"]["name"] == server.CONFIGURATION
+    assert configuration["metadata"]["name"] == gate_configuration.CONFIGURATION
     for one in configuration["webhooks"]:
         called = one["clientConfig"]["service"]
         assert called == {"name": server.SERVICE, "namespace": NAMESPACE, "path": server.PATH, "port": 443}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from tests.effort import effort
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.placement_cases import CASE, FEATURES, WAITS_FOR_A_POD, Case, drawn_case, made
 from tests.polling import until
@@ -184,4 +185,4 @@ def test_each_constraint_is_left_to_kube_scheduler_or_modelled(oracle: Oracle) -
 
 @pytest.mark.slow
 def test_random_constraints_together(oracle: Oracle) -> None:
-    oracle.check(drawn_case(f"{CASE}-{seed}", seed) for seed in range(100, 160))
+    oracle.check(drawn_case(f"{CASE}-{seed}", seed) for seed in range(100, 100 + effort(20, 300)))

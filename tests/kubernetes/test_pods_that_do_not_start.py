@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.pods import recovery
+from tests.kubernetes.detached import PODS, Detached, detached
 from tests.kubernetes.test_workers_ready import complain, stuck
 
 if TYPE_CHECKING:
@@ -83,3 +86,57 @@ def test_a_pod_whose_gpu_has_failed_is_reported(controlled: Controlled) -> None:
     controlled.wait(lambda: "GpuFailed" in events(controlled, team, "works"), controlled.log)
     assert "GPU-1" in events(controlled, team, "works")["GpuFailed"]
     assert "works" in controlled.bound(team)  # nobody would create it again
+
+
+def with_gpu(name: str, health: str, owner: str) -> dict[str, Any]:
+    """A pod that runs on a node with one GPU, as its kubelet reports it."""
+    owners = [{"apiVersion": "apps/v1", "kind": owner, "name": "set", "uid": "set", "controller": True}]
+    container = {"name": "main", "image": "none", "resources": {"limits": {GPU: "1"}}}
+    gpu = {"name": GPU, "resources": [{"resourceID": "GPU-1", "health": health}]}
+    status = {"name": "main", "ready": True, "state": {"running": {}}, "allocatedResourcesStatus": [gpu]}
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "a",
+            "uid": name,
+            "annotations": {labels.DEVICES: "0"},
+            **({"ownerReferences": owners} if owner else {}),
+        },
+        "spec": {"nodeName": "node", "containers": [container]},
+        "status": {"phase": "Running", "containerStatuses": [status]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "later", "evicted"),
+    [
+        ("failed", "ReplicaSet", "Unhealthy", True),
+        ("healed", "ReplicaSet", "Healthy", False),
+        ("bare", "", "Unhealthy", False),
+    ],
+)
+def test_a_pod_whose_gpu_stays_failed_is_replaced_as_a_lost_worker(
+    monkeypatch: pytest.MonkeyPatch, name: str, owner: str, later: str, *, evicted: bool
+) -> None:
+    """The bound is shortened; a pod that nobody creates again is only reported, since it would lose its work."""
+    monkeypatch.setattr(recovery, "GPU_FAILED_S", 0.2)
+    monkeypatch.setattr(recovery, "REPORT_S", 0.05)
+
+    async def scenario() -> list[str]:
+        async with detached() as test:
+            test.node(gpus=2)
+            test.team("a")
+            await test.start()
+            test.see(PODS, with_gpu(name, "Unhealthy", owner))
+            await asyncio.sleep(0.1)
+            test.see(PODS, with_gpu(name, later, owner))
+            marker = asyncio.get_running_loop().time() + 0.4
+            async with asyncio.timeout(30):
+                while asyncio.get_running_loop().time() < marker or (evicted and not evictions(test)):
+                    await asyncio.sleep(0.01)
+            return evictions(test)
+
+    def evictions(test: Detached) -> list[str]:
+        return [path for verb, path, _ in test.connection.asked if verb == "POST" and path.endswith("/eviction")]
+
+    assert set(asyncio.run(scenario())) == ({f"/api/v1/namespaces/a/pods/{name}/eviction"} if evicted else set())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import re
 import urllib.request
 import uuid
@@ -9,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.admission.gate_configuration import MISSING_S, GateConfiguration
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import (
     ACCOUNT,
+    CONFIGURATION,
     CONTROLLER,
     KEYS,
     NAMESPACE,
     PROFILES,
     QUOTAS,
+    WEBHOOK_ACCOUNT,
     await_gate,
     jobs_of,
     refused_in_the_end,
@@ -196,9 +203,51 @@ def test_where_the_webhook_is_gone_the_policy_still_stands(kubeflow_cluster: Dev
         assert "asks for GPUs and was not gated" in denied(owner.create, pods, pod("", annotations={"gpu-memory": "1"}))
         assert owner.create(pods, pod(name="b", spec={"schedulingGates": GATE}))
     finally:
-        kept["metadata"] = {"name": "gpuquota", "labels": kept["metadata"]["labels"]}
-        kubeflow_cluster.api.create(path, kept)
+        kubeflow_cluster.api.apply(f"{path}/gpuquota", as_applied(kept))
         await_gate(kubeflow_cluster)
+
+
+def as_applied(kept: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without what the API server has added."""
+    metadata = {name: kept["metadata"][name] for name in ("name", "labels", "annotations") if name in kept["metadata"]}
+    return {**kept, "metadata": metadata}
+
+
+def test_a_deleted_webhook_configuration_is_put_back_by_name_and_ends_with_the_installation(
+    kubeflow_cluster: DevCluster,
+) -> None:
+    """With the webhook's own rights, by which no other configuration can be created."""
+    before = kubeflow_cluster.api.get(CONFIGURATION)
+    kubeconfig = kubeflow_cluster.kubeconfig_of_service_account(NAMESPACE, WEBHOOK_ACCOUNT)
+    bundle = base64.b64decode(before["webhooks"][0]["clientConfig"]["caBundle"])
+
+    async def look(*times: float) -> dict[str, Any] | None:
+        async with Connection(load_credentials(str(kubeconfig), None)) as connection:
+            gate = GateConfiguration(connection)
+            await gate.maintain(bundle, times[0])
+            kubeflow_cluster.api.delete(CONFIGURATION)
+            for now in times[1:]:
+                await gate.maintain(bundle, now)
+        return kubeflow_cluster.api.get(CONFIGURATION) if kubeflow_cluster.api.exists(CONFIGURATION) else None
+
+    assert asyncio.run(look(0, 60, 60 + MISSING_S - 1)) is None, "an uninstall deletes it, too"
+    kubeflow_cluster.api.create(CONFIGURATION.rpartition("/")[0], as_applied(before))
+    try:
+        found = asyncio.run(look(0, 60, 60 + MISSING_S))
+        assert found is not None
+        assert found["webhooks"] == before["webhooks"]
+        assert found["metadata"].get("labels") == before["metadata"].get("labels")
+        (owner,) = found["metadata"]["ownerReferences"]
+        role = kubeflow_cluster.api.get(f"{ROLES}/clusterroles/{WEBHOOK_ACCOUNT}")
+        assert (owner["kind"], owner["uid"]) == ("ClusterRole", role["metadata"]["uid"])
+    finally:
+        kubeflow_cluster.api.apply(CONFIGURATION, as_applied(before))
+        await_gate(kubeflow_cluster)
+    webhook = Api.of_kubeconfig(kubeconfig)
+    for name in ("gpuquota", "gpuquota-others"):
+        body = {**as_applied(before), "metadata": {"name": name}}
+        assert "cannot create resource" in denied(webhook.create, CONFIGURATION.rpartition("/")[0], body)
+    assert "cannot patch resource" in denied(webhook.apply, f"{CONFIGURATION}-others", body)
 
 
 # Quotas

@@ -15,6 +15,7 @@ from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from tests.effort import effort
 from tests.kubernetes import detached as watches
 from tests.kubernetes.test_admission import patched
 from tests.kubernetes.twin_world import EPOCH, NODE_NAMES, World, plan_of, records_of, running
@@ -238,14 +239,14 @@ def deepcopy_of(world: World) -> World:
     return other
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(history=operations)
 def test_a_restarted_controller_plans_what_one_that_never_stopped_plans(history: list[tuple[Any, ...]]) -> None:
     asyncio.run(compare(history))
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=effort(300, 5000))
 @given(history=operations)
 def test_it_does_after_many_histories(history: list[tuple[Any, ...]]) -> None:
     asyncio.run(compare(history))

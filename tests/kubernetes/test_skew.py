@@ -17,12 +17,16 @@ import yaml  # type: ignore[import-untyped]
 from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH as POLICIES
 from tests.kubernetes.installation import QUOTAS, jobs_of
+from tests.kubernetes.test_churn import stuck
 from tests.kubernetes.test_crds import job
 from tests.polling import until
+from tools.observer.churn import Churn
+from tools.observer.watching import Watching
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.forked import Program
     from tests.kubernetes.controlled import Controlled
     from tools.devcluster import Api, DevCluster
 
@@ -127,3 +131,42 @@ def test_objects_and_workers_of_the_last_release_survive_the_upgrade_and_the_way
     api.patch(training, {"spec": {"suspend": False}})
     resumed = {"Pending", "Starting", "Running"}  # the newer controller still works with the older kinds
     controlled.until(training, lambda job: job.get("status", {}).get("phase") in resumed)
+
+
+@pytest.mark.slow
+def test_an_upgrade_and_a_rollback_under_churn_violate_nothing(release_0_1: list[Object], electing: Controlled) -> None:
+    """The kinds of 0.1.0, those of today, and those of 0.1.0 again, while replicas are replaced as a rollout does."""
+    nodes, teams = electing.add_nodes(2, gpus=4), [electing.team("skew", guaranteed=4) for _ in range(2)]
+    running = [electing.start()]
+    changes = [
+        (3.0, partial(apply, electing.cluster.api, custom_resource_definitions(), has_gpu_compute=True)),
+        (6.0, lambda: running.append(electing.start())),
+        (7.0, lambda: end(running.pop(0))),
+        (9.0, partial(apply, electing.cluster.api, release_0_1, has_gpu_compute=False)),
+        (10.0, lambda: running.append(electing.start())),
+        (11.0, lambda: end(running.pop(0))),
+    ]
+
+    def beside(elapsed: float) -> None:
+        while changes and changes[0][0] <= elapsed:
+            changes.pop(0)[1]()
+
+    with Watching(electing.cluster.kubeconfig) as watching:
+        churn = Churn(electing.cluster.api, teams, nodes, seed=3)
+        churn.create_job()  # whatever a busy machine leaves time for
+        churn.run(15.0, 8.0, beside)
+        while changes:
+            beside(changes[0][0])
+        churn.settle()
+        until(lambda: not stuck(electing, teams), lambda: stuck(electing, teams), 90)
+        found = watching.violations()
+    assert not found, "\n".join(map(str, found))
+    assert watching.observer.admissions > 0
+    assert all(process.poll() is None for process in running)
+    assert "Traceback" not in electing.log()
+
+
+def end(process: Program) -> None:
+    """End a replica as a kubelet does."""
+    process.terminate()
+    process.wait(30)

@@ -381,7 +381,7 @@ def test_a_step_with_set_retry_and_no_defaults_of_argo_runs_again_as_a_new_job(c
 
 @pytest.mark.slow  # it takes its timeout
 def test_a_step_that_reaches_set_timeout_fails_and_its_job_is_cancelled(controlled: Controlled) -> None:
-    steps = Steps(controlled, shout(WAIT), defaults=False, timeout_s=8)
+    steps = Steps(controlled, shout(WAIT), defaults=False, timeout_s=15)
     controlled.start()
     run = steps.run()
     phase, log = steps.until_ended(run)

@@ -28,6 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.web.rights import (
     RoleBinding,
     Subject,
 )
+from tests.kubernetes import gateway as gateways
 from tests.kubernetes.installation import NAMESPACE, QUOTAS, jobs_of
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.web_page import ACCOUNT, BASE, User, WebPage, bind, web_page
@@ -241,15 +242,71 @@ def test_no_second_header_and_no_look_alike_names_a_user(
     connection.close()
 
 
-def test_the_header_of_an_untrusted_sender_does_not_count(
-    kubeflow_cluster: DevCluster, ours: Team, tmp_path_factory: pytest.TempPathFactory
+class Browser(User):
+    """A browser at the gateway; `headers` are what its user makes it send beside its own."""
+
+    def __init__(self, port: int, **headers: str) -> None:
+        super().__init__(port, "")
+        self._named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.host, self.origin = "kubeflow.example", "https://kubeflow.example"
+
+
+@pytest.fixture(scope="module")
+def sidecar_page(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebPage]:
+    """The page as `overlays/kubeflow/web-page` configures it."""
+    options = ("--trusted-proxy=127.0.0.6/32", "--origin=https://kubeflow.example")
+    with web_page(kubeflow_cluster, tmp_path_factory.mktemp("sidecar") / "log", *options) as running:
+        yield running
+
+
+def test_the_header_of_an_untrusted_sender_does_not_count(sidecar_page: WebPage, ours: Team) -> None:
+    """A pod that reaches the page beside the gateway, with all that the gateway would send."""
+    user = Browser(sidecar_page.port, kubeflow_userid=ours.editor.name, **gateways.added("127.0.0.6"))
+    assert user.get("/teams").status == 401
+    before = len(sidecar_page.audit())
+    assert user.post(f"{ours.job}/suspend", {"token": "x"}).status == 401
+    assert [line["user"] for line in sidecar_page.audit()[before:]] == [""]
+
+
+def test_behind_istio_the_user_is_who_the_gateway_names(sidecar_page: WebPage, ours: Team) -> None:
+    with gateways.gateway(sidecar_page.port, ours.editor.name) as port:
+        browser = Browser(port)
+        assert ours.namespace in text_of(browser, "/teams")
+        form = {"token": browser.form_token(ours.job)}
+        answer = browser.post(f"{ours.job}/resume", form)
+        assert (answer.status, answer.headers["Location"]) == (303, f"{BASE}{ours.job}")
+        assert sidecar_page.audit()[-1]["user"] == ours.editor.name
+        spoofed = Browser(
+            port, x_forwarded_host="evil.example", x_forwarded_proto="http", forwarded="host=evil.example"
+        )
+        assert spoofed.post(f"{ours.job}/resume", form).headers["Location"] == f"{BASE}{ours.job}"
+        assert spoofed.post(f"{ours.job}/resume", form, Origin="https://evil.example").status == 403
+        honest_forwarded = Browser(port, x_forwarded_host="kubeflow.example")
+        assert honest_forwarded.get("/teams", Host="evil.example").status == 421
+
+
+SPOOFED = {
+    "x_forwarded_user": "{user}", "x_forwarded_email": "{user}", "x_auth_request_email": "{user}",
+    "x_forwarded_for": "127.0.0.6", "x_real_ip": "127.0.0.6", "x_envoy_external_address": "127.0.0.6",
+    "x_envoy_original_path": "/gpuquota/static/page.css", "x_original_url": "/gpuquota/static/page.css",
+    "x_http_method_override": "GET", "x_forwarded_client_cert": f"URI={gateways.GATEWAY}",
+    "kubeflow_groups": "system:masters",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "status"), [("replace", 403), ("append", 401), ("merge", 403)])
+def test_behind_istio_a_browser_that_names_another_user_is_not_that_user(
+    sidecar_page: WebPage, ours: Team, mode: str, status: int
 ) -> None:
-    log = tmp_path_factory.mktemp("untrusting") / "log"
-    with web_page(kubeflow_cluster, log, "--trusted-proxy=192.0.2.0/24") as untrusting:
-        user = untrusting.user(ours.editor.name)
-        assert user.get("/teams").status == 401
-        assert user.post(f"{ours.job}/suspend", {"token": "x"}).status == 401
-        assert [line["user"] for line in untrusting.audit()] == [""]
+    """`append` and `merge` are gateways that keep a browser's header: its user is refused, and nobody else."""
+    with gateways.gateway(sidecar_page.port, "stranger@example", mode) as port:
+        spoofed = {name: value.replace("{user}", ours.editor.name) for name, value in SPOOFED.items()}
+        browser = Browser(port, kubeflow_userid=ours.editor.name, **spoofed)
+        for path in ("/teams", ours.job, f"{ours.job}/log"):
+            answer = browser.get(path)
+            assert answer.status == status, path
+            assert ours.namespace not in answer.text.replace(ours.editor.name, "")
+        assert browser.post(f"{ours.job}/suspend", {"token": "x"}).status == status
 
 
 def test_it_does_not_start_for_others_without_a_trusted_proxy() -> None:

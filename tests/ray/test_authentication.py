@@ -17,10 +17,13 @@ from kfp_gpuquota.cluster.local.start import start_with
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import ClusterStartError
 from tests.ray.conftest import cluster_on
+from tests.security.other_user import NOBODY, as_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.ray.conftest import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
@@ -62,3 +65,26 @@ def test_a_token_opens_a_ray_cluster_that_is_closed_without_it(address: str, tok
         cluster.project("team-a", 1)
         cluster.submit("hello", "true")
         cluster.wait_for_phase("hello", "Succeeded")
+
+
+READ = f"""
+import os, sys
+from ray._raylet import GcsClient  # before root's rights are given up
+os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+print("keys", len(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=10)), flush=True)
+"""
+
+
+@as_root
+def test_with_a_token_another_user_of_the_machine_does_not_reach_ray_and_without_one_does(
+    address: str, nodes: RayCluster
+) -> None:
+    """Ray runs what a client asks for as its own user: the reason why docs/security.md demands a token."""
+
+    def read(of: str) -> str:
+        environment = {**os.environ, "HOME": "/nonexistent", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
+        command = [sys.executable, "-c", READ, of]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+
+    assert "keys" not in read(address)
+    assert "keys" in read(nodes.address)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.polling import until
-from tests.security.other_user import as_root, run, start
+from tests.security.other_user import as_root, open_to_everybody, run, start
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
@@ -95,6 +95,7 @@ WATCH = """
 seen, held = set(), []
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
+    time.sleep(0.002)
     for row in open("/proc/net/tcp").read().splitlines()[1:]:
         fields = row.split()
         port = int(fields[1].split(":")[1], 16)
@@ -125,3 +126,83 @@ def test_another_user_who_connects_to_each_new_port_at_once_does_not_take_part(
     assert job.status.generation == 1, "connections that are part of no pair end no generation"
     log = embedded_cluster.client.read_log("team-a", "train").text.decode()
     assert f"weight {float(-STEPS)} after {STEPS}" in log
+
+
+SHARDED_STEPS = 300
+SHARDED = """
+import pathlib, sys, time
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+import elastic_runtime
+
+torch.set_num_threads(1)
+gate = pathlib.Path(sys.argv[1])
+job = elastic_runtime.init(global_batch_size=4, checkpoint_every_s=0.2)
+model = torch.nn.Linear(1, 6, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=6.0)
+loader = DataLoader(TensorDataset(torch.ones(1200, 1)), batch_size=4)
+shard = lambda part, mesh: fully_shard(part, mesh=mesh)
+model, optimizer, loader = job.prepare(model, optimizer, loader, shard=shard)
+for epoch in job.epochs(1):
+    for (x,) in loader:
+        job.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.0 if gate.exists() else 0.05)
+print("weights", *sorted(set(model.weight.full_tensor().flatten().tolist())), "after", job.step)
+"""
+
+INTRUDE = """
+def tried(name, action):
+    try:
+        action()
+    except OSError:
+        return
+    print("reached", name, flush=True)
+
+for path in sys.argv[1:]:
+    tried(path, lambda: os.scandir(path) if os.path.isdir(path) else open(path, "rb"))
+    tried(path, lambda: socket.socket(socket.AF_UNIX).connect(path))
+for row in open("/proc/net/unix").read().splitlines()[1:]:
+    name = row.split()[-1]
+    if "gpuquota" in name or name.startswith(sys.argv[1]):
+        tried(name, lambda: socket.socket(socket.AF_UNIX).connect(name.replace("@", chr(0), 1)))
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+@as_root
+def test_another_user_gets_no_part_of_a_sharded_training_through_a_change_of_size(
+    embedded_cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    """Shards move over connections whose pairs are verified; checkpoints are files of their user."""
+    script, gate = tmp_path / "training.py", tmp_path / "gate"
+    script.write_text(SHARDED)
+    open_to_everybody(embedded_cluster.home.root)
+    for team in ("team-a", "team-b"):
+        embedded_cluster.project(team, 1)
+    with start(WATCH, 120) as intruder:
+        command = (sys.executable, str(script), str(gate))
+        embedded_cluster.submit("train", *command, gpus=2, gpus_per_worker=1, min_gpus=1)
+        running = embedded_cluster.wait_for("train", trains)
+        ports = until(lambda: [port for worker in running.status.workers for port in listening_ports(worker.pid or 0)])
+        assert run(FLOOD, 20, *ports).startswith("connected")
+        checkpoints = embedded_cluster.home.checkpoints(running.uid)
+        until(lambda: [path for path in checkpoints.rglob("*") if path.is_file()], "a checkpoint")
+        found = [path for path in embedded_cluster.home.root.rglob("*") if not path.is_symlink()]
+        assert run(INTRUDE, embedded_cluster.home.root, *found) == "ended"
+        embedded_cluster.submit("other", "sleep", "60", project="team-b")
+        smaller = embedded_cluster.wait_for("train", lambda job: job.status.progress.workers == 1)
+        embedded_cluster.client.delete_job("team-b", "other")
+        embedded_cluster.wait_for("train", lambda job: job.status.progress.workers == 2)
+        gate.touch()
+        job = embedded_cluster.wait_for("train", lambda job: job.status.phase.final)
+        intruder.kill()
+    assert job.status.phase == "Succeeded", job.status
+    assert smaller.status.generation >= 2
+    log = embedded_cluster.client.read_log("team-a", "train").text.decode()
+    assert f"weights {float(-SHARDED_STEPS)} after {SHARDED_STEPS}" in log, log
+    assert "a worker was lost" not in log

@@ -50,8 +50,8 @@ def missing() -> str:
 def base_name() -> str:
     """What the Dockerfiles of programs in Python start from."""
     text = (REPOSITORY / "images" / "controller" / "Dockerfile").read_text()
-    found = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
-    return f"docker.io/library/{found[-1]}"
+    (found,) = re.findall(r"^ARG BASE=(\S+)", text, re.MULTILINE)
+    return f"docker.io/library/{found}"
 
 
 def provide(name: str, environment: Mapping[str, str] = os.environ) -> Path:

@@ -116,10 +116,7 @@ class Observer:
 
     def look(self, at: float) -> None:
         """Check what must not last."""
-        if any(pod.gated for pod in self.pods.values()) or any(
-            p in {"Pending", "Starting"} for p in self.jobs.values()
-        ):
-            self._waited_at = at
+        self._see_waiting(at)
         held: dict[str, int] = {}
         for pod in self.pods.values():
             if pod.holds and not pod.shared:
@@ -186,8 +183,14 @@ class Observer:
         kept = sum(p.gpus for p in self.pods.values() if p.team == pod.team and p.holds and not p.leaving) + pod.gpus
         if pod.team in self.quotas and kept <= guaranteed and pod.gpus:
             self._suspected[uid] = at, f"{pod.key}: team {pod.team} holds {kept} of its guaranteed {guaranteed:g}"
+        self._see_waiting(at)
         if at - self._waited_at > RECENT_S:
             self._report(at, "cause", uid, f"{pod.key}: nothing waits since {at - self._waited_at:.0f} s")
+
+    def _see_waiting(self, at: float) -> None:
+        jobs_wait = not {"Pending", "Starting"}.isdisjoint(self.jobs.values())
+        if jobs_wait or any(pod.gated for pod in self.pods.values()):
+            self._waited_at = at
 
     def _doubled(self) -> set[str]:
         """Return the devices that two pods hold as a whole."""

@@ -28,7 +28,7 @@ def release(target: Path, registry: str, tag: str, epoch: int, *, with_images: b
         raise distributions.BuildError(f"{target} has other files; name a new folder")
     for old in found:
         old.unlink()
-    artifacts = distributions.build(target, epoch)
+    artifacts = [*distributions.build(target, epoch), *distributions.requirement_files(target)]
     built = images.build(target, registry, tag, epoch) if with_images else []
     digests = {image.name: image.digest for image in built}
     artifacts += [manifests.package(target, epoch), *manifests.render(target, registry, tag, digests)]

@@ -47,6 +47,12 @@ def build(target: Path, epoch: int) -> list[Path]:
     return sorted(built)
 
 
+def requirement_files(target: Path) -> list[Path]:
+    """Copy what pip is given with --require-hashes before a wheel is installed, and return the files."""
+    found = sorted((REPOSITORY / "images" / "requirements").glob("*.txt"))
+    return [Path(shutil.copy(one, target / f"requirements-{one.name}")) for one in found if one.stem != "build"]
+
+
 def project(name: str) -> dict[str, Any]:
     """Return the pyproject.toml of a distribution: the tree's, with its part of the extras and one package."""
     whole = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

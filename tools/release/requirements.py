@@ -1,9 +1,10 @@
 """The Python packages of the images, by version and hash: `python -m tools.release.requirements` writes them.
 
-`images/requirements/NAME.txt` has each package that an image needs, with the hashes of the wheels for both
-architectures and for the Pythons of the images: Debian's in a release, that of `python:3.12-slim` in the Dockerfiles.
-pip installs nothing else (`--require-hashes`). Versions are those of constraints.txt, except of the client of
-Kubernetes: only kfp, which is in no image, holds it back.
+`images/requirements/NAME.txt` has each package that an image needs, that builds our wheel in a Dockerfile (`build`), or
+that an administrator's command line needs (`admin`), with the hashes of the wheels for both architectures and for the
+Pythons of the images: Debian's in a release, that of `python:3.12-slim` in the Dockerfiles. pip installs nothing else
+(`--require-hashes`). Versions are those of constraints.txt, except of the client of Kubernetes: only kfp, which is in
+none of them, holds it back.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any, Final
 from tools.release.distributions import REPOSITORY, BuildError
 
 FOLDER: Final = REPOSITORY / "images" / "requirements"
-EXTRAS: Final = {"controller": "controller", "launcher": "kubernetes"}
-"""The extra of kfp-gpuquota that each image has."""
+EXTRAS: Final = {"controller": ("controller",), "launcher": ("kubernetes",), "admin": ("cluster", "kubernetes")}
+"""The extras of kfp-gpuquota that each file has."""
+BUILD: Final = "build"
+NAMES: Final = (*EXTRAS, BUILD)
 PYTHONS: Final = ("3.11", "3.12")
 MACHINES: Final = {"amd64": "x86_64", "arm64": "aarch64"}
 HELD_BACK: Final = frozenset({"kubernetes"})
@@ -30,8 +33,17 @@ _GLIBC: Final = (36, 35, 34, 31, 28, 27, 26, 24, 17)  # bookworm's is 2.36; pip 
 
 def path_of(extra: str) -> Path:
     """Return the file of the image that has this extra."""
-    (name,) = [name for name, one in EXTRAS.items() if one == extra]
+    (name,) = [name for name, extras in EXTRAS.items() if extras == (extra,)]
     return FOLDER / f"{name}.txt"
+
+
+def needs(name: str) -> list[str]:
+    """Return what a file's packages are resolved from, as pyproject.toml has it."""
+    whole = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    if name == BUILD:
+        return list(whole["build-system"]["requires"])
+    optional = whole["project"]["optional-dependencies"]
+    return [line for extra in EXTRAS[name] for line in optional[extra]]
 
 
 def pinned(text: str) -> dict[str, str]:
@@ -50,9 +62,8 @@ def platform_options(python: str, architecture: str) -> list[str]:
     ]
 
 
-def resolved(extra: str) -> dict[str, str]:
-    """Return the versions of what an extra needs, by name. Raises BuildError."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+def resolved(name: str) -> dict[str, str]:
+    """Return the versions of a file's packages, by name. Raises BuildError."""
     kept = (line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
@@ -61,7 +72,7 @@ def resolved(extra: str) -> dict[str, str]:
             _pip(
                 *("install", "--dry-run", "--ignore-installed", "--quiet", "--report=-", f"--target={folder}/none"),
                 *(*platform_options(PYTHONS[0], "amd64"), f"--constraint={constraints}"),
-                *project["optional-dependencies"][extra],
+                *needs(name),
             )
         )
     return {one["metadata"]["name"].lower(): one["metadata"]["version"] for one in found["install"]}
@@ -83,10 +94,10 @@ def hashes(versions: dict[str, str]) -> dict[str, set[str]]:
 
 
 def write(name: str) -> None:
-    """Write the file of an image."""
-    versions = {one.replace("_", "-"): version for one, version in sorted(resolved(EXTRAS[name]).items())}
+    """Write a file."""
+    versions = {one.replace("_", "-"): version for one, version in sorted(resolved(name).items())}
     listed = hashes(versions)
-    lines = [f"# The Python packages of images/{name}; written by: python -m tools.release.requirements"]
+    lines = [f"# The Python packages of {name}, by hash; written by: python -m tools.release.requirements"]
     for one, version in versions.items():
         lines.append(f"{one}=={version} " + " ".join(f"--hash=sha256:{each}" for each in sorted(listed[one])))
     (FOLDER / f"{name}.txt").write_text("\n".join(lines).replace(" --hash", " \\\n    --hash") + "\n")
@@ -102,5 +113,5 @@ def _pip(*arguments: str) -> str:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for image in EXTRAS:
-        write(image)
+    for each in NAMES:
+        write(each)

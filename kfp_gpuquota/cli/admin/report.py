@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 import msgspec
 import typer
 
+from kfp_gpuquota.api.durations import UNITS_S
 from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
 from kfp_gpuquota.cli.display.output import in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
 
 _COLUMNS: Final = ("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS", "UNUSED")
-_UNITS: Final = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
 class ReportFormat(StrEnum):
@@ -97,4 +97,4 @@ def _seconds(text: str) -> float:
     match = re.fullmatch(r"([1-9][0-9]{0,4})([hdw])", text)
     if match is None:
         raise InvalidFieldError("--since", text, "it must be a number of hours, days or weeks", hint="for example 30d")
-    return int(match[1]) * _UNITS[match[2]]
+    return int(match[1]) * UNITS_S[match[2]]

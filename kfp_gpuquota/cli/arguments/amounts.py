@@ -1,9 +1,17 @@
-"""Parsers of user input: numbers of GPUs, labels and tolerations."""
+"""Parsers of user input: numbers of GPUs, times, labels and tolerations."""
 
 from __future__ import annotations
 
-from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator
+from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator, durations
 from kfp_gpuquota.errors import InvalidFieldError
+
+
+def seconds(field: str, text: str) -> float:
+    """Return the seconds of a time as "90", "90s", "1m30s", "2h". Raises InvalidFieldError."""
+    found = durations.seconds(text)
+    if found is None:
+        raise InvalidFieldError(field, text, "a time is written as 30, 30s, 5m or 1h30m")
+    return found
 
 
 def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, float | None]:

@@ -1,4 +1,4 @@
-"""Names as kubectl's users write them, and selection by label. Pure."""
+"""Names as kubectl's users write them. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 _KINDS = {"job": {"job", "jobs"}, "project": {"project", "projects"}, "node": {"node", "nodes"}}
 
@@ -30,26 +30,20 @@ def job_names(words: Sequence[str]) -> list[str]:
     return [resource(word, "job") for word in words]
 
 
+def kind_and_name(words: Sequence[str]) -> tuple[str, str]:
+    """Return "job", "project" or "node", and the name, of "x", "project x" or "node/x". Raises UsageError."""
+    prefix, slash, rest = words[0].partition("/")
+    kind = next((one for one, spelled in _KINDS.items() if prefix in spelled), "")
+    if kind and slash and len(words) == 1:
+        return kind, rest
+    if kind and not slash and len(words) == 2:
+        return kind, resource(words[1], kind)
+    return "job", job_name(words)
+
+
 def job_name(words: Sequence[str]) -> str:
     """Return the name in "x", "job x" and "job/x". Raises UsageError for several."""
     names = job_names(words)
     if len(names) != 1:
         raise UsageError(f"one job is described at a time, and {len(names)} are named: {' '.join(names)}")
     return names[0]
-
-
-def matches(labels: Mapping[str, str], selector: str) -> bool:
-    """Return whether the labels satisfy "K=V,K!=V,K,!K". Raises UsageError for an invalid selector."""
-    return all(_satisfies(labels, term.strip()) for term in selector.split(",") if term.strip())
-
-
-def _satisfies(labels: Mapping[str, str], term: str) -> bool:
-    if "!=" in term:
-        key, _, value = term.partition("!=")
-        return labels.get(key.strip()) != value.strip()
-    if "=" in term:
-        key, _, value = term.replace("==", "=").partition("=")
-        if not key.strip():
-            raise UsageError(f"--selector has the term {term!r}, but a label is given as KEY=VALUE")
-        return labels.get(key.strip()) == value.strip()
-    return term[1:].strip() not in labels if term.startswith("!") else term in labels

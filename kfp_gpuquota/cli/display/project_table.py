@@ -35,22 +35,22 @@ def _wide_row(view: ProjectView) -> list[object]:
         project.priority,
         project.over_quota_weight,
         project.parent,
-        _both(cores),
-        _both(shown),
-        _shown_pools(project),
+        both(cores),
+        both(shown),
+        shown_pools(project),
     ]
 
 
-def _shown_pools(project: Project) -> str:
-    """ "h100: 8 of at most 16, t4: 4"."""
+def shown_pools(project: Project) -> str:
+    """Return the quotas by node pool: "h100: 8 of at most 16, t4: 4"."""
     pools = project.pools.items()
     return ", ".join(
-        f"{name}: {_both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
+        f"{name}: {both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
     )
 
 
-def _both(amounts: list[str | None]) -> str:
-    """Guaranteed and limit: "4 of at most 8"; nothing where there is no quota."""
+def both(amounts: list[str | None]) -> str:
+    """Return guaranteed and limit: "4 of at most 8"; nothing where there is no quota."""
     guaranteed, limit = amounts
     if limit is None:
         return guaranteed or ""

@@ -19,12 +19,17 @@ _MORE_COLUMNS = ("MIN", "MAX", "PRIORITY", "NODES", "UID")
 
 
 def job_table(
-    jobs: Sequence[Job], output: Format = Format.TABLE, *, width: int | None = None, headers: bool = True
+    jobs: Sequence[Job],
+    output: Format = Format.TABLE,
+    *,
+    width: int | None = None,
+    headers: bool = True,
+    labels: bool = False,
 ) -> str:
-    """A line for each job; in the wide form, which is never cut, with more columns."""
+    """Return a line for each job; in the wide form, which is never cut, with more columns."""
     wide = output is Format.WIDE
-    rows = ([*_job_row(job), *(_wide_row(job) if wide else [])] for job in jobs)
-    columns = _JOB_COLUMNS + (_MORE_COLUMNS if wide else ())
+    rows = ([*_job_row(job), *(_wide_row(job) if wide else []), *([_labels(job)] if labels else [])] for job in jobs)
+    columns = _JOB_COLUMNS + (_MORE_COLUMNS if wide else ()) + (("LABELS",) if labels else ())
     return table(columns, rows, width=None if wide else width, headers=headers)
 
 
@@ -99,6 +104,10 @@ def _job_row(job: Job) -> list[object]:
 def _wide_row(job: Job) -> list[object]:
     nodes = sorted({worker.node for worker in job.status.workers if worker.phase != "Gone"})
     return [job.spec.smallest, job.spec.largest, job.spec.effective_priority, ",".join(nodes), job.uid]
+
+
+def _labels(job: Job) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(job.spec.labels.items())) or "<none>"
 
 
 def _why(event: Event) -> str:

@@ -17,6 +17,9 @@ from kfp_gpuquota.errors import ConflictError, UsageError
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Worker
 
+TerminalOption = Annotated[
+    bool, typer.Option("--stdin", "-i", "--tty", "-t", help="As kubectl has it: a terminal is passed on in any case.")
+]
 WorkerOption = Annotated[int | None, typer.Option("--worker", help="The worker's index; else the first.")]
 
 
@@ -33,12 +36,14 @@ def execute(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]")],
     project: ProjectOption = "",
     worker: WorkerOption = None,
+    *,
+    terminal: TerminalOption = False,  # noqa: ARG001 (what it asks for is done anyway)
 ) -> None:
     """Run a command with the environment, the directory and the GPUs of a running worker.
 
     Examples:
       gpuquota exec train1 -- nvidia-smi
-      gpuquota exec train1 -- bash
+      gpuquota exec -it train1 -- bash
     """
     found, running = _running_worker(project, job, worker)
     sys.exit(_run_beside(found, running, command))

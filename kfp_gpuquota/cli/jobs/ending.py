@@ -1,4 +1,4 @@
-"""`gpuquota suspend`, `resume`, `wait` and `delete`: stopping jobs, and waiting for them."""
+"""`gpuquota suspend`, `resume`, `cancel`, `wait` and `delete`: stopping jobs, and waiting for them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.label_selector import parse_selector, selects
 from kfp_gpuquota.api.wire import StopAction
+from kfp_gpuquota.cli.arguments.amounts import seconds
 from kfp_gpuquota.cli.arguments.completion import complete_job
-from kfp_gpuquota.cli.arguments.names import job_names, matches
+from kfp_gpuquota.cli.arguments.names import job_names
 from kfp_gpuquota.cli.arguments.options import ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text
 from kfp_gpuquota.cli.display.terminal import echo
@@ -28,6 +30,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command("suspend", short_help="Stop jobs and keep them out of the queue.")(suspend)
     app.command("resume", short_help="Put suspended jobs back into the queue.")(resume)
+    app.command("cancel", short_help="Stop jobs; they stay listed, with their logs.")(cancel)
     app.command("wait", short_help="Wait until jobs have ended, or reached a status.")(wait)
     app.command("delete", short_help="Stop jobs and forget them.")(delete)
 
@@ -56,23 +59,37 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
         echo(f"job {name} resumed")
 
 
+def cancel(jobs: JobsArgument, project: ProjectOption = "") -> None:
+    """Stop jobs for good. They stay listed as Cancelled, with their logs, until they are deleted.
+
+    Example:
+      gpuquota cancel train1
+    """
+    reached, project, names = client(), project_or_configured(project), job_names(jobs)
+    reached.stop_jobs(project, names, StopAction.CANCEL)
+    for name in names:
+        echo(f"job {name} cancelled")
+
+
 def wait(
     jobs: JobsArgument,
     project: ProjectOption = "",
     until: Annotated[
         str, typer.Option("--for", metavar="STATUS", help="A status such as Running; else until they have ended.")
     ] = "",
-    timeout: Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Give up after this.")] = None,
+    timeout: Annotated[
+        str | None, typer.Option("--timeout", metavar="TIME", help="Give up after this: 30 or 30s, 5m, 1h.")
+    ] = None,
 ) -> None:
     """Wait for jobs. Ends with 1 when one failed or was cancelled, or when the time is over.
 
     Examples:
       gpuquota wait train1
-      gpuquota wait notebook --for Running --timeout 60
+      gpuquota wait notebook --for Running --timeout 60s
     """
     wanted = _phase(until)
     reached, project = client(), project_or_configured(project)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else time.monotonic() + seconds("timeout", timeout)
     failed = [
         job
         for job in (_wait_for(reached, project, name, wanted, deadline) for name in job_names(jobs))
@@ -96,6 +113,9 @@ def delete(
     selector: Annotated[
         str, typer.Option("--selector", "-l", metavar="K=V,...", help="All jobs of the project with these labels.")
     ] = "",
+    ignore_not_found: Annotated[
+        bool, typer.Option("--ignore-not-found", help="Pass over jobs that do not exist.")
+    ] = False,
     wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are deleted.")] = True,
 ) -> None:
     """Stop jobs and forget them, their logs and their checkpoints.
@@ -104,24 +124,28 @@ def delete(
       gpuquota delete elastic1 filler1
       gpuquota delete job/train1
       gpuquota delete --ended
-      gpuquota delete --all -l team=vision
+      gpuquota delete jobs -l 'team in (vision, speech)'
     """
-    jobs = job_names(jobs or [])
     several = ended or all_jobs or bool(selector)
+    jobs = [] if several and jobs in (["job"], ["jobs"]) else job_names(jobs or [])
+    wanted = parse_selector(selector)
     if bool(jobs) == several:
         raise UsageError("name the jobs, or give --ended for all that have ended: gpuquota delete JOB...")
     reached, project = client(), project_or_configured(project)
     listed = reached.list_jobs(project).jobs
     uids = {job.spec.name: job.uid for job in listed}
     jobs = jobs or [
-        job.spec.name for job in listed if matches(job.spec.labels, selector) and (job.status.phase.final or not ended)
+        job.spec.name for job in listed if selects(wanted, job.spec.labels) and (job.status.phase.final or not ended)
     ]
+    if ignore_not_found:
+        jobs = [name for name in jobs if name in uids]
     if missing := [name for name in jobs if name not in uids]:
         raise NotFoundError(
             f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "
             f"with: gpuquota list -p {project}"
         )
-    reached.stop_jobs(project, jobs, StopAction.DELETE)
+    if jobs:
+        reached.stop_jobs(project, jobs, StopAction.DELETE)
     if wait_for_end:
         _wait_until_deleted(reached, project, {uids[name] for name in jobs})
     for name in jobs:

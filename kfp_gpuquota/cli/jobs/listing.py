@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kfp_gpuquota.cli.arguments.names import matches, resource
+from kfp_gpuquota.api.label_selector import parse_selector, selects
+from kfp_gpuquota.cli.arguments.names import resource
 from kfp_gpuquota.cli.arguments.options import (
     OutputOption,
     ProjectOption,
@@ -38,6 +40,19 @@ class What(StrEnum):
     NODES = "nodes"
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a list is shown."""
+
+    output: Format
+    headers: bool
+    labels: bool
+
+    def table(self, jobs: Sequence[Job], *, headers: bool) -> str:
+        """Return the table of jobs, cut to the terminal."""
+        return job_table(jobs, self.output, width=terminal_width(), headers=headers, labels=self.labels)
+
+
 PAGE: Final = 500
 """Jobs of one request where a table of all is printed: the first lines appear while the rest is fetched."""
 
@@ -49,8 +64,15 @@ _ALIASES: Final = {
 
 AllOption = Annotated[bool, typer.Option("--all-projects", "-A", "--all-namespaces", help="Jobs of every project.")]
 SelectorOption = Annotated[
-    str, typer.Option("--selector", "-l", metavar="K=V,...", help="Only jobs with these labels; K!=V and K work too.")
+    str,
+    typer.Option(
+        "--selector",
+        "-l",
+        metavar="K=V,...",
+        help="Only jobs with these labels; also K!=V, K, !K, K in (V,V), K notin (V,V).",
+    ),
 ]
+LabelsOption = Annotated[bool, typer.Option("--show-labels", help="A column with the labels of jobs.")]
 NoHeadersOption = Annotated[bool, typer.Option("--no-headers", help="Leave out the first line of the table.")]
 
 
@@ -69,6 +91,7 @@ def list_things(
     selector: SelectorOption = "",
     watch: WatchOption = False,
     no_headers: NoHeadersOption = False,
+    show_labels: LabelsOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """List jobs (of the project, or of all), projects, or nodes.
@@ -82,18 +105,17 @@ def list_things(
       gpuquota list nodes
       gpuquota list -w
     """
-    reached = client()
+    reached, look = client(), Look(output, headers=not no_headers, labels=show_labels)
     chosen = "" if all_projects or what is not What.JOBS else listed_project_or_error(reached, project)
     if watch:  # quotas and nodes change in what they hold when jobs do
         watch_pictures(
-            _listed(reached, what, output, _chosen(seen.jobs, selector), headers=not no_headers)
-            for seen in reached.watch_jobs(chosen)
+            _listed(reached, what, _chosen(seen.jobs, selector), look) for seen in reached.watch_jobs(chosen)
         )
     if what is What.JOBS and output in {Format.TABLE, Format.NAME}:
-        _print_pages(reached, chosen, selector, output, headers=not no_headers)
+        _print_pages(reached, chosen, selector, look)
         return
     jobs = _chosen(reached.list_jobs(chosen).jobs, selector) if what is What.JOBS else ()
-    echo(_listed(reached, what, output, jobs, headers=not no_headers))
+    echo(_listed(reached, what, jobs, look))
 
 
 def get(
@@ -105,6 +127,7 @@ def get(
     selector: SelectorOption = "",
     watch: WatchOption = False,
     no_headers: NoHeadersOption = False,
+    show_labels: LabelsOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """List jobs, projects, nodes or events, or some of them by name.
@@ -131,10 +154,11 @@ def get(
             selector=selector,
             watch=watch,
             no_headers=no_headers,
+            show_labels=show_labels,
             output=output,
         )
         return
-    _get_named(_ALIASES[kind], wanted, project, output, headers=not no_headers)
+    _get_named(_ALIASES[kind], wanted, project, Look(output, headers=not no_headers, labels=show_labels))
 
 
 def events(
@@ -187,13 +211,14 @@ def _histories(reached: ClusterClient, *, watch: bool) -> Iterator[tuple[Event, 
             yield listed.events
 
 
-def _get_named(what: What, names: list[str], project: str, output: Format, *, headers: bool) -> None:
-    reached = client()
+def _get_named(what: What, names: list[str], project: str, look: Look) -> None:
+    reached, output, headers = client(), look.output, look.headers
     if what is What.JOBS:
         chosen = listed_project_or_error(reached, project)
         known = {job.spec.name: job for job in reached.list_jobs(chosen).jobs}
         jobs = [known[name] for name in _present(names, known, what)]
-        show(jobs[0] if len(jobs) == 1 else jobs, output, job_table(jobs, output, headers=headers))
+        picture = job_table(jobs, output, headers=headers, labels=look.labels)
+        show(jobs[0] if len(jobs) == 1 else jobs, output, picture)
     elif what is What.NODES:
         nodes = {view.node.name: view for view in reached.list_nodes()}
         views = [nodes[name] for name in _present(names, nodes, what)]
@@ -213,27 +238,30 @@ def _present(names: list[str], known: Container[str], what: What) -> list[str]:
 
 
 def _chosen(jobs: Sequence[Job], selector: str) -> tuple[Job, ...]:
-    return tuple(job for job in jobs if matches(job.spec.labels, selector))
+    wanted = parse_selector(selector)
+    return tuple(job for job in jobs if selects(wanted, job.spec.labels))
 
 
-def _listed(reached: ClusterClient, what: What, output: Format, jobs: Sequence[Job], *, headers: bool) -> str:
+def _listed(reached: ClusterClient, what: What, jobs: Sequence[Job], look: Look) -> str:
     if what is What.PROJECTS:
         from kfp_gpuquota.cli.display.project_table import project_table  # noqa: PLC0415 (other lists do without it)
 
         views = reached.list_projects()
-        return rendered(views, output, project_table(views, wide=output is Format.WIDE, headers=headers))
+        picture = project_table(views, wide=look.output is Format.WIDE, headers=look.headers)
+        return rendered(views, look.output, picture)
     if what is What.NODES:
         nodes = reached.list_nodes()
-        return rendered(nodes, output, node_table(nodes, headers=headers))
-    return rendered(jobs, output, job_table(jobs, output, width=terminal_width(), headers=headers))
+        return rendered(nodes, look.output, node_table(nodes, headers=look.headers))
+    return rendered(jobs, look.output, look.table(jobs, headers=look.headers))
 
 
-def _print_pages(reached: ClusterClient, project: str, selector: str, output: Format, *, headers: bool) -> None:
+def _print_pages(reached: ClusterClient, project: str, selector: str, look: Look) -> None:
     """Print jobs as they come, a page at a time: columns are as wide as those of the page."""
+    headers = look.headers
     for listed in reached.job_pages(project, PAGE):
         jobs = _chosen(listed.jobs, selector)
         if jobs or headers:
-            picture = "" if output is Format.NAME else job_table(jobs, output, width=terminal_width(), headers=headers)
-            if text := rendered(jobs, output, picture):
+            picture = "" if look.output is Format.NAME else look.table(jobs, headers=headers)
+            if text := rendered(jobs, look.output, picture):
                 echo(text)
         headers = False

@@ -75,6 +75,19 @@ def logs(
         )
 
 
+def last_lines(reached: ClusterClient, job: Job, count: int) -> list[str]:
+    """Return the last lines that a failed job's worker printed, without empty ones; none if it has no log."""
+    reason = job.status.reason
+    worker = str(reason.details.get("worker", "")) if reason else ""
+    project, name = job.spec.project, job.spec.name
+    try:
+        begin = tail_start(log_so_far(reached, project, name, worker), 2 * count)
+        text = b"".join(log_so_far(reached, project, name, worker, begin)).decode(errors="replace")
+    except NotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
 def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outlives_interrupt: bool = True) -> int:
     """Show a job's log on stdout and its progress on stderr until it has ended; return its exit status.
 

@@ -1,9 +1,9 @@
-"""`gpuquota describe` and `explain`: all about one job."""
+"""`gpuquota describe` and `explain`: all about one job, project or node."""
 
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -11,47 +11,75 @@ from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
 from kfp_gpuquota.api.wording import place_of, request_of, show_field
 from kfp_gpuquota.cli.arguments.completion import complete_job
-from kfp_gpuquota.cli.arguments.names import job_name
+from kfp_gpuquota.cli.arguments.names import job_name, kind_and_name
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.display.descriptions import described_node, described_project
 from kfp_gpuquota.cli.display.gpus import gibibytes
 from kfp_gpuquota.cli.display.output import Format, age, show, table
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.errors import UnauthorizedError
+from kfp_gpuquota.cli.jobs.logs import last_lines
+from kfp_gpuquota.errors import NotFoundError, UnauthorizedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Eviction, Job, Occurrence
-    from kfp_gpuquota.api.wire import ShareView
+    from kfp_gpuquota.api.wire import NodeView, ShareView
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
+SHOWN_LINES: Final = 5
+"""How many of the last lines that a failed job printed are shown with the reason."""
+
 JobWords = Annotated[list[str], typer.Argument(metavar="[job] JOB", autocompletion=complete_job)]
+AnyWords = Annotated[
+    list[str], typer.Argument(metavar="[job|project|node] NAME", autocompletion=complete_job, help="Else a job.")
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    app.command("describe", short_help="Show everything about a job.")(describe)
+    app.command("describe", short_help="Show everything about a job, project or node.")(describe)
     app.command("explain", short_help="Show why a job waits, shrank or was stopped.")(explain)
 
 
-def describe(job: JobWords, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
-    """Show a job: what it asks for, what it has, its workers, and how its size changed.
+def describe(what: AnyWords, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
+    """Show a job: what it asks for, what it has, its workers, and how its size changed. Or a project, or a node.
 
     Examples:
       gpuquota describe elastic1
-      gpuquota describe job elastic1
       gpuquota describe elastic1 -o yaml
+      gpuquota describe project team-a
+      gpuquota describe node/node-0
     """
+    kind, name = kind_and_name(what)
     reached = client()
-    found = reached.get_job(project_or_configured(project), job_name(job))
+    if kind == "project":
+        view = reached.get_project(name)
+        running = [each for each in reached.list_jobs(name).jobs if not each.status.phase.final]
+        show(view, output, described_project(view, running))
+    elif kind == "node":
+        show(node := _node(reached, name), output, described_node(node))
+    else:
+        _describe_job(reached, project_or_configured(project), name, output)
+
+
+def _node(reached: ClusterClient, name: str) -> NodeView:
+    found = next((view for view in reached.list_nodes() if view.node.name == name), None)
+    if found is None:
+        raise NotFoundError(f"there is no node {name!r}; see them with: gpuquota get nodes")
+    return found
+
+
+def _describe_job(reached: ClusterClient, project: str, name: str, output: Format) -> None:
+    found = reached.get_job(project, name)
     if output in {Format.JSON, Format.YAML, Format.NAME}:
         show(found, output)
         return
     parts = [table(("JOB", found.spec.name), _facts(found, _place_in_queue(reached, found)))]
     if found.status.workers:
-        columns = ("WORKER", "RANK", "NODE", "GPUS", "PHASE", "PID", "EXIT CODE")
+        columns = ("WORKER", "RANK", "NODE", "DEVICES", "PHASE", "PID", "EXIT CODE")
         parts.append(table(columns, _worker_rows(found)))
     if shares := _shares(reached, found):
         parts.append(table(("GPU", "NODE", "USED", "REQUEST", "LIMIT", "MAY USE NOW"), shares))
@@ -73,6 +101,8 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
     holds = "" if status.phase.final else f" with {show_gpus(status.gpus)}"
     echo(f"{found.spec.name} {phase_text(status.phase)}{holds}{why}")
     if hint := output_hint(found):
+        for line in last_lines(reached, found, SHOWN_LINES):
+            echo(f"  {line}")
         echo(hint)
     if place := _place_in_queue(reached, found):
         echo(place)

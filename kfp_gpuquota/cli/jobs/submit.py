@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -164,7 +165,12 @@ class SubmitCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words behind `submit`."""
-        return super().parse_args(ctx, without_bare_command(args))
+        words = without_bare_command(args)
+        behind = words[words.index("--") + 1 :] if "--" in words else []
+        left = super().parse_args(ctx, words)
+        if len(ctx.params["command"] or ()) < len(behind):  # its first word was taken for the name
+            raise UsageError(f"the job has no name: gpuquota submit NAME ... -- {shlex.join(behind)}")
+        return left
 
 
 def without_bare_command(words: list[str]) -> list[str]:
@@ -291,6 +297,8 @@ def submit(
         labels=pairs("label", label or [], "a label is given as KEY=VALUE"),
         runtime_env=_runtime_env(runtime_env, runtime_env_json),
     )
+    if here and not _is_found(spec):
+        echo(f"warning: this machine has no program {spec.command[0]!r}, so the job will fail here", err=True)
     job = reached.submit(spec)
     if output is Format.TABLE:
         for field, policy in job.status.set_by.items():
@@ -313,6 +321,14 @@ def whole_command(words: Sequence[str], program: str | None, args: Sequence[str]
     if words:
         raise UsageError(f"--command gives the command, and so does what follows --: {shlex.join(words)}; choose one")
     return (*shlex.split(program), *args)
+
+
+def _is_found(spec: JobSpec) -> bool:
+    """Return whether this machine has the program, as the job's process would look it up."""
+    program = spec.command[0]
+    if "/" in program:
+        return Path(spec.working_directory, program).exists()
+    return shutil.which(program, path=spec.environment.get("PATH")) is not None
 
 
 def _runtime_env(file: str | None, text: str | None) -> dict[str, Any]:

@@ -20,8 +20,9 @@ import msgspec
 from aiohttp import web
 
 from kfp_gpuquota.api.wire import Health
+from kfp_gpuquota.cluster.local.audit_log import AuditLog
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
-from kfp_gpuquota.cluster.local.daemon_log import audit_log, write_log_to
+from kfp_gpuquota.cluster.local.daemon_log import write_log_to
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
@@ -96,7 +97,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         if runtime is not None:
             await stack.enter_async_context(runtime.serving(driver, driver.membership))
         cluster = LocalCluster(home, store, state, driver, shape)
-        audit = audit_log(home.audit_file)
+        audit = AuditLog(home.audit_file)
+        stack.callback(audit.close)
         page = PageServer(home, LocalPages(home, store, state, cluster), audit)
         stack.push_async_callback(page.close)
         app = build_app(

@@ -12,8 +12,6 @@ import time
 from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.server.audit import audit_file
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -34,15 +32,6 @@ def write_log_to(path: Path) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     logging.raiseExceptions = False  # a full disk must not end in tracebacks of the log itself
-
-
-def audit_log(path: Path) -> Callable[[str], None]:
-    """A function that appends a line to the audit log at `path`."""
-    audit = logging.getLogger("gpuquota.audit")
-    audit.propagate = False
-    audit.handlers = [audit_file(path)]
-    audit.setLevel(logging.INFO)
-    return audit.info
 
 
 class RateLimit(logging.Filter):

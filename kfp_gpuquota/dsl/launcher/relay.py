@@ -3,8 +3,9 @@
 Each relay has a certificate of an authority of its own, made when it starts. Workers read the authority's certificate
 from the job's Secret, as they do the token, and send nothing to a server without such a certificate. Files are sent and
 received in chunks and never whole in memory. A job's token permits reading the step's inputs and the workers' start
-program, and writing below the job's own staging directories. Nothing else of the pod can be reached: an input that
-links to a file outside of it is refused.
+program, and writing below the job's own staging directories. Nothing else of the pod can be reached. A listing names
+all that is below an input or is refused with the name of what a worker cannot have: a link out of the input, a link to
+a folder, a link to nothing, a pipe.
 
 A connection has a thread. It counts as unproven until it has sent the token, for `PROOF_TIMEOUT_S` at most; so many of
 them are open from one address, and in all, beyond which the oldest one is closed.
@@ -285,10 +286,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._refuse(HTTPStatus.NOT_FOUND)
 
     def _send_listing(self, root: Path) -> None:
-        found = listing(root)
-        readable = cast(_Server, self.server).relay.readable
-        if any(readable(str(root / name)) is None for name, _, _ in found):
-            self._refuse(HTTPStatus.FORBIDDEN)  # a worker that lacks a file would fail later, and not say why
+        try:
+            found = listing(root, cast(_Server, self.server).relay.readable)
+        except NotTransferableError as error:
+            self._refuse(HTTPStatus.FORBIDDEN, str(error))  # a worker that lacks a file would fail later
         else:
             self._send(json.dumps(found).encode())
 
@@ -347,9 +348,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _query(self, name: str) -> str:
         return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
 
-    def _refuse(self, status: HTTPStatus) -> None:
+    def _refuse(self, status: HTTPStatus, reason: str = "") -> None:
         self.close_connection = True  # an unread body would be parsed as the next request
-        self._send(status.phrase.encode(), status)
+        self._send((reason or status.phrase).encode(errors="replace"), status)
 
     def _send(self, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
@@ -382,12 +383,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             temporary.unlink(missing_ok=True)
 
 
-def listing(root: Path) -> list[tuple[str, int, int]]:
-    """[(path relative to `root`, bytes, mode)] of a file ("") or of all files below a directory."""
-    if root.is_file():
-        return [("", root.stat().st_size, root.stat().st_mode & 0o777)]
-    found = (path for path in sorted(root.rglob("*")) if path.is_file())
-    return [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mode & 0o777) for path in found]
+class NotTransferableError(Exception):
+    """An input has something that no worker can have."""
+
+
+def listing(root: Path, readable: Callable[[str], Path | None]) -> list[tuple[str, int, int]]:
+    """[(path relative to `root`, bytes, mode)] of a file ("") or of all files below a folder, sorted.
+
+    Raises NotTransferableError with the name of a link that leaves the input, and of all that is no file.
+    """
+    if not os.path.lexists(root):
+        return []  # an artifact that KFP does not download
+    if not root.is_dir():
+        return [_listed(root, "", readable)]
+    found = []
+    for folder, folders, files in os.walk(root):
+        linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]  # noqa: PTH114, PTH118
+        paths = [Path(folder, name) for name in (*linked, *files)]
+        found += [_listed(path, str(path.relative_to(root)), readable) for path in paths]
+    return sorted(found)
+
+
+def _listed(path: Path, name: str, readable: Callable[[str], Path | None]) -> tuple[str, int, int]:
+    if readable(str(path)) is None:
+        raise NotTransferableError(f"{path} is a link that leaves its input; copy what it leads to into the input")
+    if why := remote.not_transferable(str(path)):
+        raise NotTransferableError(f"{path} {why}")
+    facts = path.stat()
+    return name, facts.st_size, facts.st_mode & 0o777
 
 
 def _copy(source: Any, target: io.FileIO, size: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.durations import seconds
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import check_name, check_range
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
@@ -28,9 +29,6 @@ _SAME: Final = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible"
 _EXTENDED: Final = "extended_resources"
 MAX_EXTENDED: Final = 4096
 MAX_RUNTIME_S: Final = 365 * 86_400.0
-
-_SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -154,8 +152,8 @@ def _channel(value: Any) -> str:
 def _seconds(component: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
-        return float(match[1]) * _SECONDS[match[2]]
+    if isinstance(value, str) and (found := seconds(value.strip())) is not None:
+        return found
     raise DefinitionError(
         f"component {component!r}: max_runtime is {value!r}, but it must be seconds or a time such as '90m', '2h', '1d'"
     )

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import ssl
+import stat
 import subprocess
 import sys
 import time
@@ -206,15 +207,34 @@ def send_outputs(relay: RelayClient, mine: Json) -> None:
     paths = [start.local_path(owner[key]) for owner, key in start.output_locations(mine)]
     directories = dict.fromkeys(os.path.dirname(path) for path in paths)  # noqa: PTH120
     for _ in range(MAX_UPLOAD_ROUNDS):
-        files = [
-            os.path.join(path, name)  # noqa: PTH118
-            for directory in directories
-            for path, _, names in os.walk(directory)
-            for name in names
-        ]
+        files = [file for directory in directories for file in output_files(directory)]
         for file in files:
             relay.upload(file, file)
         sizes = [(file, os.path.getsize(file)) for file in files]  # noqa: PTH202
         if relay.complete(os.environ[start.POD_NAME], sizes):
             return
     raise RelayError(f"the step's launcher was replaced {MAX_UPLOAD_ROUNDS} times during the upload of the outputs")
+
+
+def output_files(directory: str) -> list[str]:
+    """Return all files below a directory. Raises RelayError with the name of what cannot be sent."""
+    found = []
+    for path, folders, files in os.walk(directory):
+        joined = [os.path.join(path, name) for name in files]  # noqa: PTH118
+        linked = [os.path.join(path, name) for name in folders if os.path.islink(os.path.join(path, name))]  # noqa: PTH114, PTH118
+        for file in (*joined, *linked):
+            if why := not_transferable(file):
+                raise RelayError(f"the output {file} {why}")
+        found += joined
+    return found
+
+
+def not_transferable(path: str) -> str:
+    """Return why this is nothing that can be transferred, "" for a file."""
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except OSError:
+        return "is a link to nothing"
+    if stat.S_ISDIR(mode):
+        return "is a link to a folder; copy the folder instead"
+    return "" if stat.S_ISREG(mode) else "is no file"

@@ -2,7 +2,8 @@
 
 Every replica serves, the one that leads and those that stand by. The authority and the serving certificate lie in one
 Secret that all replicas share: the first that finds it missing or expiring renews it, the others load it. Each writes
-the authority into the MutatingWebhookConfiguration, so nothing else (cert-manager, an install job) is needed.
+the authority into the MutatingWebhookConfiguration, so nothing else (cert-manager, an install job) is needed, and puts
+that back when it was deleted.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from aiohttp import web
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.certificates import KeyPair, Material, check, expires_at, maintained
 from kfp_gpuquota.cluster.kubernetes.admission import pods
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.admission.gate_configuration import MISSING_S, GateConfiguration
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
-from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
@@ -37,14 +38,12 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PolicyBook
 
 PATH: Final = "/admission/pods"
-CONFIGURATION: Final = "gpuquota"
 SECRET: Final = "gpuquota-webhook"  # noqa: S105  the name of one
 SERVICE: Final = "gpuquota-webhook"
 REFRESH_EVERY_S: Final = 60.0  # who takes our authority out of the configuration closes the gate: not for long
 RETRY_AFTER_S: Final = 10.0
 ATTEMPTS: Final = 5
 MAX_BODY_BYTES: Final = 8 << 20  # a review holds the object once or twice, and etcd takes 1.5 MiB of one
-_WEBHOOKS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 _CONFLICT: Final = 409
 
 log = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class Certificates:
         inject: bool = True,
     ) -> None:
         self._connection, self._names, self.renewed = connection, tuple(names), renewed
-        self._injects = inject
+        self._injects, self._configuration = inject, GateConfiguration(connection)
         self._secrets = join("/api/v1/namespaces", namespace, "secrets")
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.material: Material | None = None
@@ -134,7 +133,7 @@ class Certificates:
         if before is not None and before.trusted != material.trusted:
             self.renewed(material.trusted)
         if self._injects:
-            await self._inject(material.trusted)
+            await self._configuration.maintain(material.trusted, now)
         return material
 
     async def keep(self) -> None:
@@ -142,7 +141,7 @@ class Certificates:
         while True:
             try:
                 await self.refresh(time.time())
-                pause = REFRESH_EVERY_S
+                pause = MISSING_S if self._configuration.missing else REFRESH_EVERY_S
             except RunError as error:
                 log.warning("the webhook's certificate could not be looked after: %s", error)
                 pause = RETRY_AFTER_S
@@ -180,19 +179,6 @@ class Certificates:
             return False
         return True
 
-    async def _inject(self, trusted: bytes) -> None:
-        path = join(_WEBHOOKS, CONFIGURATION)
-        try:
-            found = msgspec.json.decode(await self._connection.call("GET", path))
-            operations = list(_injections(found.get("webhooks") or [], base64.b64encode(trusted).decode()))
-            if operations:
-                params = {"fieldManager": labels.FIELD_MANAGER}
-                await self._connection.call("PATCH", path, operations, content_type=JSON_PATCH, params=params)
-        except ApiError as error:
-            if not error.not_found:
-                raise
-            log.warning("there is no MutatingWebhookConfiguration %s: pods are not gated", CONFIGURATION)
-
 
 async def serve(
     certificates: ServingCertificate,
@@ -212,13 +198,6 @@ async def serve(
         await certificates.keep()
     finally:
         await runner.cleanup()
-
-
-def _injections(webhooks: list[dict[str, Any]], bundle: str) -> Iterator[dict[str, Any]]:
-    for index, webhook in enumerate(webhooks):
-        if webhook["clientConfig"].get("caBundle") != bundle:
-            yield {"op": "test", "path": f"/webhooks/{index}/name", "value": webhook["name"]}
-            yield {"op": "add", "path": f"/webhooks/{index}/clientConfig/caBundle", "value": bundle}
 
 
 def _to_secret(material: Material, version: str) -> dict[str, Any]:

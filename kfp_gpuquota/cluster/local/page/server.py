@@ -24,9 +24,8 @@ from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.web.setting import Setting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.server.audit import AuditLog
     from kfp_gpuquota.web.access import Access
     from kfp_gpuquota.web.source import Source
 
@@ -47,7 +46,7 @@ class _Location(msgspec.Struct):
 class PageServer:
     """Serves the page from the first `open` on."""
 
-    def __init__(self, home: Home, source: Source, audit: Callable[[str], None]) -> None:
+    def __init__(self, home: Home, source: Source, audit: AuditLog) -> None:
         self._home, self._source, self._audit = home, source, audit
         self._access: Access | None = None
         self._runner: web.AppRunner | None = None

@@ -42,6 +42,7 @@ class Renewal:
         self._beat_at = election.clock()
         self._thread_loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._cancelled = False
 
     async def hold(self) -> None:
         """Return when this process must not lead any more. Cancelling it ends the thread."""
@@ -55,6 +56,8 @@ class Renewal:
         def run() -> None:
             try:
                 asyncio.run(self._hold())
+            except asyncio.CancelledError:
+                pass  # this process ends
             except BaseException:
                 log.exception("the renewal of the lease failed")
             finally:
@@ -76,11 +79,14 @@ class Renewal:
 
     async def _hold(self) -> None:
         self._thread_loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self._cancelled:  # before this thread had begun
+            return
         async with AsyncExitStack() as stack:
             connection = await stack.enter_async_context(self._connect())
             await self._election.hold(connection, self.is_alive)
 
     def _cancel(self) -> None:
+        self._cancelled = True
         loop, task = self._thread_loop, self._task
         if loop is not None and task is not None and not loop.is_closed():
             loop.call_soon_threadsafe(task.cancel)
