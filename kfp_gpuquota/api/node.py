@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import ceil
+from typing import Final
+
 import msgspec
 
 from kfp_gpuquota.api.affinity import Taint
@@ -17,6 +20,14 @@ from kfp_gpuquota.api.validation import (
     check_range,
 )
 from kfp_gpuquota.errors import InvalidFieldError
+
+DEFAULT_MAX_SHARERS: Final = 16
+"""Processes on one device; each needs a context of the driver, and a turn."""
+
+DEFAULT_MEMORY_RESERVE: Final = 0.02
+"""The part of a device's memory that the driver holds for its page tables and error correction."""
+
+MAX_MEMORY_RESERVE: Final = 0.5
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +51,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A machine, or a part of one, on which workers run. Not `ready`: nothing new is placed there.
 
     `cpu` (cores), `memory_mib` and `max_workers` are what its workers may hold together; None: not counted. A
-    node of a `pool` runs only what asks for that pool.
+    node of a `pool` runs only what asks for that pool. At most `max_sharers` workers share a device. The part
+    `memory_reserve` of each device's memory is the driver's.
     """
 
     name: str
@@ -52,6 +64,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_workers: Count | None = None
     taints: tuple[Taint, ...] = ()
     pool: str = ""
+    max_sharers: int = DEFAULT_MAX_SHARERS
+    memory_reserve: float = 0.0
 
     def __post_init__(self) -> None:
         check_node_name("name", self.name)
@@ -63,11 +77,37 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             check_count("memory_mib", self.memory_mib, 0, "MiB", MAX_MIB)
         if self.max_workers is not None:
             check_count("max_workers", self.max_workers, 0, "workers")
+        check_count("max_sharers", self.max_sharers, 1, "workers")
+        check_range("memory_reserve", self.memory_reserve, 0, MAX_MEMORY_RESERVE)
         indices = [device.index for device in self.devices]
         if len(set(indices)) != len(indices):
             raise InvalidFieldError("devices", indices, "each device's index must be unique on its node")
 
     @property
     def gpu_memory_mib(self) -> int:
-        """The smallest device's memory: what a request for memory is a part of here."""
-        return min((device.memory_mib for device in self.devices), default=0)
+        """The smallest device's memory that jobs may hold: what a request for memory is a part of here."""
+        return min((self.usable_mib(device) for device in self.devices), default=0)
+
+    def usable_mib(self, device: Device) -> int:
+        """Return the memory of a device that jobs may hold: without the driver's part."""
+        return usable_mib(device.memory_mib, self.memory_reserve)
+
+
+class SharingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How devices are shared, the administrator's choice: see the fields of a node."""
+
+    max_sharers: int = DEFAULT_MAX_SHARERS
+    memory_reserve: float = DEFAULT_MEMORY_RESERVE
+
+    def __post_init__(self) -> None:
+        check_count("max_sharers", self.max_sharers, 1, "workers")
+        check_range("memory_reserve", self.memory_reserve, 0, MAX_MEMORY_RESERVE)
+
+    def on(self, node: Node) -> Node:
+        """Return the node with these rules."""
+        return msgspec.structs.replace(node, max_sharers=self.max_sharers, memory_reserve=self.memory_reserve)
+
+
+def usable_mib(total_mib: int, reserve: float) -> int:
+    """Return what is left of a device's memory without the part that is the driver's."""
+    return total_mib - ceil(round(total_mib * reserve, 6))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.scheduler.actions.consolidation import lost_work_s
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.explain import sentences
@@ -158,8 +159,8 @@ def _move(copy: Task, cycle: Cycle) -> Move:
     old = copy.moved
     if old is None:
         raise AssertionError("a move has an origin")
-    to = _placement(copy)
-    return Move(copy.job.uid, old.id, to, sentences.moved(old, to.node, cycle.causes[old]))
+    to, lost_s = _placement(copy), lost_work_s(copy.job, cycle.now)
+    return Move(copy.job.uid, old.id, to, sentences.moved(old, to.node, cycle.causes[old], lost_s))
 
 
 def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:

@@ -62,9 +62,9 @@ def test_a_pod_asks_for(annotations: dict[str, str], environment: dict[str, str]
         ({"gpu-memory": "-5"}, {}, "it must be a whole number of MiB"),
         ({"gpu-memory": "0"}, {}, "gpu_memory_mib is 0, but it must be"),
         (
-            {"gpu-memory": "4096", "gpu-memory-limit": "0.5GB"},
+            {"gpu-memory": "4096", "gpu-memory-limit": "0.5XB"},
             {},
-            "gpu-memory-limit is '0.5GB', but it must be a number",
+            "gpu-memory-limit is '0.5XB', but it must be a number",
         ),
         (
             {"gpu-memory": "4096", "gpu-memory-limit": "1Gi"},

@@ -187,7 +187,7 @@ MISTAKES = [
     ("-g 1.5", "--gpus is 1.5, but it must be a whole number of GPUs, or a part of one, such as 0.25"),
     ("-g 0.5 --gpu-limit 0.4", "--gpu-limit is 0.4, but it must be between --gpus, which is 0.5, and 1"),
     ("-g 1 --gpu-memory 4G", "--gpus is 1, but it counts whole GPUs, and the job asks for a share of them"),
-    ("--gpu-memory 0.5GB", "--gpu-memory is 0.5GB, but it must be a number with one of the suffixes"),
+    ("--gpu-memory 0.5XB", "--gpu-memory is 0.5XB, but it must be a number with one of the suffixes"),
     ("--gpu-memory -4G", "--gpu-memory is -4G, but it must be more than 0"),
     ("--gpu-memory 17Gi", "--gpu-memory is 17Gi, but the largest GPU has 16384 MiB (16Gi)"),
     ("--gpu-memory 1Gi --gpu-memory-limit 17Gi", "--gpu-memory-limit is 17Gi, but the largest GPU has 16384 MiB"),

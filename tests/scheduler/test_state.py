@@ -12,6 +12,7 @@ from kfp_gpuquota.scheduler import (
     NodesBarred,
     QuotaRemoved,
     WorkerGone,
+    WorkerLeaving,
     WorkerStarted,
 )
 from tests.scheduler.world import World
@@ -88,3 +89,23 @@ def test_a_worker_on_a_node_that_nobody_announced_is_still_counted(world: World)
     assert world.state.ledger.queues["b"].held[0] > 0
     world.state.apply(WorkerGone("w"))
     assert "ghost" not in world.state.ledger.hosts
+
+
+def test_what_a_job_requests_does_not_depend_on_the_order_in_which_its_workers_left() -> None:
+    """Three of six workers are loaned ones that leave, and a fourth is reclaimed before or after they have exited."""
+    requested = []
+    for order in (["lent", "lent", "own"], ["own", "lent", "lent"]):
+        world = World()
+        world.node("n0", 6)
+        world.project("a", 4)
+        world.submit("job", "a", 4, 2, 6)
+        world.settle()
+        workers = list(world.state.jobs["job"].tasks)
+        for worker in workers[3:]:
+            world.state.apply(WorkerLeaving(worker, 1.0))
+        exited = iter(workers[3:])
+        for which in order:
+            event = WorkerLeaving(workers[2], 1.0) if which == "own" else WorkerGone(next(exited), 1.0)
+            world.state.apply(event)
+        requested.append(len(world.state.jobs["job"].pending))
+    assert requested == [0, 0], "the four that hold or release GPUs are as many as it wants"

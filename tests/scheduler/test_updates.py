@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kfp_gpuquota.api import JobSpec
-from kfp_gpuquota.scheduler import JobUpdated, ProgressReported
+from kfp_gpuquota.scheduler import JobSubmitted, JobUpdated, ProgressReported, WorkerGone, WorkerStarted
 from tests.scheduler.world import World
 
 
@@ -74,3 +74,23 @@ def test_a_job_that_resumes_from_a_checkpoint_is_moved_before_one_that_starts_an
     world.submit("pair", "a", 2)
     (move,) = world.step().move
     assert move.job == saved
+
+
+def test_a_job_is_below_its_minimum_since_that_was_raised_also_for_a_restarted_scheduler() -> None:
+    """The same workers and the same update, in the order of their times: one of two scheduler states is the older."""
+    spec = {"project": "a", "command": ("true",), "gpus_per_worker": 1}
+    before = JobSpec(name="job", gpus=2, min_gpus=1, max_gpus=2, **spec)  # type: ignore[arg-type]
+    after = JobSpec(name="job", gpus=3, min_gpus=2, max_gpus=3, **spec)  # type: ignore[arg-type]
+    since = []
+    for submitted in (before, after):
+        world = World()
+        world.node("n0", 2)
+        world.project("a", 3)
+        state = world.state
+        state.apply(JobSubmitted("job", submitted, 1.0))
+        for index in range(2):
+            state.apply(WorkerStarted(f"w{index}", "job", "n0", (index,), 2.0))
+        state.apply(WorkerGone("w1", 5.0))
+        state.apply(JobUpdated("job", after, 9.0))
+        since.append(state.jobs["job"].below_since)
+    assert since == [9.0, 9.0]

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from tests.simulation.processes import Process
 
 EPOCH = 1_700_000_000.0
-TICK_S = 1.0
+INSTANT_S = 0.1
+"""What happens is followed by a plan before that."""
+TICK_S = 2.0  # of the membership service: rarely, since its limits are 5 s and more
 MEMORY = Path("/dev/shm")
 
 
@@ -231,7 +233,7 @@ class SimulatedCluster:
     def _disturb(self) -> None:
         """For the plan that follows, and for the next ones in this instant."""
         self.disturbed = True
-        self.loop.call_later(0.1, self._calm)
+        self.loop.call_later(INSTANT_S, self._calm)
 
     def _calm(self) -> None:
         self.disturbed = False

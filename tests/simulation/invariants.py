@@ -11,6 +11,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Kind, Phase
 from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
 from kfp_gpuquota.cluster.jobs.records import Intent
+from tests.simulation.cluster import INSTANT_S
 from tests.simulation.search import fits, free_devices
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ HOLDS = re.compile(
 EXPANDED = re.compile(r"expanded from (\d+) to (\d+) GPUs: (\d+) GPUs? (?:is|are) idle")
 
 
+def _concerns(job: JobRecord) -> tuple[object, ...]:
+    """Return what decides whether the job needs the workers that it was promised."""
+    phase = job.status.phase
+    return id(job.spec), job.intent, job.completing, phase.final, phase is Phase.SUSPENDED
+
+
 class ViolationError(AssertionError):
     """What does not hold, with the time."""
 
@@ -38,7 +45,11 @@ class Invariants:
     cluster: SimulatedCluster
     restarted_for: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
     revoked: Counter[str] = field(default_factory=Counter)
+    changed_at: dict[str, float] = field(default_factory=dict)
     violations: list[ViolationError] = field(default_factory=list)
+    commits: int = 0
+    committed_at: float = 0.0
+    _checked: int = -1
 
     def watch(self) -> None:
         """Watch the engine that was just started."""
@@ -56,6 +67,9 @@ class Invariants:
         """Compare a change with the records that it changes."""
         state = self.cluster.state
         for uid, job in change.jobs.items():
+            if job is not None and uid in state.jobs and _concerns(state.jobs[uid]) != _concerns(job):
+                self.changed_at[uid] = self.cluster.loop.time()
+        for uid, job in change.jobs.items():
             if job is not None and uid in state.jobs:
                 self._check_promise(state.jobs[uid], job, change)
         for uid, job in change.jobs.items():
@@ -70,24 +84,23 @@ class Invariants:
 
     def after(self) -> None:
         """Check the records as they are now."""
+        self.commits += 1
+        self.committed_at = self.cluster.loop.time()
         self._check_devices()
         self._check_limits()
         self._check_views()
 
     def _check_promise(self, old: JobRecord, new: JobRecord, change: Change) -> None:
         """A promise is carried out, or revoked: by a lost node, a change of the job, or another job in its place."""
+        if new.completing and set(new.promised) - set(old.promised):
+            self.fail(f"{new.spec.name} is promised workers while it completes: {new.promised}")
         lost = set(old.promised) - set(new.promised)
         started = [w.worker for w in change.workers.values() if w.worker.job_uid == new.uid]
         if not lost or any(worker.id not in self.cluster.state.workers for worker in started):
             return
         self.revoked[new.uid] += 1
-        changed = (
-            new.intent is not Intent.RUN
-            or new.status.phase.final
-            or new.spec is not old.spec
-            or new.status.phase is Phase.SUSPENDED
-        )
-        if changed or self.cluster.disturbed or old.completing != new.completing:
+        changed = self.changed_at.get(new.uid, -INSTANT_S) + INSTANT_S > self.cluster.loop.time()
+        if changed or self.cluster.disturbed or new.intent is not Intent.RUN:
             return
         wanted = {(promise.node, device) for promise in lost for device in promise.devices}
         others = [j for uid, j in change.jobs.items() if j is not None and uid != new.uid]
@@ -115,12 +128,17 @@ class Invariants:
             last = resize
 
     def _check_move(self, moved: JobRecord, beneficiary: str) -> None:
-        """A job that loses work is not moved for one that would hold more than its project's guarantee."""
+        """A job that loses work is not moved for one that would hold more than its project's guarantee.
+
+        One that would be stopped otherwise is: the other has a higher priority in the same project.
+        """
         state = self.cluster.state
         served, started = state.jobs.get(beneficiary), moved.status.started_at
         if served is None or started is None or moved.managed or state.clock() - started <= MOST_LOST_S:
             return
-        project = state.projects[served.spec.project]
+        project, own = state.projects[served.spec.project], moved.spec
+        if own.project == project.name and own.effective_priority < served.spec.effective_priority:
+            return
         names = [r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == project.name]
         held = sum(record.worker.gpus for record in names if not record.released)
         needs = served.spec.smallest * min(1.0, served.spec.share_of(0))
@@ -209,8 +227,15 @@ class Invariants:
 
     # At some moments
 
-    def check_restart(self) -> None:
-        """A restarted engine decides what this one decides."""
+    def check(self) -> None:
+        """Check what needs a plan, if anything was committed since the last time."""
+        if self.commits == self._checked:
+            return
+        self._checked = self.commits
+        self.check_reasons(self.check_restart())
+
+    def check_restart(self) -> scheduler.Plan:
+        """A restarted engine decides what this one decides; return that."""
         live, now = self.cluster.state, self.cluster.state.clock()
         again = scheduler.State()
         for node in live.nodes.values():
@@ -224,11 +249,11 @@ class Invariants:
         for kind in ("bind", "resize", "evict", "move", "nominate", "promises", "waiting"):
             if getattr(decided, kind) != getattr(afresh, kind):
                 self.fail(f"{kind}: {getattr(decided, kind)}, and after a restart {getattr(afresh, kind)}")
+        return decided
 
-    def check_reasons(self) -> None:
+    def check_reasons(self, plan: scheduler.Plan) -> None:
         """The figures in the reasons of waiting jobs are those that the views show."""
         state = self.cluster.state
-        plan = scheduler.plan(state.scheduler, state.clock())
         if not plan.empty:
             return
         unused = sum(len(view.node.devices) - len(view.used) for view in state.list_nodes() if view.node.ready)
@@ -248,7 +273,7 @@ class Invariants:
     def check_rest(self) -> None:
         """When nothing happens any more, no plan has anything to do and no waiting job can start."""
         state = self.cluster.state
-        plan = scheduler.plan(state.scheduler, state.clock())
+        plan = self.check_restart()
         if not plan.empty:
             self.fail(f"the cluster does not rest: {plan}")
         held = [(r.worker.node, r.worker.devices, r.worker.share) for r in self.cluster.alive_workers()]

@@ -31,6 +31,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._simulated = _Selector()
         self.dead: list[object] = []
+        self.rested = asyncio.Event()
         super().__init__(self._simulated)
 
     def time(self) -> float:
@@ -52,8 +53,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
             callback(*args)
 
 
-def simulate(run: Callable[[], object], until_s: float) -> None:
-    """Call `run` in a simulated loop, then let timers run until `until_s`; an exception in any of them is raised."""
+def simulate(run: Callable[[], object]) -> None:
+    """Call `run` in a simulated loop, then let timers run until it has `rested`; raise an exception in any of them."""
     loop = SimulatedLoop()
     failures: list[BaseException] = []
 
@@ -63,7 +64,7 @@ def simulate(run: Callable[[], object], until_s: float) -> None:
 
     async def main() -> None:
         run()
-        await asyncio.sleep(until_s)
+        await loop.rested.wait()
 
     loop.set_exception_handler(failed)
     try:

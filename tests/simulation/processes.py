@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.driver import Driver
 
-STEP_S = 1.0
+STEP_S = 2.0
 RETRY_S = 1.0
 KILLED = 137
 ELASTIC = "elastic"  # the command of a job that joins a membership

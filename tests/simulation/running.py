@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 REST_S = 150.0
 """How long after the last happening the cluster must rest; a job that works ends within 60 s, one that hangs in 30."""
-LOOK_S = 9.0
+QUIET_S = 65.0
+"""Without a commit for longer than any delay of a process, nothing will happen any more."""
+LOOK_S = 13.0
 
 
 def play(history: History) -> SimulatedCluster:
     """Play a history. Raises ViolationError, or what the engine raised."""
-    last = sum(after_s for after_s, _ in history.happenings)
     playing, logged = Playing(history), _Errors()
     engine = logging.getLogger("kfp_gpuquota")
     engine.addHandler(logged)
     try:
-        simulate(playing.begin, last + REST_S + 1.0)
+        simulate(playing.begin)
     except Exception:
         playing.raise_violation()
         raise
@@ -46,13 +47,14 @@ class Playing:
         self._history = history
         self.cluster: SimulatedCluster | None = None
         self._invariants: Invariants | None = None
+        self._last = 0.0
 
     def begin(self) -> None:
         """Start the engine and schedule what happens."""
         cluster = self.cluster = SimulatedCluster(self._history, self._watch)
-        last = cluster.play()
+        self._last = cluster.play()
         cluster.loop.call_later(LOOK_S, self._look)
-        cluster.loop.call_later(last + REST_S, self._rest)
+        cluster.loop.call_later(self._last + REST_S, self._rest)
 
     def raise_violation(self) -> None:
         """Raise the first violation, if there was any: the engine may have logged it as an error of its own."""
@@ -66,15 +68,19 @@ class Playing:
     def _look(self) -> None:
         assert self.cluster is not None
         assert self._invariants is not None
+        now = self.cluster.loop.time()
+        if now > max(self._last, self._invariants.committed_at) + QUIET_S and self.cluster.up:
+            self._rest()
+            return
         self.cluster.loop.call_later(LOOK_S, self._look)
         if self.cluster.up:
-            self._invariants.check_restart()
-            self._invariants.check_reasons()
+            self._invariants.check()
 
     def _rest(self) -> None:
+        assert self.cluster is not None
         assert self._invariants is not None
-        self._invariants.check_restart()
         self._invariants.check_rest()
+        self.cluster.loop.rested.set()
 
 
 class _Errors(logging.Handler):

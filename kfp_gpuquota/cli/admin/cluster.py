@@ -16,6 +16,7 @@ from kfp_gpuquota.cli.display.terminal import echo, echo_data, make_output_priva
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.api.node import SharingRules
     from kfp_gpuquota.cluster.local.devices import ClusterConfig
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.ray.config import RayConfig
@@ -83,9 +84,36 @@ RayTokenOption = Annotated[
 RayPortOption = Annotated[
     int, typer.Option("--ray-port", min=0, max=65_535, help="Port that workers reach the daemon at; else any.")
 ]
+SharersOption = Annotated[
+    int | None, typer.Option("--max-sharers", min=1, help="The most jobs that share a GPU (default 16).")
+]
+ReserveOption = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-reserve",
+        min=0.0,
+        max=0.5,
+        metavar="PART",
+        help="The part of each GPU's memory that is the driver's (default 0.02; 0 with --gpu-memory).",
+    ),
+]
+NoMovesOption = Annotated[bool, typer.Option("--no-moves", help="Move no job to make room for another one.")]
 LendOption = Annotated[
     bool, typer.Option("--lend-silent", help="Lend also what jobs without elastic_runtime leave of their GPU memory.")
 ]
+
+
+def _sharing(max_sharers: int | None, memory_reserve: float | None, *, simulated: bool) -> SharingRules | None:
+    """Return the rules that are given, the others by default; None: no rule is given."""
+    from kfp_gpuquota.api.node import DEFAULT_MAX_SHARERS, DEFAULT_MEMORY_RESERVE, SharingRules  # noqa: PLC0415
+
+    if max_sharers is None and memory_reserve is None:
+        return None
+    reserve = 0.0 if simulated else DEFAULT_MEMORY_RESERVE
+    return SharingRules(
+        max_sharers=DEFAULT_MAX_SHARERS if max_sharers is None else max_sharers,
+        memory_reserve=reserve if memory_reserve is None else memory_reserve,
+    )
 
 
 @app.command("start", short_help="Start the cluster.")
@@ -106,7 +134,10 @@ def start(
     ray_checkpoints: RayDirectoryOption = None,
     ray_token_file: RayTokenOption = None,
     ray_port: RayPortOption = 0,
+    max_sharers: SharersOption = None,
+    memory_reserve: ReserveOption = None,
     *,
+    no_moves: NoMovesOption = False,
     gpu_memory_killer: KillerOption = False,
     lend_silent: LendOption = False,
 ) -> None:
@@ -134,10 +165,11 @@ def start(
 
     home = embedded_home()
     amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
-    kept = (log_limit, keep_ended_days, keep_ended_jobs)
+    kept = (log_limit, keep_ended_days, keep_ended_jobs, max_sharers, memory_reserve)
+    switches = gpu_memory_killer or lend_silent or no_moves
     shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool)
     on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
-    if all(given is None for given in (*amounts, *kept, on_ray)) and not gpu_memory_killer and not lend_silent:
+    if all(given is None for given in (*amounts, *kept, on_ray)) and not switches:
         ensure_running(home)
     else:
         sizes = pairs("pool", pool or [], "a node pool is given as POOL=NODES")
@@ -155,6 +187,8 @@ def start(
             keep_ended_jobs=DEFAULT_KEEP_ENDED_JOBS if keep_ended_jobs is None else keep_ended_jobs,
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
             ray=on_ray,
+            sharing=_sharing(max_sharers, memory_reserve, simulated=gpu_memory is not None),
+            moves=not no_moves,
         )
         _start_as(home, config)
     echo(f"the cluster runs in {home.root}")

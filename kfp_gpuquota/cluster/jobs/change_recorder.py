@@ -64,7 +64,7 @@ class ChangeRecorder:
 
     def update(self, job: JobRecord, spec: JobSpec) -> None:
         """Give the job other size bounds or another priority; its youngest workers beyond the new maximum leave."""
-        job = msgspec.structs.replace(job, spec=spec)
+        job = msgspec.structs.replace(job, spec=spec, updated_at=self.now)
         self.note(job, EventKind.JOB_UPDATED)
         self.change.jobs[job.uid] = job
         alive = [record.worker for record in self.state.alive_of(job.uid) if not record.released]

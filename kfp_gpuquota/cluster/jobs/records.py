@@ -34,7 +34,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `generation_high` is the highest generation number used, `size` the GPUs it last ran with, `members` the workers of
     the generation in force. `incident_at` is when its last restart was counted, in seconds since the epoch.
     `growth_failed` is why it is not expanded again in this run. `promised` are the placements of its next workers, for
-    which plans made room since `promised_at`.
+    which plans made room since `promised_at`. `updated_at` is when its sizes were last changed.
     """
 
     uid: str
@@ -55,6 +55,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     growth_failed: Reason | None = None
     promised: tuple[Placement, ...] = ()
     promised_at: float = 0.0
+    updated_at: float = 0.0
 
     @property
     def ending(self) -> bool:

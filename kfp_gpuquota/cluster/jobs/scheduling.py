@@ -35,7 +35,7 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
     if _suspended(after) != (before is not None and _suspended(before)):
         yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
     if before is not None and before.spec is not after.spec and _sizes(before) != _sizes(after):
-        yield scheduler.JobUpdated(after.uid, after.spec)
+        yield scheduler.JobUpdated(after.uid, after.spec, after.updated_at or None)
     if after.completing != (before is not None and before.completing):
         yield scheduler.JobCompleting(after.uid, after.completing)
     if after.promised != (() if before is None else before.promised):
@@ -73,6 +73,8 @@ def run_recalled(job: JobRecord, workers: Iterable[WorkerRecord]) -> Iterator[sc
     if job.status.phase.final:
         return
     found: list[tuple[float, int, scheduler.Event]] = []
+    if job.updated_at:
+        found.append((job.updated_at, 3, scheduler.JobUpdated(job.uid, job.spec, job.updated_at)))
     for record in workers:
         if record.alive or record.attempt == job.attempt:
             found += _events_of(record)

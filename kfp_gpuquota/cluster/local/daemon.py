@@ -23,7 +23,7 @@ from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.audit_log import AuditLog
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.daemon_log import write_log_to
-from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
+from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes, sharing_rules
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.page.server import PageServer
@@ -91,7 +91,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             nodes = _nodes(store, shape, changed=config is not None)
             locks = stack.enter_context(hold(nodes, home.device_locks))
             settings = replace(settings, device_locks=locks, cgroups=cgroups.prepare())
-        state = ClusterState(store, nodes, shape.usage_half_life_s, home.give_up_reserve)
+        half_life_s, room = shape.usage_half_life_s, home.give_up_reserve
+        state = ClusterState(store, nodes, half_life_s, room, sharing=sharing_rules(shape), moves=shape.moves)
         driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set, runtime=runtime)
         stack.callback(driver.close)
         if runtime is not None:

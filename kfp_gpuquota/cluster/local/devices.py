@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Device, Node
+from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_name, check_range
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import InvalidFieldError
@@ -36,7 +37,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     With `usage_half_life_s` what a project borrowed counts in its share of what is idle, half as much after that time.
     `pools` has the number of nodes in each node pool, assigned from the first node on.
     Of each worker's log the last `log_limit_mib` are kept, and ended jobs, with their logs and checkpoints, for
-    `keep_ended_s` and `keep_ended_jobs` of them at most. With `ray` the nodes are those of a Ray cluster.
+    `keep_ended_s` and `keep_ended_jobs` of them at most. With `ray` the nodes are those of a Ray cluster. Without
+    `moves` no job is moved to make room for another one. Simulated GPUs have no driver that holds memory by default.
     """
 
     nodes: int = 1
@@ -51,6 +53,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_ended_s: float = DEFAULT_KEEP_ENDED_S
     keep_ended_jobs: int = DEFAULT_KEEP_ENDED_JOBS
     ray: RayConfig | None = None
+    sharing: SharingRules | None = None
+    moves: bool = True
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")
@@ -72,6 +76,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             check_range("usage_half_life_s", self.usage_half_life_s, 1, MAX_HALF_LIFE_S, "s")
         if self.cpus_per_node is not None:
             check_range("cpus_per_node", self.cpus_per_node, 0, MAX_COUNT, "cores")
+
+
+def sharing_rules(config: ClusterConfig) -> SharingRules:
+    """Return how the cluster's devices are shared."""
+    if config.sharing is not None:
+        return config.sharing
+    return SharingRules(memory_reserve=0.0) if config.gpu_memory_mib else SharingRules()
 
 
 def discover_nodes(config: ClusterConfig) -> tuple[Node, ...]:

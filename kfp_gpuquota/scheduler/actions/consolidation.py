@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import domains, placement
 from kfp_gpuquota.scheduler.state.groups import below, loose
-from kfp_gpuquota.scheduler.state.model import UNLIMITED, Host, Job, Request, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Job, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -25,6 +25,9 @@ Candidate = tuple[tuple[int, float, int, int, float, int, str], Host, list[Task]
 
 BORROWERS_COST_S: Final = 60.0
 """The work in seconds that a job may lose at most when it is moved for one above its project's guarantee."""
+
+MOST_LOST_PER_GPU_S: Final = 4 * 3600.0
+"""The work in GPU-seconds that moves may cost for each GPU that a job gains by them, whatever its guarantee."""
 
 _TRIES: Final = 16
 """How many hosts are tried for one task, the cheapest first; others rarely succeed where these fail."""
@@ -80,6 +83,12 @@ def lost_work_s(job: Job, now: float) -> float:
     return 0.0 if trains_on else max(0.0, now - job.saved_at)
 
 
+def _lost_gpu_s(moves: Iterable[Task], now: float) -> float:
+    """Return the work that the jobs of these workers lose on all their GPUs, in GPU-seconds."""
+    jobs = {task.job: task.request.devices * task.request.share / GPU for task in moves}
+    return sum(lost_work_s(job, now) * job.active * gpus for job, gpus in jobs.items())
+
+
 def resettle(ledger: Ledger, evicted: Sequence[Task], now: float) -> None:
     """Move victims to idle capacity on other hosts: all evicted workers of a job, or none of them."""
     by_job: dict[Job, list[Task]] = {}
@@ -132,6 +141,8 @@ def _candidate(
     movable = [t for t in movable if lost_work_s(t.job, cache.now) <= cache.most_lost_s]
     moves = _moves(host, task, [t for t in movable if cache.may_move(ledger, t)])
     if not moves:
+        return None
+    if _lost_gpu_s(moves, cache.now) > MOST_LOST_PER_GPU_S * task.request.amount(host.gpu_memory_mib).gpu / GPU:
         return None
     last = moves[-1].job
     size = _size(moves, host)

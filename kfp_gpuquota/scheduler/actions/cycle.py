@@ -126,6 +126,8 @@ class Cycle:
             "preempt": self._preempt,
         }
         for action in actions:
+            if action == "consolidate" and not self.ledger.moves:
+                continue
             if action == "lend":
                 self._lend()
             elif action == "evict_stale":

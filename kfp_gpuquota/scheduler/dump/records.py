@@ -40,6 +40,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cpu: Number = UNLIMITED
     memory: Number = UNLIMITED
     max_tasks: Number = UNLIMITED
+    max_sharers: Number = UNLIMITED
     labels: dict[str, str] = {}
     taints: tuple[Taint, ...] = ()
     pool: str = ""
@@ -179,7 +180,8 @@ class StateDump(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the planner of `version` saw at `at`, and the plan that it makes of it.
 
     `usage_half_life_s`: the half-life of over-quota usage, None: it does not count. `reclaim_shelter_s`: the longest
-    time for which a minimum run time protects over-quota workers. `last_at`: the time of the last event.
+    time for which a minimum run time protects over-quota workers. `moves`: jobs are moved to make
+    room. `last_at`: the time of the last event.
     """
 
     format: int
@@ -192,5 +194,6 @@ class StateDump(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     jobs: tuple[JobRecord, ...] = ()
     usage_half_life_s: Number | None = None
     reclaim_shelter_s: Number = UNLIMITED
+    moves: bool = True
     last_at: Number = 0.0
     orders: Orders = Orders()

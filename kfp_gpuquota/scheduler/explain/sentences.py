@@ -58,12 +58,19 @@ def stopped(job: Job, cause: tuple[Job, str]) -> Reason:
     return _taken(job, f"stopped, and {then}", cause)
 
 
-def moved(task: Task, to: str, cause: tuple[Job, str]) -> Reason:
-    """Return why a worker is moved to another node."""
+def moved(task: Task, to: str, cause: tuple[Job, str], lost_s: float) -> Reason:
+    """Return why a worker is moved to another node, and how much work its job may lose.
+
+    A worker that is reclaimed or preempted is moved instead of stopped.
+    """
     node = task.node.name if task.node is not None else "its node"
+    why = f"{cause[0].name} needs {size_needed(cause[0])}"
+    if cause[1] != "consolidate":
+        why = _cause(task.job, cause)
+    lost = f"; it repeats at most {round(lost_s)} s of work" if lost_s >= 1 else ""
     return Reason(
         code=ReasonCode.CONSOLIDATED,
-        message=f"moved from {node} to {to}: {cause[0].name} needs {size_needed(cause[0])}",
+        message=f"moved from {node} to {to}: {why}{lost}",
         beneficiary=cause[0].uid,
         project=cause[0].queue.name,
     )
@@ -100,16 +107,24 @@ def emptying(job: Job) -> Reason:
 
 
 def _taken(victim: Job, what: str, cause: tuple[Job, str]) -> Reason:
+    beneficiary, why = cause[0], _cause(victim, cause)
+    project = beneficiary.queue.name
+    return Reason(
+        code=_CAUSES[cause[1]][0],
+        message=f"{what}: {why}",
+        beneficiary=beneficiary.uid,
+        project=project,
+        details={"why": why},
+    )
+
+
+def _cause(victim: Job, cause: tuple[Job, str]) -> str:
     beneficiary, action = cause
-    code, why = _CAUSES[action]
+    why = _CAUSES[action][1]
     if action in ("allocate", "reclaim") and victim.queue is not beneficiary.queue and _guaranteed(beneficiary):
         why = "project {project} takes back its guaranteed {gpus} for {job}"
     words = {"project": beneficiary.queue.label, "job": beneficiary.name, "gpus": _own(size_needed(beneficiary))}
-    why = why.format(**words)
-    project = beneficiary.queue.name
-    return Reason(
-        code=code, message=f"{what}: {why}", beneficiary=beneficiary.uid, project=project, details={"why": why}
-    )
+    return why.format(**words)
 
 
 def _guaranteed(job: Job) -> bool:

@@ -96,7 +96,7 @@ def _workers_on(host: Host, request: Request) -> float:
     most = [host.max_tasks]
     if request.devices:
         # Fractions of a device for tasks with several devices may interleave; a lower bound is enough to refuse.
-        each = GPU // share if share <= GPU else 0
+        each = min(GPU // share, host.max_sharers) if share <= GPU else 0
         most.append(len(host.devices) * each // request.devices if each else 0)
     most += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
     if host.resources is not None:
@@ -172,10 +172,21 @@ def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:
         why, helps = f"at most {n} of a node's GPUs have that much idle, on {best.name}", "more of them have"
         details: Details = (("largest_block", n), ("node", best.name))
         return Cause(ReasonCode.NO_FREE_GPUS, why, helps, details, binding=False)
+    if (host := next((host for host in hosts if _has_too_many_sharers(host, request)), None)) is not None:
+        why = f"{host.max_sharers:g} workers share each GPU that has that much idle, and no more may"
+        details = (("node", host.name),)
+        return Cause(ReasonCode.NO_FREE_GPUS, why, f"one of them on {host.name} exits", details, binding=False)
     lacks, name, left = min((_lack(host, request) for host in hosts), default=(GPU, "", 0))
     why = f"the most that is idle of a GPU is {count(max(0, left))} on {name}"
     details = (("largest_share", max(0, left) / GPU), ("node", name))
     return Cause(ReasonCode.NO_FREE_GPUS, why, f"{count(lacks)} more of it is released", details, binding=False)
+
+
+def _has_too_many_sharers(host: Host, request: Request) -> bool:
+    """Return whether a device has the share idle, and no further worker may use it."""
+    share = request.share_of(host.gpu_memory_mib)
+    left = {d: GPU - used - max(leaving, nominated) for d, (used, leaving, nominated) in host.taken.items()}
+    return any(left.get(d, 0) >= share > host.idle(d) for d in host.devices)
 
 
 def _lack(host: Host, request: Request) -> tuple[int, str, int]:

@@ -176,7 +176,8 @@ def _capacity(host: Host, task: Task, *, future: bool) -> float:
         workers: float = (host.future_whole if future else host.idle_whole) // request.devices
     elif request.devices:
         share, free = request.share_of(host.gpu_memory_mib), host.future if future else host.idle
-        workers = sum(free(d) // share for d in host.devices) // request.devices if share <= GPU else 0
+        most = host.max_sharers
+        workers = sum(min(most, free(d) // share) for d in host.devices) // request.devices if share <= GPU else 0
     else:
         workers = host.max_tasks
     return workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import merge
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -95,6 +96,8 @@ def is_idle(task: Task) -> bool:
         return False
     if any(sum(host.taken[device]) > GPU for device in task.devices):
         return False
+    if any(sum(host.sharers.get(device, ())) > host.max_sharers for device in task.devices):
+        return False
     request = task.request
     needs = ((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))
     return all(not need or sum(column[i] for column in host.other) <= total for i, (need, total) in enumerate(needs))
@@ -103,6 +106,7 @@ def is_idle(task: Task) -> bool:
 def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
     """Return whether the task would fit on the host after leaving workers and `others` have exited."""
     freed: dict[int, int] = {}
+    fewer: Counter[int] = Counter()
     other = [0.0, 0.0, 0.0]
     resources: dict[str, int] = {}
     for victim in others:
@@ -112,11 +116,13 @@ def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
             share = victim.request.share_of(host.gpu_memory_mib)
             for device in victim.devices:
                 freed[device] = freed.get(device, 0) + share
+                fewer[device] += not victim.request.whole
             other = [other[0] + victim.request.cpu, other[1] + victim.request.memory, other[2] + 1]
     request = task.request
     if request.devices:
         share = request.share_of(host.gpu_memory_mib)
-        if sum(host.future(d) + freed.get(d, 0) >= share for d in host.devices) < request.devices:
+        left = (host.future(d, fewer[d]) + freed.get(d, 0) for d in host.devices)
+        if sum(free >= share for free in left) < request.devices:
             return False
     if not _resources_fit(host, task, future=True, freed=resources):
         return False

@@ -48,6 +48,7 @@ class _Copier:
 
     def _relink_host(self, host: Host) -> None:
         host.taken = {device: list(columns) for device, columns in host.taken.items()}
+        host.sharers = {device: list(columns) for device, columns in host.sharers.items()}
         used, leaving, nominated = host.other
         host.other = (list(used), list(leaving), list(nominated))
         host.counted = {name: list(amounts) for name, amounts in host.counted.items()}
@@ -92,7 +93,7 @@ class _Copier:
         ledger.boundless = {pool: list(counts) for pool, counts in original.boundless.items()}
         ledger.by_size, ledger.special = dict(original.by_size), original.special
         ledger.gpu_memory_mib, ledger.half_life_s = original.gpu_memory_mib, original.half_life_s
-        ledger.reclaim_shelter_s = original.reclaim_shelter_s
+        ledger.reclaim_shelter_s, ledger.moves = original.reclaim_shelter_s, original.moves
         ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}
         ledger.held_gpus, ledger.leaving_gpus = dict(original.held_gpus), dict(original.leaving_gpus)
         ledger.lent_tasks = original.lent_tasks

@@ -63,10 +63,14 @@ class JobSubmitted(Event, frozen=True, tag=True):
 
 
 class JobUpdated(Event, frozen=True, tag=True):
-    """The job has other size bounds or another priority; its workers and its age stay."""
+    """The job has other size bounds or another priority; its workers and its age stay.
+
+    With `at`, a job that is smaller than its new minimum is below it since then.
+    """
 
     uid: str
     spec: JobSpec
+    at: float | None = None
 
 
 class JobRemoved(Event, frozen=True, tag=True):

@@ -71,7 +71,7 @@ def update(job: Job, spec: JobSpec, ledger: Ledger) -> None:
     for task, status, node, devices in places:
         ledger.set(task, status, node, devices)
     ledger.settle()
-    job.pending = [Task(job=job, request=job.request, index=i) for i in range(max(0, job.wanted - job.active))]
+    job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted - len(job.tasks))]
 
 
 def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:

@@ -31,13 +31,13 @@ class Ledger:
     """Hosts, queues and the tasks on them. `by_idle[n]` and `by_future[n]` are names of hosts with n free whole GPUs.
 
     `half_life_s`: the half-life of over-quota usage in fair shares; None: usage does not count. `reclaim_shelter_s`:
-    the longest time for which a minimum run time protects over-quota workers from reclaim. `held_gpus` and
-    `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
-    `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state` identifies what is held:
-    after a rollback it is what it was. `epoch` counts changes of hosts by which a task that no host can hold may become
-    one that fits. `packing`: the ranking for shares, during a plan. `one_by_one`: each task of a
-    gang is packed by itself, and shares onto the fullest device, as KAI-Scheduler does, instead of close to the others
-    and with the least fragmentation.
+    the longest time for which a minimum run time protects over-quota workers from reclaim. Without `moves` no job is
+    moved to make room. `held_gpus` and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what
+    their job requests. `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state`
+    identifies what is held: after a rollback it is what it was. `epoch` counts changes of hosts by which a task that no
+    host can hold may become one that fits. `packing`: the ranking for shares, during a plan. `one_by_one`: each task
+    of a gang is packed by itself, and shares onto the fullest device, as KAI-Scheduler does, instead of close to the
+    others and with the least fragmentation.
     """
 
     def __init__(self) -> None:
@@ -51,6 +51,7 @@ class Ledger:
         self.one_by_one = False
         self.half_life_s: float | None = None
         self.reclaim_shelter_s = UNLIMITED
+        self.moves = True
         self.packing: Packing | None = None
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
@@ -70,11 +71,16 @@ class Ledger:
     def put_host(self, host: Host) -> None:
         """Add or replace a host; the tasks on a replaced host keep their devices."""
         old = self.hosts.get(host.name)
+        held: list[tuple[Task, Status, tuple[int, ...]]] = []
         if old is not None:
+            if old.gpu_memory_mib != host.gpu_memory_mib:  # what requests for memory count as changes with it
+                held = [(task, task.status, task.devices) for task in old.tasks]
+                for task, _, _ in held:
+                    self._change(task, Status.PENDING, None, ())
             self._unindex(old)
             self._count_capacity(old, -1)
             host.taken, host.other, host.tasks = old.taken, old.other, old.tasks
-            host.counted = old.counted
+            host.counted, host.sharers = old.counted, old.sharers
             host.shared = old.shared
             self.shared_hosts.pop(old, None)
             self._note_shared(host)
@@ -87,6 +93,8 @@ class Ledger:
         self._recount(host)
         self._index(host)
         self._note_memory(host, old)
+        for task, status, devices in held:
+            self._change(task, status, host, devices)
 
     def _note_memory(self, host: Host, old: Host | None) -> None:
         """Update the memory of the smallest device; all hosts are searched only when a host that had it changes."""
@@ -215,6 +223,8 @@ class Ledger:
                 self._note_shared(host)
         if task.devices:
             _count_devices(host, task.devices, request.share_of(host.gpu_memory_mib), old, new)
+            if not request.whole:
+                _count_sharers(host, task.devices, old, new)
             self._reindex(host)
 
     def _note_shared(self, host: Host) -> None:
@@ -309,6 +319,15 @@ def _count_devices(host: Host, devices: tuple[int, ...], share: int, old: int | 
     host.idle_whole += idles
 
 
+def _count_sharers(host: Host, devices: tuple[int, ...], old: int | None, new: int | None) -> None:
+    for device in devices:
+        cell = host.sharers.setdefault(device, [0, 0, 0])
+        if old is not None:
+            cell[old] -= 1
+        if new is not None:
+            cell[new] += 1
+
+
 def _note_running(job: Job, sign: int) -> None:
     """Update the queue's running jobs, and its count of preemptible ones by priority."""
     queue = job.queue
@@ -351,7 +370,7 @@ def _offers_more(host: Host, old: Host) -> bool:
     if kind != (old.labels, old.taints, old.pool, old.devices, old.gpu_memory_mib):
         return True
     more = host.cpu > old.cpu or host.memory > old.memory or host.max_tasks > old.max_tasks
-    more = more or (host.ready and not old.ready)
+    more = more or host.max_sharers > old.max_sharers or (host.ready and not old.ready)
     return more or (host.resources != old.resources and _has_more(host.resources, old.resources))
 
 

@@ -338,7 +338,7 @@ class Job:
 
 @dataclass(slots=True, eq=False, order=False)
 class Host:
-    """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks.
+    """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks, `sharers[device]`: their numbers.
 
     `counted` are the amounts of other resources that these tasks hold; `resources` are the totals, None: unlimited.
     """
@@ -354,7 +354,9 @@ class Host:
     taints: tuple[Taint, ...] = ()
     pool: str = ""
     resources: dict[str, int] | None = None
+    max_sharers: float = UNLIMITED
     taken: dict[int, list[int]] = field(default_factory=dict)
+    sharers: dict[int, list[int]] = field(default_factory=dict)
     other: tuple[list[float], list[float], list[float]] = field(
         default_factory=lambda: ([0.0] * 3, [0.0] * 3, [0.0] * 3)
     )
@@ -392,11 +394,22 @@ class Host:
         return capacity_of(self.resources, resource) - used - (nominated if future else max(leaving, nominated))
 
     def idle(self, device: int) -> int:
-        """Return the micro-GPUs of the device that are free now."""
+        """Return the micro-GPUs of the device that a task could hold now."""
+        if device in self.sharers:
+            used, leaving, nominated = self.sharers[device]
+            if used + max(leaving, nominated) >= self.max_sharers:
+                return 0
         used, leaving, nominated = self.taken[device]
         return GPU - used - max(leaving, nominated)
 
-    def future(self, device: int) -> int:
-        """Return the micro-GPUs of the device that are free after leaving tasks have exited."""
+    def future(self, device: int, fewer: int = 0) -> int:
+        """Return the micro-GPUs of the device that a task could hold after leaving and `fewer` other ones have exited.
+
+        What those hold is not included.
+        """
+        if device in self.sharers:
+            used, _, nominated = self.sharers[device]
+            if used + nominated - fewer >= self.max_sharers:
+                return 0
         used, _, nominated = self.taken[device]
         return GPU - used - nominated

@@ -44,11 +44,12 @@ class State:
     twice, and `InvalidFieldError` for departments that contain each other; the state is then unchanged.
 
     With `usage_half_life_s` the past over-quota usage of a queue, decayed with this half-life, reduces its part of the
-    surplus.
+    surplus. Without `moves` no job is moved to make room for another one.
     """
 
-    def __init__(self, *, usage_half_life_s: float | None = None) -> None:
+    def __init__(self, *, usage_half_life_s: float | None = None, moves: bool = True) -> None:
         self.ledger = Ledger()
+        self.ledger.moves = moves
         self.ledger.half_life_s = usage_half_life_s
         self.jobs: dict[str, Job] = {}
         self.workers: dict[str, Task] = {}
@@ -82,6 +83,7 @@ class State:
                 cpu=UNLIMITED if node.cpu is None else round(node.cpu * MILLI),
                 memory=UNLIMITED if node.memory_mib is None else node.memory_mib * MIB,
                 max_tasks=UNLIMITED if node.max_workers is None else node.max_workers,
+                max_sharers=node.max_sharers,
                 labels=node.labels,
                 taints=node.taints,
                 pool=node.pool,
@@ -136,6 +138,7 @@ class State:
         job = self._job(event.uid)
         self.ledger.settle()
         update(job, event.spec, self.ledger)
+        job.below_since = job.below_since if event.at is None else event.at
         self._changed(job)
 
     @_apply.register
@@ -224,7 +227,7 @@ class State:
         self._note_usage(job, event.at)
         self.ledger.set(task, Status.PENDING, None)
         del job.tasks[event.worker], self.workers[event.worker]
-        if not job.removed and job.active + len(job.pending) < job.wanted:
+        if not job.removed and len(job.tasks) + len(job.pending) < job.wanted:
             again = Task(job=job, request=task.request, index=0, priority=task.priority, group=task.group)
             job.pending.append(again)
         job.below_since = event.at if job.below_since is None else job.below_since

@@ -79,6 +79,7 @@ class Snapshot:
         self._foreign: dict[str, PodView] = {}
         self._non_gpu_pods = NonGpuPods()
         self._planned_needs: dict[str, ResourceRequests] = {}  # of pods of the quota, by uid
+        self._sharing = rules.rules.sharing
         self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
         self._overfull: list[str] = []  # nodes that were emitted without some of their free devices
         self._not_emitted: dict[str, PodView] = {}  # during `start`: listed, and not emitted yet
@@ -156,6 +157,12 @@ class Snapshot:
         if self.started:
             self.emit(scheduler.NodeRemoved(name))
 
+    def rules_changed(self) -> None:
+        """Emit all nodes again if devices are shared by other rules."""
+        if self._sharing != self.rules.rules.sharing:
+            self._sharing = self.rules.rules.sharing
+            self._outdated.update(dict.fromkeys(self.emitted_nodes))
+
     def _emit_node(self, name: str) -> None:
         node = self.nodes.get(name)
         if node is None:
@@ -170,7 +177,7 @@ class Snapshot:
             self._wake()
             return
         try:
-            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name))
+            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name), self._sharing)
         except InvalidFieldError as error:
             log.error("node %s is ignored: %s", name, error)
             return

@@ -439,7 +439,11 @@ class Controller:
         self.wake()
 
     def _rules_changed(self) -> None:
-        self.snapshot.state.ledger.reclaim_shelter_s = self.rules.rules.reclaim.max_min_run_time_s
+        rules = self.rules.rules
+        self.snapshot.state.ledger.reclaim_shelter_s = rules.reclaim.max_min_run_time_s
+        self.snapshot.state.ledger.moves = rules.moves
+        self.reservations.memory_reserve = rules.sharing.memory_reserve
+        self.snapshot.rules_changed()
         self.snapshot.unseen.rules_changed()
         self.default_quotas.rules_changed()
         self.elastic.rules_changed()

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Device
+from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import taints_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
 
 PODS_PER_DEVICE: Final = 32  # more pods than share one GPU: beyond it, the node's pod limit does not constrain the plan
+_UNSET: Final = SharingRules(memory_reserve=0.0)
 _BLOCKING_EFFECTS: Final = frozenset({"NoSchedule", "NoExecute"})
 
 
@@ -41,7 +43,12 @@ def same_node(before: Node, after: Node) -> bool:
     )
 
 
-def node_of(node: Node, unplanned: Iterable[int] = (), taken: NodeUsage | None = None) -> CountedNode:
+def node_of(
+    node: Node,
+    unplanned: Iterable[int] = (),
+    taken: NodeUsage | None = None,
+    sharing: SharingRules = _UNSET,
+) -> CountedNode:
     """Return the node without the devices that are `unplanned`, and without the `taken` resources.
 
     A node without GPUs has no CPU and memory here: a team's quota of these counts only what GPU jobs can use.
@@ -60,6 +67,8 @@ def node_of(node: Node, unplanned: Iterable[int] = (), taken: NodeUsage | None =
         max_workers=max(0, pod_capacity) if pod_capacity < count * PODS_PER_DEVICE else None,
         pool=node.metadata.labels.get(labels.POOL, ""),
         resources=allocatable_of(allocatable, taken.others) if count else (),
+        max_sharers=sharing.max_sharers,
+        memory_reserve=sharing.memory_reserve,
     )
 
 

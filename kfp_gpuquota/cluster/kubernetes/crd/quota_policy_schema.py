@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from kfp_gpuquota.api.node import MAX_MEMORY_RESERVE, SharingRules
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS
 from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import (
@@ -18,6 +19,7 @@ MAX_OWNERS: Final = 64
 MAX_EXEMPT: Final = 256
 MAX_POOLS: Final = 64
 _DEFAULT: Final = ReclaimRules()
+_SHARING: Final = SharingRules()
 
 
 def quota_policy(metadata: Schema) -> Schema:
@@ -93,6 +95,13 @@ def _spec() -> Schema:
             " the rest: borrowed workers first, then the jobs of the lowest priority. Jobs that are not preemptible"
             " keep theirs. The time starts again with another leader.",
         },
+        "sharing": _sharing(),
+        "moves": {
+            "type": "boolean",
+            "default": True,
+            "description": "Preemptible pods and workers are moved to other nodes, so that a job fits. Otherwise it"
+            " waits; what is reclaimed is stopped as before.",
+        },
         "maxWaitingPods": {
             "type": "integer",
             "default": ClusterRules().max_waiting_pods,
@@ -115,6 +124,30 @@ def _spec() -> Schema:
         "unmanaged is default-quota, but no defaultQuota is given; add one, for example {guaranteed: 0, limit: 4}",
     )
     return {"type": "object", "properties": properties, "x-kubernetes-validations": [quota_given]}
+
+
+def _sharing() -> Schema:
+    return {
+        "type": "object",
+        "description": "How GPUs are shared. Running pods keep their shares.",
+        "default": {"maxSharers": _SHARING.max_sharers, "memoryReserve": _SHARING.memory_reserve},
+        "properties": {
+            "maxSharers": {
+                "type": "integer",
+                "default": _SHARING.max_sharers,
+                "minimum": 1,
+                "maximum": MAX_COUNT,
+                "description": "The most pods and workers that share one GPU.",
+            },
+            "memoryReserve": {
+                "type": "number",
+                "default": _SHARING.memory_reserve,
+                "minimum": 0,
+                "maximum": MAX_MEMORY_RESERVE,
+                "description": "The part of each GPU's memory that is the driver's. Fractions are parts of the rest.",
+            },
+        },
+    }
 
 
 def _default_quota() -> Schema:

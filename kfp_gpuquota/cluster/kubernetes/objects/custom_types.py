@@ -218,6 +218,8 @@ class QuotaPolicySpec(Struct, frozen=True):
     isolate_workers: bool = True
     max_waiting_pods: int = 5000
     limit_grace_seconds: float = 600.0
+    sharing: dict[str, Any] | None = None
+    moves: bool = True
 
 
 class QuotaPolicyObject(Struct, frozen=True):

@@ -37,11 +37,15 @@ log = logging.getLogger(__name__)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Apply the events, then plan at `now`. `reclaim_shelter_s`: the rules' limit of minimum run times."""
+    """Apply the events, then plan at `now`.
+
+    `reclaim_shelter_s`: the rules' limit of minimum run times. Without `moves` no job is moved to make room.
+    """
 
     events: list[scheduler.Event]
     now: float
     reclaim_shelter_s: float
+    moves: bool
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -96,7 +100,7 @@ def serve(state: scheduler.State, stream: BinaryIO, answers: socket.socket) -> N
 
 def _answer(state: scheduler.State, planner: BoundedPlanner, request: Request) -> Planned | Failed:
     try:
-        state.ledger.reclaim_shelter_s = request.reclaim_shelter_s
+        state.ledger.reclaim_shelter_s, state.ledger.moves = request.reclaim_shelter_s, request.moves
         for event in request.events:
             _apply(state, event)
             planner.applied(event)

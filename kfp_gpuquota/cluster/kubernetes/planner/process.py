@@ -107,7 +107,8 @@ class PlannerProcess:
         events, self._events = self._events, []
         try:
             async with asyncio.timeout(self._hang_s):
-                self._writer.write(packed(Request(events, now, self._state.ledger.reclaim_shelter_s)))
+                rules = self._state.ledger
+                self._writer.write(packed(Request(events, now, rules.reclaim_shelter_s, rules.moves)))
                 length = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
                 answer: Planned | Failed = pickle.loads(await self._reader.readexactly(length))  # noqa: S301 - ours
         except TimeoutError:

@@ -7,6 +7,8 @@
 | reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` protects borrowed GPUs from being reclaimed | 45 |
 | unmanaged | the handling of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
+| sharing | the most workers that share a GPU, and the part of its memory that is the driver's | 16, 0.02 |
+| moves | jobs within the guarantee make room by moving others | true |
 | limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
@@ -63,6 +66,8 @@ RECREATING_OWNERS: Final = frozenset(
     }
 )
 """Owners (API group/kind) whose controllers recreate a deleted pod."""
+
+_SHARING: Final = {"max_sharers": "maxSharers", "memory_reserve": "memoryReserve"}
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +113,8 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     isolates_workers: bool = True
     max_waiting_pods: int = 5000
     limit_grace_s: float = 600.0
+    sharing: SharingRules = SharingRules()
+    moves: bool = True
 
     def __post_init__(self) -> None:
         check_range("limitGraceSeconds", self.limit_grace_s, 0, MAX_SECONDS, "s")
@@ -150,8 +157,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
     spec = stored.spec
     given = {"bound_s": "boundSeconds", "max_grace_s": "maxGracePeriodSeconds"}
     given["max_min_run_time_s"] = "maxMinRunTimeSeconds"
-    limits = spec.reclaim or {}
-    reclaim = {name: limits[wire] for name, wire in given.items() if wire in limits}
+    reclaim = _renamed(spec.reclaim or {}, given)
     try:
         return ClusterRules(
             reclaim=msgspec.convert(reclaim, ReclaimRules),
@@ -163,9 +169,16 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             isolates_workers=spec.isolate_workers,
             max_waiting_pods=spec.max_waiting_pods,
             limit_grace_s=spec.limit_grace_seconds,
+            sharing=msgspec.convert(_renamed(spec.sharing or {}, _SHARING), SharingRules),
+            moves=spec.moves,
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
+
+
+def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that are given, by our names instead of the object's."""
+    return {name: given[wire] for name, wire in names.items() if wire in given}
 
 
 def _pools(given: Mapping[str, PolicyPool]) -> tuple[AutoscaledPool, ...]:

@@ -117,6 +117,7 @@ class Reservations:
         self._configs: dict[str, str] = {}  # uid of a sharer's pod -> the ConfigMap that it refers to
         self._bound: dict[str, tuple[str, str]] = {}  # uid of a sharer's pod on its node -> the holder, its GPUs
         self._waiting: dict[str, Sharer] = {}
+        self.memory_reserve = 0.0
         self._notes: dict[str, ShareNote] = {}  # of sharers that were started
         self._pod = msgspec.json.Decoder(Pod)
         self._started = False
@@ -343,7 +344,7 @@ class Reservations:
                 notes.append(note)
             elif (sharer := self._waiting.get(holder)) is not None and all(r.gpu for r in self._devices_of(holder)):
                 notes.append(self._named(sharer.note, self._devices_of(holder)))
-        return share_annotations.written(notes)
+        return share_annotations.written(notes, self.memory_reserve)
 
     def _write(self, entry: SharedDevice, write: Write, *, ended: str = "") -> None:
         entry.writing, entry.ended = (

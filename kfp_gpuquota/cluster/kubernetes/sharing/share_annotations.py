@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api.node import usable_mib
 from kfp_gpuquota.api.share import limit_mib, request_mib, share_fields
 from kfp_gpuquota.fractions.claims import Claim
 
@@ -24,6 +25,7 @@ class ShareNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `ticket` identifies this admission of the holder; `pod` is "namespace/name", for messages; `since` is the time of
     the assignment, in seconds since 1970. `uid` is the pod's uid after it was bound; "" before.
+    `memory_reserve` is the part of each GPU's memory that is the driver's.
     """
 
     ticket: str
@@ -36,6 +38,7 @@ class ShareNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gpu_memory_mib: int | None = None
     gpu_memory_limit_mib: int | None = None
     priority: int = 50
+    memory_reserve: float = 0.0
 
     @property
     def holder(self) -> str:
@@ -62,9 +65,10 @@ def note_of(spec: JobSpec, holder: str, pod: str, since: float) -> ShareNote:
     )
 
 
-def written(notes: Iterable[ShareNote]) -> str:
-    """Return the notes as an annotation, sorted by ticket; "" for none."""
-    ordered = sorted(notes, key=lambda note: note.ticket)
+def written(notes: Iterable[ShareNote], memory_reserve: float = 0.0) -> str:
+    """Return the notes as an annotation, sorted by ticket; "" for none. `memory_reserve`: the driver's part."""
+    ordered = [msgspec.structs.replace(note, memory_reserve=memory_reserve) for note in notes]
+    ordered.sort(key=lambda note: note.ticket)
     return msgspec.json.encode(ordered).decode() if ordered else ""
 
 
@@ -78,6 +82,7 @@ def read(text: str) -> tuple[ShareNote, ...]:
 
 def claim(note: ShareNote, gpu: str, total_mib: int) -> Claim:
     """Return the pod's claim on one of its GPUs."""
+    total_mib = usable_mib(total_mib, note.memory_reserve)
     return Claim(
         workload=note.uid or note.ticket,
         device=gpu,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api import Job, Node, Project, Reason, Worker
+    from kfp_gpuquota.api.node import SharingRules
     from kfp_gpuquota.cluster.jobs.records import WorkerRecord
     from kfp_gpuquota.cluster.local.storage.store import Store
 
@@ -46,6 +47,7 @@ class ClusterState(JobBook):
     """Projects, nodes, jobs and workers, each by its key, and the scheduler's state.
 
     `make_room()` frees some of a full disk, and returns whether it could: for changes that end something.
+    Without `moves` no job is moved to make room; `sharing` is how devices are shared, else as the nodes have it.
     `clock(at_least)` returns the clock of all records, which begins no earlier than `at_least`.
     """
 
@@ -56,14 +58,18 @@ class ClusterState(JobBook):
         usage_half_life_s: float | None = None,
         make_room: Callable[[], bool] = lambda: False,
         clock: Callable[[float], Callable[[], float]] = SteadyClock,
+        *,
+        sharing: SharingRules | None = None,
+        moves: bool = True,
     ) -> None:
-        super().__init__({node.name: node for node in nodes})
+        self._sharing, self._moves = sharing, moves
+        super().__init__({node.name: self._ruled(node) for node in nodes})
         self._store, self._make_room = store, make_room
         self.reports = ReportHistory(store)
         self._taken: dict[str, tuple[int, ...]] = {}
         self.projects: dict[str, Project] = {}
         self._usage_half_life_s = usage_half_life_s
-        self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s)
+        self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s, moves=moves)
         self._uids: dict[tuple[str, str], str] = {}
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
@@ -169,7 +175,7 @@ class ClusterState(JobBook):
     @property
     def _device_memory_mib(self) -> int:
         """The smallest device's: what memory that is asked for counts as before it has a place."""
-        return min((device.memory_mib for node in self.nodes.values() for device in node.devices), default=0)
+        return min((node.usable_mib(device) for node in self.nodes.values() for device in node.devices), default=0)
 
     async def wait_for_change(self, after: int | None, timeout_s: float) -> None:
         """Return once the revision is not `after` any more, or `timeout_s` is over."""
@@ -241,7 +247,7 @@ class ClusterState(JobBook):
 
         Devices that are `taken` are used by others, and not planned with. Returns whether any of this is a change.
         """
-        given = {node.name: node for node in nodes}
+        given = {node.name: self._ruled(node) for node in nodes}
         for record in self.workers.values():
             name = record.worker.node
             if record.alive and name not in given:
@@ -355,6 +361,10 @@ class ClusterState(JobBook):
         for node in self.nodes.values():
             self.scheduler.apply(scheduler.NodeChanged(self._usable(node)))
 
+    def _ruled(self, node: Node) -> Node:
+        """The node with the cluster's rules of sharing."""
+        return node if self._sharing is None else self._sharing.on(node)
+
     def _usable(self, node: Node) -> Node:
         """The node without the devices that others use."""
         taken = self._taken.get(node.name, ())
@@ -363,7 +373,7 @@ class ClusterState(JobBook):
     def _rebuild_scheduler(self) -> None:
         """Make the scheduler's state anew from what is remembered: it has taken half of something."""
         remembered = Change(projects=dict(self.projects), jobs=dict(self.jobs), workers=dict(self.workers))
-        self.scheduler = scheduler.State(usage_half_life_s=self._usage_half_life_s)
+        self.scheduler = scheduler.State(usage_half_life_s=self._usage_half_life_s, moves=self._moves)
         self._apply_nodes()
         before, self.jobs, self.workers = (self.jobs, self.workers), {}, {}
         try:

@@ -145,8 +145,8 @@ class Sharing:
             Claim(
                 workload=worker.id,
                 device=device_name(node, device),
-                request_mib=request_mib(spec, device.memory_mib),
-                limit_mib=limit_mib(spec, device.memory_mib),
+                request_mib=request_mib(spec, node.usable_mib(device)),
+                limit_mib=limit_mib(spec, node.usable_mib(device)),
                 priority=spec.effective_priority,
                 since=worker.started_at,
                 running=worker.id not in self._held,
