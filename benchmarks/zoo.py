@@ -3,8 +3,8 @@
 `passed`: the same samples in each step and the same parameters (within rounding with "fast", to the bit with "exact"),
 in each mode that the script has; `refused`: ended alone, with the message that the script names; `wrong`: neither.
 
-`--generated N`: N scripts composed of parts instead, each in one mode and through three histories of stops, resumes,
-joins, leaves and losses (tests/elastic_runtime/zoo/generated). `refused`: ended by a message that a part of it names;
+`--generated N`: N scripts composed of parts instead, each in one mode and through a history of stops, resumes, joins,
+leaves and losses (tests/elastic_runtime/zoo/generated). `refused`: ended by a message that a part of it names;
 `rehearsed`: went wrong, and its rehearsal says so; `wrong`: anything else.
 Last line: JSON.
 
@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import print_conditions, print_result
 
 from tests.elastic_runtime.zoo import driver
+from tests.elastic_runtime.zoo.generated.drawing import drawn
 from tests.elastic_runtime.zoo.generated.recipes import PREFIX
-from tests.elastic_runtime.zoo.generated.verdicts import drawn, judge_all
+from tests.elastic_runtime.zoo.generated.verdicts import judge_all
 from tests.elastic_runtime.zoo.parts import SCRIPTS, Script
 
 

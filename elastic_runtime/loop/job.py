@@ -114,6 +114,11 @@ class Job:
         return self._member.placed and self.rank == 0
 
     @property
+    def placed(self) -> bool:
+        """Whether this worker has a rank: from the loop's beginning on."""
+        return self._member.placed
+
+    @property
     def members(self) -> tuple[str, ...]:
         """The ids of the workers that train now, by rank; empty before the loop, and without a coordinator."""
         return self._member.members
@@ -134,6 +139,17 @@ class Job:
         return self._prepared.applied
 
     @property
+    def samples(self) -> int:
+        """The number of samples of this iteration; 0 where they are copies, of a worker without one in a small step."""
+        micro = self._prepared.micro_batch
+        return micro.size if micro else 0
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether this iteration is the first one of a global step, or of its repetition; before job.backward."""
+        return self._prepared.begins_step
+
+    @property
     def position(self) -> Position:
         """The training's position after this iteration: epoch, steps of it, total steps."""
         return self._prepared.reached
@@ -144,6 +160,10 @@ class Job:
             raise LoopError("job.begin_at comes before job.epochs")
         assert self._state is not None
         self._state.position = position
+
+    def keep_epochs_whole(self) -> None:
+        """Keep all steps of a rehearsal's first epoch: for integrations whose loop counts them. After `prepare`."""
+        self._prepared.whole_epochs = True
 
     def settle_batch(self, *, global_batch_size: int, max_batch_per_gpu: int | None) -> None:
         """Set options that `init` was not given, before `prepare`: for integrations, which get the loader later.

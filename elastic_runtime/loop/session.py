@@ -59,6 +59,7 @@ class Session:
 
     loader: ElasticLoader  # set once it is made: the two need each other
     warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
+    whole_epochs = False  # in a rehearsal, too: another loop counts their steps
     structure: NewParameters | None = None  # what model and optimizers consist of; None: not watched
 
     def __init__(
@@ -111,6 +112,16 @@ class Session:
     def applied(self) -> bool:
         """Whether this iteration completes a global step."""
         return self._step.complete
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """The micro-batch of this iteration; None outside of one."""
+        return self._step.micro
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether this iteration's backward pass is the first one of its step."""
+        return self._step.first
 
     @property
     def reached(self) -> Position:
@@ -198,7 +209,7 @@ class Session:
 
     def most_steps(self, epoch: int) -> int | None:
         """Return after how many steps an epoch ends, if not with its samples: the first one of a rehearsal."""
-        orders, several = self._member.rehearsed, self._state.totals.epochs > 1
+        orders, several = self._member.rehearsed, self._state.totals.epochs > 1 and not self.whole_epochs
         return orders.first_epoch if orders is not None and several and epoch == 0 else None
 
     @property

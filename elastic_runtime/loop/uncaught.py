@@ -39,7 +39,6 @@ def note_on_lightning() -> str:
     if not {"lightning", "pytorch_lightning"} & set(sys.modules):
         return ""
     return (
-        ". Lightning's Trainer iterates by a loop of its own, which cannot change size: train the LightningModule by "
-        "job.epochs(N) and job.backward(module.training_step(batch, index)), with the optimizers of "
-        "module.configure_optimizers()"
+        ". Lightning's Trainer iterates by a loop of its own: give it strategy=ElasticStrategy() of "
+        "elastic_runtime.integrations.lightning in place of elastic_runtime.init()"
     )

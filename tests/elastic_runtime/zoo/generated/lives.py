@@ -179,7 +179,7 @@ def _wait(pids: dict[str, int], place: Path) -> dict[str, int]:
             for worker in (worker for worker in pids if worker not in codes):
                 os.kill(pids[worker], signal.SIGKILL)
                 (place / f"hung-{worker}").touch()
-        time.sleep(0.002)
+        time.sleep(0.005)
     return codes
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import hypothesis.strategies as st
-
 from tests.elastic_runtime.zoo.generated.drafts import Draft
 from tests.elastic_runtime.zoo.generated.parts import KINDS, Part
 from tests.elastic_runtime.zoo.parts import SCRIPTS, Script
@@ -78,19 +76,3 @@ def script_named(name: str) -> Script:
         return SCRIPTS[name]
     recipe = Recipe.parse(name.removeprefix(PREFIX))
     return Script(name, recipe.body, recipe.refused, recipe.modes, rehearsed=recipe.rehearsed)
-
-
-def _weighted(parts: dict[str, Part]) -> list[str]:
-    """Return the names of all but the plain part; those that are right in all histories three times."""
-    _, *others = parts.values()
-    return [part.name for part in others for _ in range(1 if part.refused or part.rehearsed else 3)]
-
-
-@st.composite
-def recipes(draw: st.DrawFn, most: int = 4) -> Recipe:
-    """Draw recipes that can be right in one reduction at least, with up to `most` parts that are not plain."""
-    kinds = draw(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=most, unique=True))
-    names = [draw(st.sampled_from(_weighted(KINDS[kind]))) for kind in kinds]
-    while not Recipe.of(names).modes:
-        names.pop()
-    return Recipe.of(names)

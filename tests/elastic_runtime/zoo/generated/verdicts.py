@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -10,24 +9,26 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.elastic_runtime.zoo.generated.lives import Ended, History, play
-from tests.elastic_runtime.zoo.generated.recipes import PREFIX, recipes, script_named
+from tests.elastic_runtime.zoo.generated.recipes import script_named
 from tests.elastic_runtime.zoo.rehearsing import rehearse
 from tests.forked import context, preload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.elastic_runtime.zoo.generated.drawing import Case
 
 preload("tests.elastic_runtime.zoo.generated.verdicts")
 
 RTOL, ATOL = 2e-3, 2e-4
 """Of two "fast" results: gradients are added up in another order."""
+CHUNK, TIMEOUT_S = 10, 1500
+"""Cases of one process, and the most that it may take."""
 HISTORIES = (
     "stop:1",
     "stop:5",
@@ -72,37 +73,43 @@ class Verdict:
     why: str
 
 
-@dataclass(frozen=True)
-class Case:
-    """One script in one reduction, through several histories."""
-
-    script: str
-    reduction: str
-    histories: tuple[str, ...]
-
-
 def judge(case: Case) -> Verdict:
     """Play the case in processes of its own, and return its verdict."""
+    return judge_several([case])[0]
+
+
+def judge_several(chosen: Sequence[Case], played_by: Callable[[Any, str], None] | None = None) -> list[Verdict]:
+    """Judge cases one after another, in one process that forks theirs. A case that ends it is wrong.
+
+    `played_by`: `play_all` of a module that enters scripts which are not in the catalogue.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        process = context.Process(target=_judge, args=(case, directory))
+        process = context.Process(target=played_by or play_all, args=(list(chosen), directory))
         process.start()
-        process.join(1500)
+        process.join(TIMEOUT_S)
         if process.exitcode is None:
             process.kill()
             process.join()
-        answer = Path(directory) / "verdict.json"
-        if not answer.exists():
-            return Verdict("wrong", f"the case ended with {process.exitcode}")
-        found = Verdict(**json.loads(answer.read_text()))
-        if found.result != "silent":
-            return found
-        return _rehearsed(case, found.why, Path(directory))
+        files = [Path(directory) / f"verdict-{number}.json" for number in range(len(chosen))]
+        read = [Verdict(**json.loads(file.read_text())) for file in files if file.exists()]
+        found = [
+            _rehearsed(case, verdict.why, Path(directory)) if verdict.result == "silent" else verdict
+            for case, verdict in zip(chosen, read, strict=False)
+        ]
+    if len(found) == len(chosen):
+        return found
+    found.append(Verdict("wrong", f"the case ended with {process.exitcode}"))
+    return found + (judge_several(chosen[len(found) :], played_by) if len(found) < len(chosen) else [])
 
 
-def _judge(case: Case, directory: str) -> None:
+def play_all(chosen: Sequence[Case], directory: str) -> None:
+    """Play cases, and write their verdicts."""
     os.environ["TMPDIR"] = directory
-    found = _played(case, Path(directory))
-    Path(directory, "verdict.json").write_text(json.dumps(vars(found)))
+    for number, case in enumerate(chosen):
+        found = _played(case, Path(directory) / str(number))
+        draft = Path(directory) / "draft.json"
+        draft.write_text(json.dumps(vars(found)))
+        draft.rename(Path(directory) / f"verdict-{number}.json")
 
 
 def _played(case: Case, directory: Path) -> Verdict:
@@ -160,7 +167,8 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def _rehearsed(case: Case, why: str, directory: Path) -> Verdict:
     """A script that ends wrong in silence, or by a message that is none of ours, has to be found by a rehearsal."""
     pattern = script_named(case.script).rehearsed
-    report = rehearse(case.script, case.reduction, directory)
+    place = Path(tempfile.mkdtemp(dir=directory))
+    report = rehearse(case.script, case.reduction, place)
     found = report.returncode == 1 and "would go wrong on a cluster" in report.stdout
     text = report.stdout.partition("ELASTIC_REHEARSE:")[2].replace("\n   ", " ")
     if found and pattern and re.search(pattern, text.replace("\n", " ")):
@@ -170,37 +178,9 @@ def _rehearsed(case: Case, why: str, directory: Path) -> Verdict:
     )
 
 
-def drawn(count: int, number: int) -> list[Case]:
-    """Draw so many different cases; `number` seeds them."""
-    found: dict[tuple[str, str], Case] = {}
-
-    @settings(
-        max_examples=100,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases())
-    def collect(case: Case) -> None:
-        found.setdefault((case.script, case.reduction), case)
-
-    for turn in itertools.count():
-        if len(found) >= count:
-            break
-        seed(number * 1000 + turn)(collect)()
-    return list(found.values())[:count]
-
-
-@st.composite
-def cases(draw: st.DrawFn, histories: int = 3) -> Case:
-    """Draw a script, one of its reductions, and a few histories."""
-    recipe = draw(recipes())
-    chosen = draw(st.lists(st.sampled_from(HISTORIES), min_size=histories, max_size=histories, unique=True))
-    return Case(f"{PREFIX}{recipe}", draw(st.sampled_from(recipe.modes)), tuple(chosen))
-
-
 def judge_all(chosen: Sequence[Case], workers: int = 2) -> Iterator[tuple[Case, Verdict]]:
     """Judge cases in so many processes at a time, in the order in which they were drawn."""
+    chunks = [chosen[at : at + CHUNK] for at in range(0, len(chosen), CHUNK)]
     with ThreadPoolExecutor(workers) as pool:
-        yield from zip(chosen, pool.map(judge, chosen), strict=True)
+        for chunk, verdicts in zip(chunks, pool.map(judge_several, chunks), strict=True):
+            yield from zip(chunk, verdicts, strict=True)

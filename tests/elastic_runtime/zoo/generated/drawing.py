@@ -1,0 +1,93 @@
+"""Draws scripts and histories, each from its number alone: no other draw changes which one it is.
+
+Hypothesis drew them before. Nothing is shrunk here, since a script takes seconds, and its first examples are nearly
+alike: thirty of two hundred were plain scripts through the same three histories.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from random import Random
+
+from tests.elastic_runtime.zoo.generated.parts import KINDS, Part
+from tests.elastic_runtime.zoo.generated.recipes import PREFIX, Recipe
+
+__all__ = ["Case", "drawn", "history", "recipe"]
+
+STEPS, STEPS_AN_EPOCH = 20, 4
+"""Of the scripts."""
+MOST_WORKERS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One script in one reduction, through several histories."""
+
+    script: str
+    reduction: str
+    histories: tuple[str, ...]
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """Draw different scripts, each with one history of several events."""
+    found: dict[tuple[str, str], Case] = {}
+    for number in itertools.count():
+        if len(found) == count:
+            return list(found.values())
+        random = Random(f"{seed}-{number}")
+        chosen = recipe(random)
+        case = Case(f"{PREFIX}{chosen}", random.choice(chosen.modes), (history(random),))
+        found.setdefault((case.script, case.reduction), case)
+    raise AssertionError
+
+
+def recipe(random: Random, most: int = 4) -> Recipe:
+    """Draw a recipe with up to `most` parts that are not plain, which can be right in one reduction at least."""
+    kinds = random.sample(list(KINDS), random.randint(1, most))
+    names = [random.choice(_weighted(KINDS[kind])) for kind in kinds]
+    while not Recipe.of(names).modes:
+        names.pop()
+    return Recipe.of(names)
+
+
+def _weighted(parts: dict[str, Part]) -> list[str]:
+    """Return the names of all but the plain part; those that are right in all histories three times."""
+    _, *others = parts.values()
+    return [part.name for part in others for _ in range(1 if part.refused or part.rehearsed else 3)]
+
+
+def history(random: Random) -> str:
+    """Draw a few events, in the order of their steps."""
+    size = random.choice((1, 1, 2))
+    words = ["with:2"] if size == 2 else []
+    alone, step = size == 1, 0
+    for _ in range(random.choice((2, 2, 2, 3))):
+        step += random.randint(1, 6)
+        kind = random.choice(_possible(size, alone=alone))
+        words.append(_word(kind, step, random.randrange(size)))
+        if kind.startswith(("stop", "crash")):
+            size, alone = 1, True
+            step = _end_of_epoch(step) if kind.endswith("_after") else step
+        else:
+            size, alone = size + (1 if kind == "join" else -1), False
+    return " ".join(words)
+
+
+def _possible(size: int, *, alone: bool) -> list[str]:
+    stops = ["stop", "stop", "stop_before", "stop_after"]
+    crashes = ["crash", "crash_after"] if alone else []
+    changes = ["join"] * 3 if size < MOST_WORKERS else []
+    return stops + crashes + changes + (["leave", "kill", "kill"] if size > 1 else [])
+
+
+def _end_of_epoch(step: int) -> int:
+    return step - step % STEPS_AN_EPOCH + STEPS_AN_EPOCH - 1
+
+
+def _word(kind: str, step: int, rank: int) -> str:
+    step = min(step, STEPS - 1)
+    epoch = step // STEPS_AN_EPOCH
+    if kind.endswith(("_before", "_after")):
+        return f"{kind}:{epoch}"
+    return f"{kind}:{step}:{rank}" if kind == "kill" else f"{kind}:{step}"

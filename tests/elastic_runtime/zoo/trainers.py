@@ -1,0 +1,141 @@
+"""Scripts with Lightning's Trainer. They are no part of the catalogue, whose processes would import Lightning."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from elastic_runtime.integrations.lightning import ElasticStrategy
+from tests.elastic_runtime.zoo.generated import verdicts
+from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, Samples, script, vector
+from tests.forked import preload
+
+if TYPE_CHECKING:
+    from tests.elastic_runtime.zoo.generated.drawing import Case
+
+preload("tests.elastic_runtime.zoo.trainers")
+
+
+class Classifier(lightning.LightningModule):
+    """Logs in training and in validation; what it saw of both is a part of what is compared."""
+
+    figures: torch.Tensor
+
+    def __init__(self, scheduler: str = "plateau", *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 3))
+        self.scheduler = scheduler
+        self.register_buffer("figures", torch.zeros(EPOCHS, 4))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        loss = cross_entropy(self.net(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("batches", float(index), reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.log("val_loss", cross_entropy(self.net(x), y))
+
+    def on_train_epoch_end(self) -> None:
+        metrics, epoch = self.trainer.callback_metrics, self.trainer.current_epoch
+        steps = torch.tensor(float(self.trainer.global_step))
+        self.figures[epoch] = torch.stack([metrics["train_loss"], metrics["val_loss"], metrics["batches"], steps])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        if self.scheduler == "plateau":
+            plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss"}}
+        if self.scheduler == "step":
+            cycle = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+        return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+
+class Shrinking(Callback):
+    """Has state, and acts on the model where epochs begin and end."""
+
+    def __init__(self) -> None:
+        self.factor = 0.9
+
+    @torch.no_grad()
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.factor *= 0.99
+        next(pl_module.parameters()).mul_(self.factor)
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        next(pl_module.parameters()).mul_(0.95)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.factor = state_dict["factor"]
+
+
+def fitted(module: Classifier, strategy: Any, **arguments: Any) -> Classifier:
+    """Return the module as Trainer trains it by this strategy."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {"max_epochs": EPOCHS, "enable_checkpointing": False, **arguments}
+    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", **quiet, **given)
+    training = DataLoader(Samples(vector), batch_size=GLOBAL_BATCH)
+    trainer.fit(module, training, DataLoader(Samples(vector, 20), batch_size=7))
+    return module
+
+
+@script()
+def trainer_with_a_plateau(**init: Any) -> Any:
+    """A plateau of the training's loss, clipping, a callback with state."""
+    return fitted(Classifier(), strategy_of(init), gradient_clip_val=0.5, callbacks=[Shrinking()])
+
+
+@script()
+def trainer_that_stops_early(**init: Any) -> Any:
+    """Early stopping, validation within epochs, a scheduler of steps."""
+    stop = EarlyStopping("train_loss", patience=1, min_delta=0.05)
+    return fitted(Classifier("step"), strategy_of(init), val_check_interval=2, callbacks=[stop])
+
+
+@script()
+def trainer_with_checkpoints(**init: Any) -> Any:
+    """Checkpoints of Lightning's, a scheduler of epochs."""
+    with tempfile.TemporaryDirectory() as directory:
+        saved = ModelCheckpoint(directory, monitor="val_loss", save_top_k=2)
+        return fitted(Classifier("epoch"), strategy_of(init), callbacks=[saved], enable_checkpointing=True)
+
+
+@script(modes=("exact",))
+def trainer_with_dropout(**init: Any) -> Any:
+    """Random numbers in a step."""
+    return fitted(Classifier("epoch", dropout=0.3), strategy_of(init))
+
+
+@script()
+def trainer_of_steps(**init: Any) -> Any:
+    """`max_steps` within an epoch."""
+    return fitted(Classifier("step"), strategy_of(init), max_epochs=-1, max_steps=18)
+
+
+def strategy_of(init: dict[str, Any]) -> Any:
+    """Return the strategy; a plain one if there are no options."""
+    return ElasticStrategy(**init) if init else "auto"
+
+
+def judge(chosen: list[Case], directory: str) -> None:
+    """Play these cases, in a process that has imported this module."""
+    verdicts.play_all(chosen, directory)
