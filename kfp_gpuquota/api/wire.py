@@ -62,7 +62,8 @@ class StopJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
     """A project and what it holds now, in GPUs, a share of one as such; `over_quota` is the part above guaranteed.
 
-    `lent` is the part above what its jobs request: it does not count where fair shares are compared.
+    `surplus` is the part above what its jobs request, which does not count where fair shares are compared; `lent` is
+    what other projects hold of its guarantee (`lending.with_lent`).
     """
 
     project: Project
@@ -70,6 +71,7 @@ class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
     over_quota: int | float
     requested: int | float
     lent: int | float = 0
+    surplus: int | float = 0
 
 
 class ShareView(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
         ("limit", "none" if project.limit is None else project.limit),
         ("allocated", view.allocated),
         ("borrowed", view.over_quota),
+        ("lent", view.lent),
         ("requested", view.requested),
         ("priority", project.priority),
         ("weight", project.over_quota_weight),

@@ -1,4 +1,4 @@
-"""Projects as a table: quotas, and what is held, borrowed and lent. Pure."""
+"""Projects as a table: quotas, and what is held, borrowed, lent and surplus. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers: bool = True) -> str:
-    """Return quotas and holdings: LENT is the part of ALLOCATED above the requests, which others may use."""
-    columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED"]
+    """Return quotas and holdings: LENT is what others hold of a guarantee, SURPLUS what is held above requests."""
+    columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED", "SURPLUS"]
     more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS"] if wide else []
     rows = ([*_row(view), *(_wide_row(view) if wide else [])] for view in views)
     return table(columns + more, rows, headers=headers)
@@ -23,7 +23,8 @@ def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers
 def _row(view: ProjectView) -> list[object]:
     project = view.project
     limit = "none" if project.limit is None else project.limit
-    return [project.name, project.guaranteed, limit, view.allocated, view.over_quota, view.lent, view.requested]
+    amounts = (view.allocated, view.over_quota, view.lent, view.requested, view.surplus)
+    return [project.name, project.guaranteed, limit, *amounts]
 
 
 def _wide_row(view: ProjectView) -> list[object]:

@@ -34,6 +34,7 @@ class Amounts:
     guaranteed: float
     wanted: float
     limit: float | None
+    lent: float
 
     @property
     def borrowed(self) -> float:
@@ -61,8 +62,8 @@ class Team:
     amounts: Amounts
     priority: int
 
-    def flags(self, *, borrowing: bool) -> Iterator[tuple[str, str]]:
-        """Yield (kind, words) for what stands out; `borrowing`: some project of the cluster borrows."""
+    def flags(self) -> Iterator[tuple[str, str]]:
+        """Yield (kind, words) for what stands out."""
         amounts = self.amounts
         if amounts.waiting and amounts.held < amounts.guaranteed:
             yield "starved", f"waits for {show_gpus(min(amounts.waiting, amounts.unused))} of its guarantee"
@@ -70,23 +71,23 @@ class Team:
             yield "waits", f"{show_gpus(amounts.waiting)} more asked for"
         if amounts.borrowed:
             yield "borrows", f"borrows {show_gpus(amounts.borrowed)}"
+        if amounts.lent:
+            yield "lends", f"lends {show_gpus(amounts.lent)}"
         elif amounts.unused and not amounts.waiting:
-            verb = "lends up to" if borrowing else "leaves idle"
-            yield ("lends" if borrowing else "idle"), f"{verb} {show_gpus(amounts.unused)}"
+            yield "idle", f"leaves idle {show_gpus(amounts.unused)}"
 
 
 def elements(source: Source, span: str, chosen: str) -> Elements:
     """Return what the page shows of the last hour, day or week; of one project and those below it where `chosen`."""
     teams = list(tree(source.projects(), chosen))
     scale = max((most(team.amounts) for team in teams), default=0.0) or 1.0
-    borrowing = any(team.amounts.borrowed for team in teams)
     past = _past(source, span, teams)
     rows = {
         f"team-{team.name}": render(
             "team.html",
             team=team,
             bar=bar(team.amounts, scale),
-            flags=list(team.flags(borrowing=borrowing)),
+            flags=list(team.flags()),
             chart=spark(past.get(team.name, ()), source.now(), span),
             span=span,
         )
@@ -122,6 +123,7 @@ def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
             guaranteed=project.guaranteed,
             wanted=sum(view.requested for view in views),
             limit=project.limit,
+            lent=sum(view.lent for view in views),
         )
         yield Team(name, level, department, summed, project.priority)
         for child in children.get(name, ()):

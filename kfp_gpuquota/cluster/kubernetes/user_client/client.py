@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
@@ -80,7 +81,7 @@ class KubernetesClient:
         for quota_ in self._items(QUOTAS, custom_types.GpuQuota):
             with suppress(InvalidFieldError):
                 shown.append(views.project_view(quota_))
-        return tuple(sorted(shown, key=lambda view: view.project.name))
+        return with_lent(sorted(shown, key=lambda view: view.project.name))
 
     def get_project(self, name: str) -> ProjectView:
         """Return a project. Raises NotFoundError."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from msgspec.structs import replace
 
 from kfp_gpuquota.api.history import Report
+from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector, version_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
@@ -63,7 +64,7 @@ class Objects:
         self._reports: dict[str, list[Report]] = {}
         self._views: dict[str, Job] = {}
         self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
-        self._projects: tuple[int, tuple[ProjectView, ...]] = (-1, ())
+        self._projects: tuple[tuple[int, ...], tuple[ProjectView, ...]] = ((), ())
         self._node_views: tuple[int, tuple[NodeView, ...]] = (-1, ())
         self._versions = {"nodes": 0, "quotas": 0}
         self._changed = asyncio.Event()
@@ -121,13 +122,14 @@ class Objects:
 
     def projects(self) -> tuple[ProjectView, ...]:
         """Return all quotas by name, without invalid ones."""
-        if self._projects[0] != self._versions["quotas"]:
+        versions = tuple(self._versions.values())
+        if self._projects[0] != versions:
             found = []
             for quota in self._quotas.values():
                 with suppress(InvalidFieldError):
                     found.append(views.project_view(quota))
             found.sort(key=lambda view: view.project.name)
-            self._projects = self._versions["quotas"], tuple(found)
+            self._projects = versions, with_lent(found, sum(len(view.node.devices) for view in self.nodes()))
         return self._projects[1]
 
     def nodes(self) -> tuple[NodeView, ...]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.project import check_parents
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
@@ -136,23 +137,24 @@ class ClusterState(JobBook):
         """All projects with what they hold, by name."""
         held = dict.fromkeys(self.projects, 0.0)
         wanted = dict.fromkeys(self.projects, 0.0)
-        lent = dict.fromkeys(self.projects, 0.0)
+        surplus = dict.fromkeys(self.projects, 0.0)
         for uid, job in self.jobs.items():
             if job.spec.project in held and not job.status.phase.final:
                 gpus = sum(w.worker.gpus for w in self.alive_of(uid))
                 held[job.spec.project] += gpus
-                lent[job.spec.project] += 0.0 if job.spec.shared else max(0.0, gpus - job.spec.gpus)
+                surplus[job.spec.project] += 0.0 if job.spec.shared else max(0.0, gpus - job.spec.gpus)
                 wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(self._device_memory_mib))
-        return tuple(
+        views = (
             ProjectView(
                 project=project,
                 allocated=as_number(held[name]),
                 over_quota=as_number(max(0.0, held[name] - project.guaranteed)),
                 requested=as_number(wanted[name]),
-                lent=as_number(lent[name]),
+                surplus=as_number(surplus[name]),
             )
             for name, project in sorted(self.projects.items())
         )
+        return with_lent(views, sum(len(node.devices) for node in self.nodes.values()))
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes, with the workers that hold their devices; a device that is taken is used and held by none."""
