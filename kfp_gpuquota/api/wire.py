@@ -9,7 +9,7 @@ import msgspec
 from kfp_gpuquota.api.job import Job, JobSpec
 from kfp_gpuquota.api.node import Node
 from kfp_gpuquota.api.project import Project
-from kfp_gpuquota.api.reason import Reason
+from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Seconds, check_range
 
 
@@ -209,9 +209,11 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     def effects(self) -> tuple[tuple[str, Effect], ...]:
         """Return all effects with their verbs ("would start"), in the order in which people read them."""
+        too_large = tuple(one for one in self.waits if one.reason and one.reason.code is ReasonCode.TOO_LARGE)
         kinds = (
             ("would start", self.starts),
-            ("would wait", self.waits),
+            ("would wait", tuple(one for one in self.waits if one not in too_large)),
+            ("cannot start on the nodes that there are", too_large),
             ("would no longer start", self.no_longer_starts),
             ("would grow", self.grows),
             ("would shrink", self.shrinks),

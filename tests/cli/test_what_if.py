@@ -38,6 +38,11 @@ def test_it_says_why_a_job_would_wait(two_teams: Cli) -> None:
     assert output.startswith("this-job of team-b would wait: needs 2 GPUs; project team-b has 1 GPU for jobs that")
 
 
+def test_a_job_that_no_node_can_hold_does_not_merely_wait(two_teams: Cli) -> None:
+    output = two_teams("what-if -p team-a -g 9")
+    assert output.startswith("this-job of team-a cannot start on the nodes that there are: needs 9 GPUs; the largest")
+
+
 def test_quotas_deleted_jobs_and_lost_nodes_can_be_supposed(two_teams: Cli) -> None:
     two_teams("submit", "wide", "-p", "team-b", "-g", "2", "--", "sleep", "infinity")
     assert "wide of team-b would start" in two_teams("what-if --guaranteed team-b=2 --guaranteed team-a=0")
