@@ -38,7 +38,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], *, l
     `laid_out`: tensors have the memory layout that they were saved with. In checkpoints of older versions all are
     contiguous, and get their parameter's: fused kernels go through all memories side by side.
     """
+    has_own = "differentiable" in optimizer.defaults
     optimizer.load_state_dict(saved)
+    if not has_own:  # torch adds it, and groups that are added later would have it on this worker only
+        optimizer.defaults.pop("differentiable", None)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     numbers = (number for group in saved["param_groups"] for number in group["params"])

@@ -35,6 +35,7 @@ RIGHT = [
     ("weights_shrunk_before+weights_shrunk_after", "exact", "join:2 stop:6 stop_after:2"),
     ("moments_cleared_before+adamw", "fast", "stop:2 join:6 stop:9"),
     ("transposed_moments", "exact", "stop:5 join:9"),
+    ("transposed_moments+group_added_before", "fast", "with:2 join:4 stop_after:2"),
     ("shuffled_again_in_set_epoch", "fast", "stop:9 join:13"),
     ("own_numpy_generator+extra_state", "exact", "with:2 kill:5:0 stop:9"),
 ]
@@ -75,6 +76,7 @@ def test_what_goes_wrong_in_silence_is_found_by_a_rehearsal(recipe: str, history
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_generated_script_goes_wrong_without_a_word(part: int) -> None:
     """ELASTIC_RECIPES: how many in all; ELASTIC_RECIPES_SEED: others."""

@@ -36,6 +36,7 @@ def test_a_worker_alone_trains_what_lightning_trains(name: str) -> None:
         torch.testing.assert_close(elastic[key], value)
 
 
+ENDS_EARLY = "trainer_that_stops_early"
 IN_SAMPLE = (
     "stop:5",
     "stop:7",
@@ -53,7 +54,8 @@ def test_a_trainer_trains_the_same_through_a_history(name: str) -> None:
     """ELASTIC_HISTORIES=all: through all 31."""
     modes = SCRIPTS[name].modes
     everything = os.environ.get("ELASTIC_HISTORIES") == "all"
-    chosen = HISTORIES if everything else (IN_SAMPLE * 2)[NAMES.index(name) :][:3]
+    sample = [one for one in IN_SAMPLE * 2 if name != ENDS_EARLY or "join" not in one]  # who comes late waits long
+    chosen = HISTORIES if everything else sample[NAMES.index(name) :][:3]
     cases = [
         Case(name, mode, (history,))
         for number, history in enumerate(chosen)

@@ -15,8 +15,8 @@ from tests.elastic_runtime.zoo.generated.recipes import PREFIX, Recipe
 
 __all__ = ["Case", "drawn", "history", "recipe"]
 
-STEPS, STEPS_AN_EPOCH = 20, 4
-"""Of the scripts."""
+LAST_STEP, STEPS_AN_EPOCH = 18, 4
+"""Of the scripts: an event in the last of their twenty steps has no effect."""
 MOST_WORKERS = 3
 
 
@@ -58,17 +58,18 @@ def _weighted(parts: dict[str, Part]) -> list[str]:
 
 
 def history(random: Random) -> str:
-    """Draw a few events, in the order of their steps."""
+    """Draw a few events, in the order of their steps: each change is in force before the next event."""
     size = random.choice((1, 1, 2))
     words = ["with:2"] if size == 2 else []
     alone, step = size == 1, 0
     for _ in range(random.choice((2, 2, 2, 3))):
-        step += random.randint(1, 6)
         kind = random.choice(_possible(size, alone=alone))
+        step = _step_of(kind, step + random.randint(1, 6))
+        if step > LAST_STEP:
+            break
         words.append(_word(kind, step, random.randrange(size)))
         if kind.startswith(("stop", "crash")):
             size, alone = 1, True
-            step = _end_of_epoch(step) if kind.endswith("_after") else step
         else:
             size, alone = size + (1 if kind == "join" else -1), False
     return " ".join(words)
@@ -81,13 +82,19 @@ def _possible(size: int, *, alone: bool) -> list[str]:
     return stops + crashes + changes + (["leave", "kill", "kill"] if size > 1 else [])
 
 
-def _end_of_epoch(step: int) -> int:
-    return step - step % STEPS_AN_EPOCH + STEPS_AN_EPOCH - 1
+def _step_of(kind: str, step: int) -> int:
+    """Return the first step from this one on in which it can happen: the code before an epoch precedes its first one.
+
+    A change after an epoch's last step is in force in the next epoch's first one only, thus the step between.
+    """
+    if kind.endswith("_before"):
+        return (step // STEPS_AN_EPOCH + 1) * STEPS_AN_EPOCH
+    if kind.endswith("_after"):
+        return step // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH - 1
+    return step
 
 
 def _word(kind: str, step: int, rank: int) -> str:
-    step = min(step, STEPS - 1)
-    epoch = step // STEPS_AN_EPOCH
     if kind.endswith(("_before", "_after")):
-        return f"{kind}:{epoch}"
+        return f"{kind}:{step // STEPS_AN_EPOCH}"
     return f"{kind}:{step}:{rank}" if kind == "kill" else f"{kind}:{step}"

@@ -252,6 +252,12 @@ def nadam(s: Draft) -> None:
     s.make_optimizer = lambda model: torch.optim.NAdam(model.parameters(), lr=0.01)
 
 
+def _by_columns(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros of this shape whose memory is in the reverse order of the dimensions."""
+    order = tuple(reversed(range(like.dim())))
+    return torch.zeros([like.shape[d] for d in order]).permute(order)
+
+
 class Rotating(torch.optim.Optimizer):
     """Keeps a transposed average of each matrix, of which it reads the memory in order, as SOAP's kernels do."""
 
@@ -266,7 +272,7 @@ class Rotating(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if "average" not in state:
-                    state["average"] = torch.zeros_like(parameter.grad.contiguous()).t().contiguous().t()
+                    state["average"] = _by_columns(parameter.grad)
                 state["average"].mul_(0.9).add_(parameter.grad, alpha=0.1)
                 turned = state["average"].as_strided((parameter.numel(),), (1,))
                 weights = 1.0 + 0.1 * (torch.arange(parameter.numel()) % 3)
