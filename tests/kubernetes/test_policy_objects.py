@@ -156,7 +156,7 @@ def test_a_policy_that_cannot_be_leaves_the_one_before_in_force() -> None:
             {"gpuMemoryLimit": {"forced": "9Gi", "most": "8Gi"}},
             "gpuMemoryLimit.forced is 9Gi, but it cannot exceed gpuMemoryLimit.most, which is 8Gi",
         ),
-        ({"gpuMemoryLimit": {"default": "0.5GB"}}, "it is '0.5GB', but it must be more than 0"),
+        ({"gpuMemoryLimit": {"default": "0.5XB"}}, "it is '0.5XB', but it must be more than 0"),
         ({"kind": "other", "gpuMemoryLimit": {"default": "1Gi"}}, "supported values"),
     ],
 )

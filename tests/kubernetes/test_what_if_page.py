@@ -225,7 +225,7 @@ def test_without_a_controller_that_answers_the_page_says_what_to_do(asking: Aski
     assert "must be upgraded" in older
     asking.start()
     asking.publish()
-    waits = lambda: "It would wait" in sentences(answer(user, own))  # noqa: E731 - there is no node
+    waits = lambda: "It cannot start on the nodes" in sentences(answer(user, own))  # noqa: E731 - there is no node
     until(waits, controlled.log)
     controlled.stop()
     gone = sentences(answer(user, own))

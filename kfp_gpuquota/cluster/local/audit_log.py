@@ -59,7 +59,7 @@ class AuditLog:
             os.fdatasync(self._file)
         except OSError as error:
             raise StateFileError(
-                f"the audit log {self._path} cannot be written: {error.strerror}; free some space"
+                f"the audit log {self._path} cannot be written: {error.strerror}; nothing was changed: free some space"
             ) from error
         self._open_lines += 1
         return position
