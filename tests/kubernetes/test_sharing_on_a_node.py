@@ -39,6 +39,16 @@ NODE = "/api/v1/nodes/real-0"
 AGENTS = f"/api/v1/namespaces/{reservation_pods.AGENTS_NAMESPACE}/pods"
 
 
+# These tests fill a device to the last MiB: nothing of it is reserved for a driver.
+POLICIES = f"/apis/{labels.API_VERSION}/quotapolicies"
+ALL_MEMORY = {
+    "apiVersion": labels.API_VERSION,
+    "kind": "QuotaPolicy",
+    "metadata": {"name": "default"},
+    "spec": {"sharing": {"memoryReserve": 0}},
+}
+
+
 @dataclass
 class Node:
     """The real node with two simulated GPUs, a controller, and an agent where a test starts one."""
@@ -134,6 +144,7 @@ class Node:
         self.controlled.wait(lambda: not reservations(self.controlled))
         self.controlled.close()
         self.api.patch(NODE, {"metadata": {"annotations": {labels.SIMULATED: None}}})
+        self.api.delete(f"{POLICIES}/default")
 
 
 @pytest.fixture
@@ -145,6 +156,7 @@ def node(kubelet_system: DevCluster, tmp_path: Path) -> Iterator[Node]:
         create_device(folder / name, TOTAL)
     devices = ",".join(str(folder / name) for name in names)
     kubelet_system.api.patch(NODE, {"metadata": {"annotations": {labels.SIMULATED: devices}}})
+    kubelet_system.api.create(POLICIES, ALL_MEMORY)
     running = Node(controlled, folder, controlled.team(guaranteed=2))
     controlled.start()
     yield running
