@@ -14,6 +14,7 @@ import pytest
 from kfp_gpuquota.api import JobSpec, Phase, Project
 from kfp_gpuquota.api.queue import ahead_of
 from kfp_gpuquota.api.wire import Lease, LogChunk
+from kfp_gpuquota.cli.arguments.options import named_projects
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
@@ -270,6 +271,25 @@ def test_the_command_line_speaks_to_kubernetes(crds_cluster: DevCluster, quota: 
     gone = run(crds_cluster, quota, "delete", "train1")
     assert gone.returncode == 0, gone.stderr
     assert "train1" not in run(crds_cluster, quota, "list").stdout
+
+
+def test_one_project_has_the_figures_that_it_has_among_all(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    borrower = {
+        "apiVersion": "gpuquota.dev/v1alpha1",
+        "kind": "GpuQuota",
+        "metadata": {"name": f"{quota}-b"},
+        "spec": {"guaranteed": 0},
+    }
+    crds_cluster.api.create(QUOTAS, borrower)
+    try:
+        crds_cluster.api.patch(f"{QUOTAS}/{quota}-b/status", {"status": {"gpus": 1, "borrowed": 1}})
+        among_all = {view.project.name: view for view in client.list_projects()}
+        assert among_all[quota].lent > 0
+        assert named_projects(client, [quota]) == [among_all[quota]]
+    finally:
+        crds_cluster.api.delete(f"{QUOTAS}/{quota}-b")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,7 +12,12 @@ from kfp_gpuquota.cli.display.output import Format
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kfp_gpuquota.api.wire import NodeView, ProjectView
     from kfp_gpuquota.server.cluster_client import ClusterClient
+
+Found = TypeVar("Found")
 
 
 def _job(text: str) -> str:
@@ -83,3 +88,21 @@ def listed_project_or_error(reached: ClusterClient, given: str) -> str:
             "project NAME, or list the jobs of all: gpuquota list -A"
         ) from None
     return chosen
+
+
+def named_nodes(reached: ClusterClient, names: Sequence[str]) -> list[NodeView]:
+    """Return these nodes. Raises NotFoundError."""
+    return by_name("node", names, {view.node.name: view for view in reached.list_nodes()})
+
+
+def named_projects(reached: ClusterClient, names: Sequence[str]) -> list[ProjectView]:
+    """Return these projects; what each lends follows from all of them. Raises NotFoundError."""
+    known = {view.project.name: view for view in reached.list_projects()}
+    return [known[name] if name in known else reached.get_project(name) for name in names]
+
+
+def by_name(kind: str, names: Sequence[str], known: Mapping[str, Found]) -> list[Found]:
+    """Return those of these names. Raises NotFoundError."""
+    if missing := [name for name in names if name not in known]:
+        raise NotFoundError(f"there is no {kind} {missing[0]!r}; see them with: gpuquota get {kind}s")
+    return [known[name] for name in names]

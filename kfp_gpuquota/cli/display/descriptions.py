@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import as_number, show_mib
 from kfp_gpuquota.cli.display.output import table
-from kfp_gpuquota.cli.display.project_table import both, shown_pools
+from kfp_gpuquota.cli.display.project_table import shown_cpu, shown_memory, shown_pools
 from kfp_gpuquota.cli.display.tables import job_table
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
     """Return its quotas, what it holds, and its jobs that have not ended."""
     project = view.project
-    cores = [None if value is None else f"{value:g}" for value in (project.guaranteed_cpu, project.limit_cpu)]
-    sizes = (project.guaranteed_memory_mib, project.limit_memory_mib)
     facts: list[tuple[str, object]] = [
         ("guaranteed", project.guaranteed),
         ("limit", "none" if project.limit is None else project.limit),
@@ -31,8 +29,8 @@ def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
         ("priority", project.priority),
         ("weight", project.over_quota_weight),
         ("parent", project.parent or ""),
-        ("cpu", both(cores)),
-        ("memory", both([None if mib is None else show_mib(mib) for mib in sizes])),
+        ("cpu", shown_cpu(project)),
+        ("memory", shown_memory(project)),
         ("node pools", shown_pools(project)),
     ]
     parts = [table(("PROJECT", project.name), [(name, value) for name, value in facts if value != ""])]

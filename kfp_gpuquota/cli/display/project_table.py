@@ -29,28 +29,36 @@ def _row(view: ProjectView) -> list[object]:
 
 def _wide_row(view: ProjectView) -> list[object]:
     project = view.project
-    cores = [None if value is None else f"{value:g}" for value in (project.guaranteed_cpu, project.limit_cpu)]
-    sizes = (project.guaranteed_memory_mib, project.limit_memory_mib)
-    shown = [None if mib is None else show_mib(mib) for mib in sizes]
     return [
         project.priority,
         project.over_quota_weight,
         project.parent,
-        both(cores),
-        both(shown),
+        shown_cpu(project),
+        shown_memory(project),
         shown_pools(project),
     ]
+
+
+def shown_cpu(project: Project) -> str:
+    """Return the quotas of CPU cores: "4 of at most 8"."""
+    return _both([None if value is None else f"{value:g}" for value in (project.guaranteed_cpu, project.limit_cpu)])
+
+
+def shown_memory(project: Project) -> str:
+    """Return the quotas of main memory: "16Gi of at most 32Gi"."""
+    sizes = (project.guaranteed_memory_mib, project.limit_memory_mib)
+    return _both([None if mib is None else show_mib(mib) for mib in sizes])
 
 
 def shown_pools(project: Project) -> str:
     """Return the quotas by node pool: "h100: 8 of at most 16, t4: 4"."""
     pools = project.pools.items()
     return ", ".join(
-        f"{name}: {both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
+        f"{name}: {_both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
     )
 
 
-def both(amounts: list[str | None]) -> str:
+def _both(amounts: list[str | None]) -> str:
     """Return guaranteed and limit: "4 of at most 8"; nothing where there is no quota."""
     guaranteed, limit = amounts
     if limit is None:

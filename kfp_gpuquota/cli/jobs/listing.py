@@ -14,18 +14,21 @@ from kfp_gpuquota.cli.arguments.options import (
     OutputOption,
     ProjectOption,
     WatchOption,
+    by_name,
     client,
     listed_project_or_error,
+    named_nodes,
+    named_projects,
     on_kubernetes,
 )
 from kfp_gpuquota.cli.display.output import Format, rendered, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
 from kfp_gpuquota.cli.display.tables import event_table, job_table, node_table
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.errors import NotFoundError, UsageError
+from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Event
@@ -216,25 +219,18 @@ def _get_named(what: What, names: list[str], project: str, look: Look) -> None:
     if what is What.JOBS:
         chosen = listed_project_or_error(reached, project)
         known = {job.spec.name: job for job in reached.list_jobs(chosen).jobs}
-        jobs = [known[name] for name in _present(names, known, what)]
+        jobs = by_name("job", names, known)
         picture = job_table(jobs, output, headers=headers, labels=look.labels)
         show(jobs[0] if len(jobs) == 1 else jobs, output, picture)
     elif what is What.NODES:
-        nodes = {view.node.name: view for view in reached.list_nodes()}
-        views = [nodes[name] for name in _present(names, nodes, what)]
+        views = named_nodes(reached, names)
         show(views[0] if len(views) == 1 else views, output, node_table(views, headers=headers))
     else:
         from kfp_gpuquota.cli.display.project_table import project_table  # noqa: PLC0415 (other lists do without it)
 
-        projects = tuple(reached.get_project(name) for name in names)
+        projects = tuple(named_projects(reached, names))
         picture = project_table(projects, wide=output is Format.WIDE, headers=headers)
         show(projects[0] if len(projects) == 1 else projects, output, picture)
-
-
-def _present(names: list[str], known: Container[str], what: What) -> list[str]:
-    if missing := [name for name in names if name not in known]:
-        raise NotFoundError(f"there is no {what.value[:-1]} {missing[0]!r}; see them with: gpuquota get {what.value}")
-    return names
 
 
 def _chosen(jobs: Sequence[Job], selector: str) -> tuple[Job, ...]:

@@ -56,9 +56,7 @@ def logs(
     def begin(which: str) -> int:
         if tail is None:
             return 0
-        first = reached.read_log(project, job, worker=which)
-        left_out = first.next_offset - len(first.text)
-        return left_out + tail_start(log_so_far(reached, project, job, which), tail)
+        return _tail_offset(reached, project, job, which, tail)
 
     if not follow:
         chunks = log_so_far(reached, project, job, worker, begin(worker))
@@ -81,7 +79,7 @@ def last_lines(reached: ClusterClient, job: Job, count: int) -> list[str]:
     worker = str(reason.details.get("worker", "")) if reason else ""
     project, name = job.spec.project, job.spec.name
     try:
-        begin = tail_start(log_so_far(reached, project, name, worker), 2 * count)
+        begin = _tail_offset(reached, project, name, worker, 2 * count)
         text = b"".join(log_so_far(reached, project, name, worker, begin)).decode(errors="replace")
     except NotFoundError:
         return []
@@ -121,6 +119,13 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outliv
 def exit_status(job: Job) -> int:
     """Return the exit status of a command for a job that has ended."""
     return 0 if job.status.phase is Phase.SUCCEEDED else job.status.exit_code or 1
+
+
+def _tail_offset(reached: ClusterClient, project: str, name: str, worker: str, lines: int) -> int:
+    """Return the offset at which the last `lines` lines of a worker's log begin, of which the head may be left out."""
+    first = reached.read_log(project, name, worker=worker)
+    left_out = first.next_offset - len(first.text)
+    return left_out + tail_start(log_so_far(reached, project, name, worker), lines)
 
 
 def tail_start(chunks: Iterable[bytes], lines: int) -> int:

@@ -12,20 +12,27 @@ from kfp_gpuquota.api.queue import ahead_of, queued
 from kfp_gpuquota.api.wording import place_of, request_of, show_field
 from kfp_gpuquota.cli.arguments.completion import complete_job
 from kfp_gpuquota.cli.arguments.names import job_name, kind_and_name
-from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.arguments.options import (
+    OutputOption,
+    ProjectOption,
+    client,
+    named_nodes,
+    named_projects,
+    project_or_configured,
+)
 from kfp_gpuquota.cli.display.descriptions import described_node, described_project
 from kfp_gpuquota.cli.display.gpus import gibibytes
 from kfp_gpuquota.cli.display.output import Format, age, show, table
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import last_lines
-from kfp_gpuquota.errors import NotFoundError, UnauthorizedError
+from kfp_gpuquota.errors import UnauthorizedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Eviction, Job, Occurrence
-    from kfp_gpuquota.api.wire import NodeView, ShareView
+    from kfp_gpuquota.api.wire import ShareView
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
@@ -56,20 +63,14 @@ def describe(what: AnyWords, project: ProjectOption = "", output: OutputOption =
     kind, name = kind_and_name(what)
     reached = client()
     if kind == "project":
-        view = reached.get_project(name)
+        (view,) = named_projects(reached, [name])
         running = [each for each in reached.list_jobs(name).jobs if not each.status.phase.final]
         show(view, output, described_project(view, running))
     elif kind == "node":
-        show(node := _node(reached, name), output, described_node(node))
+        (node,) = named_nodes(reached, [name])
+        show(node, output, described_node(node))
     else:
         _describe_job(reached, project_or_configured(project), name, output)
-
-
-def _node(reached: ClusterClient, name: str) -> NodeView:
-    found = next((view for view in reached.list_nodes() if view.node.name == name), None)
-    if found is None:
-        raise NotFoundError(f"there is no node {name!r}; see them with: gpuquota get nodes")
-    return found
 
 
 def _describe_job(reached: ClusterClient, project: str, name: str, output: Format) -> None:

@@ -298,7 +298,7 @@ def submit(
         runtime_env=_runtime_env(runtime_env, runtime_env_json),
     )
     if here and not _is_found(spec):
-        echo(f"warning: this machine has no program {spec.command[0]!r}, so the job will fail here", err=True)
+        echo(f"warning: this machine has no program {spec.command[0]!r}", err=True)  # a node of a Ray cluster may
     job = reached.submit(spec)
     if output is Format.TABLE:
         for field, policy in job.status.set_by.items():

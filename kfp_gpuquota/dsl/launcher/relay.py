@@ -396,12 +396,8 @@ def listing(root: Path, readable: Callable[[str], Path | None]) -> list[tuple[st
         return []  # an artifact that KFP does not download
     if not root.is_dir():
         return [_listed(root, "", readable)]
-    found = []
-    for folder, folders, files in os.walk(root):
-        linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]  # noqa: PTH114, PTH118
-        paths = [Path(folder, name) for name in (*linked, *files)]
-        found += [_listed(path, str(path.relative_to(root)), readable) for path in paths]
-    return sorted(found)
+    paths = map(Path, remote.entries(str(root)))
+    return sorted(_listed(path, str(path.relative_to(root)), readable) for path in paths)
 
 
 def _listed(path: Path, name: str, readable: Callable[[str], Path | None]) -> tuple[str, int, int]:

@@ -218,14 +218,19 @@ def send_outputs(relay: RelayClient, mine: Json) -> None:
 
 def output_files(directory: str) -> list[str]:
     """Return all files below a directory. Raises RelayError with the name of what cannot be sent."""
+    found = entries(directory)
+    for file in found:
+        if why := not_transferable(file):
+            raise RelayError(f"the output {file} {why}")
+    return found
+
+
+def entries(directory: str) -> list[str]:
+    """Return all that is below a directory but folders: files, pipes, and links, those to folders included."""
     found = []
     for path, folders, files in os.walk(directory):
-        joined = [os.path.join(path, name) for name in files]  # noqa: PTH118
-        linked = [os.path.join(path, name) for name in folders if os.path.islink(os.path.join(path, name))]  # noqa: PTH114, PTH118
-        for file in (*joined, *linked):
-            if why := not_transferable(file):
-                raise RelayError(f"the output {file} {why}")
-        found += joined
+        linked = (name for name in folders if os.path.islink(os.path.join(path, name)))  # noqa: PTH114, PTH118
+        found += [os.path.join(path, name) for name in (*files, *linked)]  # noqa: PTH118
     return found
 
 

@@ -122,14 +122,14 @@ class Objects:
 
     def projects(self) -> tuple[ProjectView, ...]:
         """Return all quotas by name, without invalid ones."""
-        versions = tuple(self._versions.values())
-        if self._projects[0] != versions:
+        gpus = sum(len(view.node.devices) for view in self.nodes())
+        if self._projects[0] != (self._versions["quotas"], gpus):
             found = []
             for quota in self._quotas.values():
                 with suppress(InvalidFieldError):
                     found.append(views.project_view(quota))
             found.sort(key=lambda view: view.project.name)
-            self._projects = versions, with_lent(found, sum(len(view.node.devices) for view in self.nodes()))
+            self._projects = (self._versions["quotas"], gpus), with_lent(found, gpus)
         return self._projects[1]
 
     def nodes(self) -> tuple[NodeView, ...]:
