@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from elastic_runtime.errors import CollectiveError, ElasticError
 from elastic_runtime.rehearsal.objects import attributes_of, objects_beside
 from elastic_runtime.rehearsal.records import flattened, prints_of
+from elastic_runtime.rehearsal.switched_off import SwitchedOff, uses_batch_statistics
 from elastic_runtime.rehearsal.timetable import FAILING, JOINED, LAST, SAVED, SECOND
 from elastic_runtime.state import checkpoint
 
@@ -50,6 +51,8 @@ class Observer:
         self._between = -1  # the step before which the state was recorded last
         self._streams: list[Any] = []
         self._coarse = any(p.dtype in _COARSE for _, p in state.parameters())
+        self._exact = state.reduction != "reduction='fast'"
+        self._switched = SwitchedOff(self._models)
         register_module_forward_hook(self._look_at_precision)
 
     @property
@@ -69,6 +72,12 @@ class Observer:
                 self._save_and_load(step)
             if step > LAST:
                 self._orders.release()
+        self._begin_attempt(step)
+
+    def _begin_attempt(self, step: int) -> None:
+        """Switch off what makes gradients depend on the size, where sizes are compared for the first time."""
+        fails = self._attempts.get(step, 0) < FAILING.count(step)
+        self._switched.set(off=step == JOINED and fails and not self._exact)
         self._streams = streams()
 
     def summed(self) -> None:
@@ -86,13 +95,14 @@ class Observer:
             prints=self._gradients(),
             random=self._processes > 0 or streams() != self._streams,
             normalised=self._normalised(),
+            switched_off=self._switched.off,
             resolution=self._resolution(),
             precision=self._precision(),
-            exact=self._state.reduction != "reduction='fast'",
+            exact=self._exact,
             attributes=attributes_of(self._state.model),
         )
         self._attempts[step] = attempt + 1
-        if step in FAILING and attempt == 0:
+        if attempt < FAILING.count(step):
             raise CollectiveError(f"the rehearsal lets step {step} fail")
 
     def _look_at_precision(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
@@ -143,9 +153,7 @@ class Observer:
 
     def _normalised(self) -> bool:
         """Whether a layer computes with the statistics of the batch."""
-        kind = torch.nn.modules.batchnorm._NormBase  # noqa: SLF001
-        parts = (part for model in self._models for part in model.modules())
-        return any(isinstance(part, kind) and part.training for part in parts)
+        return any(uses_batch_statistics(part) for model in self._models for part in model.modules())
 
 
 def streams() -> list[Any]:

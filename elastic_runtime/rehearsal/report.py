@@ -64,7 +64,7 @@ def lines(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> Iterat
         yield f"{len(fails)} would go wrong on a cluster."
         return
     yield from textwrap.wrap(_limits(rows), _WIDTH)
-    yield "Nothing was found that would go wrong on a cluster."
+    yield "No error was found in what was tried."
 
 
 def _limits(rows: Sequence[dict[str, Any]]) -> str:
@@ -77,8 +77,8 @@ def _limits(rows: Sequence[dict[str, Any]]) -> str:
         return "Gradients of one worker and of two were not compared: a loss that depends on the size is not found."
     difference, limit = found
     return (
-        f"Gradients of one worker and of two differ by {difference:.1g} of their norm at most; up to {limit:.1g} "
-        "counts as rounding."
+        f"Gradients of one worker and of two, without dropout and batch statistics, differ by {difference:.1g} of "
+        f"their norm at most; up to {limit:.1g} counts as rounding."
     )
 
 

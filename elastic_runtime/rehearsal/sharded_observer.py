@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_runtime.errors import ElasticError
-from elastic_runtime.rehearsal.observer import Observer, streams
+from elastic_runtime.rehearsal.observer import Observer
 from elastic_runtime.rehearsal.records import flattened, prints_of
 from elastic_runtime.rehearsal.timetable import LAST, SAVED, SHARDS_SAVED
 from elastic_runtime.sharded import files
@@ -73,7 +73,7 @@ class ShardedObserver(Observer):
                 self._save_and_read(step, sums)
             if step > LAST:
                 self._orders.release()
-        self._streams = streams()
+        self._begin_attempt(step)
 
     def _gradients(self) -> Prints:
         with torch.no_grad():

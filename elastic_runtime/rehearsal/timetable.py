@@ -13,7 +13,9 @@ FIRST, SECOND = "first", "second"
 REPEATED_ALONE = 1
 """One worker repeats it."""
 JOINED = 3
-"""Computed by one worker, then by two, of which the second one has just received the state."""
+"""Computed by one worker, then by two, of which the second one has just received the state. It fails again, for both
+attempts are computed without dropout and batch statistics where gradients are not exact; then it counts.
+"""
 REPEATED = 5
 """Two workers repeat it. Where an iteration has several backward passes, the failure is in the last one."""
 LEADER_LOST = 7
@@ -29,9 +31,10 @@ FIRST_EPOCH = 2
 a script counts by epochs, or does between them, is found where it differs.
 """
 
-FAILING = (REPEATED_ALONE, JOINED, REPEATED, LEADER_LOST)
-_MEMBERS = ((FIRST,), (FIRST,), (FIRST, SECOND), (FIRST, SECOND), (SECOND,))
-"""Of generation 1, and of those after each failing step."""
+FAILING = (REPEATED_ALONE, JOINED, JOINED, REPEATED, LEADER_LOST)
+"""In order; a step that stands here twice fails twice."""
+_MEMBERS = ((FIRST,), (FIRST,), (FIRST, SECOND), (FIRST, SECOND), (FIRST, SECOND), (SECOND,))
+"""Of generation 1, and of those after each failure."""
 
 
 def first_order(worker: str) -> Order:

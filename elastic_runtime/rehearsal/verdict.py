@@ -154,11 +154,11 @@ def _size_finding(before: Row, after: Row) -> Finding:
 
 
 def _attempts(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each step that a worker computed twice: (first, second)."""
+    """Each step that a worker computed twice, with the same layers switched off: (first, second)."""
     computed = {(row["worker"], row["step"], row["attempt"]): row for row in _of(rows, "gradients")}
     for (worker, step, attempt), row in computed.items():
         second = computed.get((worker, step, attempt + 1))
-        if second is not None:
+        if second is not None and row["switched_off"] == second["switched_off"]:
             yield row, second
 
 
