@@ -73,25 +73,25 @@ def test_a_rehearsal_is_right_about_every_script_of_the_zoo(name: str, mode: str
 
 SCRIPT = """
 import torch
-import elastic_runtime
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(640, 8), torch.randint(0, 3, (640,)))
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3))
-job = elastic_runtime.init()
-model, optimizer, loader = job.prepare(
-    model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
-)
-for epoch in job.epochs(20):
-    for x, y in loader:
-        job.backward(torch.nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from elastic_runtime.integrations.transformers import ElasticTrainer
+
+def sample(length):
+    tokens = torch.arange(16) * length % 50
+    return {"input_ids": tokens, "labels": torch.where(torch.arange(16) < length, -100, tokens)}
+
+small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+ElasticTrainer(
+    model=LlamaForCausalLM(LlamaConfig(**small, attention_dropout=0.1)),
+    args=TrainingArguments("out", num_train_epochs=20, logging_steps=5, report_to="none", use_cpu=True),
+    train_dataset=[sample(1 + number % 12) for number in range(100)],
+).train()
 print("trained to its end")
 """
 
 
 @pytest.mark.slow
-def test_the_second_worker_is_the_same_command_started_again(tmp_path: Path) -> None:
+def test_a_language_model_with_dropout_and_masked_tokens_is_rehearsed_as_a_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "ELASTIC_REHEARSE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
