@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,7 +23,12 @@ from elastic_runtime.integrations.ray.datasets import RowDataset, Shards
 from elastic_runtime.integrations.ray.loop_api import training_job
 from elastic_runtime.integrations.ray.reports import Point, Reports
 from elastic_runtime.integrations.ray.worker import used_job
+from tests.forked import run
+from tests.ray import fixed_loops
 from tests.ray.train_loops import train
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FIRST, SECOND = Point(16, 0), Point(32, 0)
 
@@ -91,6 +98,17 @@ def test_a_report_before_the_training_says_where_it_belongs() -> None:
 def test_a_loop_without_elastic_runtime_is_refused_at_its_end() -> None:
     with pytest.raises(UsageError, match=r"train_loop_per_worker has ended without elastic_runtime.init\(\)"):
         used_job()
+
+
+SLOW = {"with_transformers", "with_lightning"}  # seconds for imports
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in fixed_loops.LOOPS]
+)
+def test_a_loop_for_a_fixed_group_is_told_the_line_to_write_before_its_first_step(name: str, tmp_path: Path) -> None:
+    ended = run(fixed_loops.main, name, str(tmp_path), cwd=tmp_path)
+    assert re.search(r"write: (job|loader) = .*docs/guides/ray_train.md", ended.stdout), ended.stdout + ended.stderr
 
 
 def test_a_row_of_a_dataset_is_found_in_its_block() -> None:

@@ -18,6 +18,7 @@ from elastic_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import NoReturn
 
 
 class RowDataset(Dataset[dict[str, Any]]):
@@ -39,6 +40,16 @@ class RowDataset(Dataset[dict[str, Any]]):
             self._fetched[number] = ray.get(self._blocks[number])
         row = index - (self._ends[number - 1] if number else 0)
         return {column: values[row] for column, values in self._fetched[number].items()}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse the methods of Ray's own shard, which is one of a fixed number, with what to write."""
+        if name.startswith(("iter_", "to_", "materialize", "streaming_split")):
+            raise UsageError(
+                f"get_dataset_shard(...).{name}: a shard is one of a fixed number of workers, which changes here; "
+                "write: loader = torch.utils.data.DataLoader(get_dataset_shard(name), batch_size=N, shuffle=True), and "
+                "give it to job.prepare (see docs/guides/ray_train.md)"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fetched": {}}

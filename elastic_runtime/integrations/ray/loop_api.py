@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.integrations.ray.fixed_groups import refuse_fixed_groups
 from elastic_runtime.integrations.ray.ray_internals import (
     DistributedContext,
     DistributedTrainFnUtils,
@@ -134,9 +135,10 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
         return self
 
     def install(self) -> None:
-        """Let the functions of `ray.train` in this process use this context."""
+        """Let the functions of `ray.train` in this process use this context, and refuse those that cannot."""
         set_train_context(self)
         set_train_fn_utils(ElasticTrainFnUtils())
+        refuse_fixed_groups()
 
     def finish(self) -> None:
         """Wait for the checkpoints that are being uploaded. Raises what failed."""

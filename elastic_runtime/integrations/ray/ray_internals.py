@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TESTED = "2.60"
 
 try:
+    from ray._common.usage.usage_lib import TagKey
     from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
     from ray.train.v2._internal.execution.context import (
         DistributedContext,
@@ -32,6 +33,7 @@ try:
     from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
     from ray.train.v2._internal.execution.training_report import _TrainingReport as TrainingReport
     from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+    from ray.train.v2.torch import train_loop_utils
 except ImportError as error:
     raise ImportError(
         f"ElasticTorchTrainer is tested with Ray {TESTED}, and Ray {ray.__version__} is installed, which lacks what it "
@@ -46,6 +48,7 @@ __all__ = [
     "DistributedTrainFnUtils",
     "ExecutionContext",
     "PreemptionContext",
+    "TagKey",
     "TrainContext",
     "TrainRunContext",
     "TrainingFailedError",
@@ -57,6 +60,7 @@ __all__ = [
     "result_of",
     "set_train_context",
     "set_train_fn_utils",
+    "train_loop_utils",
     "training_function",
 ]
 
