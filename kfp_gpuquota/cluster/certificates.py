@@ -90,7 +90,7 @@ def new_authority(name: str, now: float, valid_s: float = AUTHORITY_VALID_S) -> 
 def issue(
     authority: KeyPair, names: Sequence[str], now: float, valid_s: float = SERVING_VALID_S, *, client: bool = False
 ) -> KeyPair:
-    """Return a serving certificate for `names`, DNS names and IP addresses; the first is its common name.
+    """Return a serving certificate for `names`: DNS names, IP addresses, URIs; the first is its common name.
 
     With `client` it is one to authenticate with: to Kubernetes the common name is the user's.
     """
@@ -162,6 +162,8 @@ def _common_name(certificate: x509.Certificate) -> str:
 
 
 def _alternative(name: str) -> x509.GeneralName:
+    if "://" in name:
+        return x509.UniformResourceIdentifier(name)
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -28,8 +28,8 @@ from kfp_gpuquota.cluster.kubernetes.web.rights import (
     RoleBinding,
     Subject,
 )
-from tests.kubernetes import gateway as gateways
 from tests.kubernetes.installation import NAMESPACE, QUOTAS, jobs_of
+from tests.kubernetes.istio import GATEWAY, istio
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.web_page import ACCOUNT, BASE, User, WebPage, bind, web_page
 from tests.polling import TIMEOUT_S, until
@@ -261,15 +261,17 @@ def sidecar_page(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPath
 
 def test_the_header_of_an_untrusted_sender_does_not_count(sidecar_page: WebPage, ours: Team) -> None:
     """A pod that reaches the page beside the gateway, with all that the gateway would send."""
-    user = Browser(sidecar_page.port, kubeflow_userid=ours.editor.name, **gateways.added("127.0.0.6"))
+    claims = {"x_forwarded_for": "127.0.0.6", "x_envoy_external_address": "127.0.0.6", "x_forwarded_proto": "https"}
+    identity = {"x_forwarded_client_cert": f"URI={GATEWAY}", "x_envoy_peer_metadata_id": "router"}
+    user = Browser(sidecar_page.port, kubeflow_userid=ours.editor.name, **claims, **identity)
     assert user.get("/teams").status == 401
     before = len(sidecar_page.audit())
     assert user.post(f"{ours.job}/suspend", {"token": "x"}).status == 401
     assert [line["user"] for line in sidecar_page.audit()[before:]] == [""]
 
 
-def test_behind_istio_the_user_is_who_the_gateway_names(sidecar_page: WebPage, ours: Team) -> None:
-    with gateways.gateway(sidecar_page.port, ours.editor.name) as port:
+def test_behind_istio_the_user_is_who_the_gateway_names(sidecar_page: WebPage, ours: Team, tmp_path: Path) -> None:
+    with istio(sidecar_page.port, ours.editor.name, tmp_path) as port:
         browser = Browser(port)
         assert ours.namespace in text_of(browser, "/teams")
         form = {"token": browser.form_token(ours.job)}
@@ -289,17 +291,17 @@ SPOOFED = {
     "x_forwarded_user": "{user}", "x_forwarded_email": "{user}", "x_auth_request_email": "{user}",
     "x_forwarded_for": "127.0.0.6", "x_real_ip": "127.0.0.6", "x_envoy_external_address": "127.0.0.6",
     "x_envoy_original_path": "/gpuquota/static/page.css", "x_original_url": "/gpuquota/static/page.css",
-    "x_http_method_override": "GET", "x_forwarded_client_cert": f"URI={gateways.GATEWAY}",
+    "x_http_method_override": "GET", "x_forwarded_client_cert": f"URI={GATEWAY}",
     "kubeflow_groups": "system:masters",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "status"), [("replace", 403), ("append", 401), ("merge", 403)])
 def test_behind_istio_a_browser_that_names_another_user_is_not_that_user(
-    sidecar_page: WebPage, ours: Team, mode: str, status: int
+    sidecar_page: WebPage, ours: Team, tmp_path: Path, mode: str, status: int
 ) -> None:
     """`append` and `merge` are gateways that keep a browser's header: its user is refused, and nobody else."""
-    with gateways.gateway(sidecar_page.port, "stranger@example", mode) as port:
+    with istio(sidecar_page.port, "stranger@example", tmp_path, mode=mode) as port:
         spoofed = {name: value.replace("{user}", ours.editor.name) for name, value in SPOOFED.items()}
         browser = Browser(port, kubeflow_userid=ours.editor.name, **spoofed)
         for path in ("/teams", ours.job, f"{ours.job}/log"):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
 import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-from aiohttp import ClientSession, web
 from selenium.webdriver.common.by import By
 
 from tests.kubernetes.installation import QUOTAS
+from tests.kubernetes.istio import istio
 from tests.kubernetes.test_crds import quota
 from tests.kubernetes.web_page import BASE, bind, web_page
 from tests.polling import until
@@ -20,7 +17,7 @@ from tests.web.browser import chromium
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from selenium import webdriver
@@ -47,58 +44,6 @@ def driver() -> Iterator[webdriver.Chrome]:
     yield from chromium()
 
 
-class Gateway:
-    """Serves the dashboard, and leads the page's path to the page with the user's name."""
-
-    def __init__(self, port: int, page: int, user: str) -> None:
-        self.port, self._page, self._user = port, page, user
-
-    @contextlib.asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
-        application = web.Application()
-        application.router.add_get("/", self._dashboard)
-        application.router.add_get("/{path:.*}", self._forward)
-        async with ClientSession(auto_decompress=False) as self._session:
-            runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", self.port).start()
-            yield
-            await runner.cleanup()
-
-    async def _dashboard(self, _request: web.Request) -> web.Response:
-        return web.Response(text=DASHBOARD, content_type="text/html")
-
-    async def _forward(self, request: web.Request) -> web.StreamResponse:
-        headers = {**request.headers, "kubeflow-userid": self._user}
-        url = f"http://127.0.0.1:{self._page}{request.raw_path}"
-        async with self._session.get(url, headers=headers, allow_redirects=False, timeout=None) as found:
-            answer = web.StreamResponse(status=found.status, headers=found.headers)
-            await answer.prepare(request)
-            async for chunk in found.content.iter_any():
-                await answer.write(chunk)
-            return answer
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Serve in a thread."""
-        loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-
-        async def run() -> None:
-            async with self._serving():
-                started.set()
-                await stop.wait()
-
-        thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-        thread.start()
-        try:
-            assert started.wait(60)
-            yield
-        finally:
-            loop.call_soon_threadsafe(stop.set)
-            thread.join()
-            loop.close()
-
-
 @pytest.mark.slow
 def test_the_page_shows_the_namespace_that_is_selected_in_the_dashboard(
     kubeflow_cluster: DevCluster, driver: webdriver.Chrome, tmp_path: Path
@@ -110,8 +55,11 @@ def test_the_page_shows_the_namespace_that_is_selected_in_the_dashboard(
         api.create(QUOTAS, quota(name, guaranteed=1))
         bind(kubeflow_cluster, user, "kubeflow-view", name)
     port = free_port()
-    options = ("--trusted-proxy=127.0.0.1/32", f"--origin=http://127.0.0.1:{port}")
-    with web_page(kubeflow_cluster, tmp_path / "log", *options) as page, Gateway(port, page.port, user).running():
+    options = ("--trusted-proxy=127.0.0.6/32", f"--origin=http://127.0.0.1:{port}")
+    with (
+        web_page(kubeflow_cluster, tmp_path / "log", *options) as page,
+        istio(page.port, user, tmp_path, port=port, dashboard=DASHBOARD),
+    ):
         driver.get(f"http://127.0.0.1:{port}/?selected={names[0]}&frame={BASE}/teams")
         driver.switch_to.frame(driver.find_element(By.TAG_NAME, "iframe"))
 
