@@ -16,7 +16,8 @@ SOAKED := restarts group_liveness placement_oracle hostile_objects
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 
-# Hundreds of processes import the same modules: they are compiled once.
+# Hundreds of processes import the same modules: they are compiled once, at their first import; pip would compile all,
+# which takes a minute, and a few of them are used.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -40,10 +41,10 @@ test-all: test test-slow  ## Both
 
 newest: $(VENV)/.dev  ## The tests that use kfp or the client of Kubernetes, with the newest instead of the pinned, oldest one
 	rm -rf out/kfp out/kubernetes
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/kfp $(KFP:%='%>=2.17,<3')
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target out/kfp $(KFP:%='%>=2.17,<3')
 	PYTHONPATH=out/kfp $(BIN)/python -c 'import kfp; print("kfp", kfp.__version__)'
 	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest $(PARALLEL) $(KFP_TESTS:%=tests/dsl/test_%.py)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target out/kubernetes kubernetes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target out/kubernetes kubernetes
 	PYTHONPATH=out/kubernetes $(BIN)/python -c 'import kubernetes; print("kubernetes", kubernetes.__version__)'
 	$(BIN)/python -m tools.devcluster build
 	PYTHONPATH=$(CURDIR)/out/kubernetes $(BIN)/python -m pytest $(PARALLEL) $(CLIENT_TESTS:%=tests/kubernetes/test_%.py)
@@ -108,10 +109,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.quickstart: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): two to four minutes and 6 GB, most of it torch"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[quickstart]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): two to four minutes and 6 GB, most of it torch"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.quickstart
