@@ -47,7 +47,8 @@ def lines(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> Iterat
     reached = max((row["step"] for row in rows if row["what"] == "gradients"), default=-1)
     done = [text for step, text in _STAGES if step <= reached]
     fails = [finding for finding in findings if finding.fails]
-    yield f"ELASTIC_REHEARSE: {reached + 1} steps, with {', '.join(done) or 'nothing but their beginning'}."
+    summary = f"ELASTIC_REHEARSE: {reached + 1} steps, with {', '.join(done) or 'nothing but their beginning'}."
+    yield from textwrap.wrap(summary, _WIDTH)
     if reached < LAST and not fails:
         missing = ", ".join(text for step, text in _STAGES if step > reached)
         yield f"The training ended after {reached + 1} of {LAST + 1} steps" + (
@@ -76,10 +77,10 @@ def _limits(rows: Sequence[dict[str, Any]]) -> str:
     if found is None:
         return "Gradients of one worker and of two were not compared: a loss that depends on the size is not found."
     difference, limit = found
-    return (
-        f"Gradients of one worker and of two, without dropout and batch statistics, differ by {difference:.1g} of "
-        f"their norm at most; up to {limit:.1g} counts as rounding."
-    )
+    compared = "Gradients of one worker and of two, without dropout and batch statistics,"
+    if difference == 0.0:
+        return f"{compared} were equal."
+    return f"{compared} differ by {difference:.1g} of their norm at most; up to {limit:.1g} counts as rounding."
 
 
 def _block(head: str, finding: Finding) -> Iterator[str]:
