@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Kind, Phase
-from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
-from kfp_gpuquota.cluster.jobs.records import Intent
+from kfp_gpuquota.engine.job_book import Change, JobBook
+from kfp_gpuquota.engine.records import Intent
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.search import fits, free_devices
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Resize
-    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
     from tests.simulation.cluster import SimulatedCluster
 
 EPSILON = 1e-6

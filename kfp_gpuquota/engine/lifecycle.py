@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,6 +149,24 @@ def _failed_by_itself(job: JobRecord, exited: WorkerRecord) -> bool:
     return trained and 0 < (exited.worker.exit_code or 0) <= KILLED_ABOVE
 
 
+def members_reported(
+    job: JobRecord, workers: Sequence[WorkerRecord], members: Sequence[str]
+) -> tuple[JobRecord, list[WorkerRecord]]:
+    """Return the job and its `unseen` workers, after a generation's members were reported.
+
+    A worker that ended with 0 while no process of the cluster ran, and is no member, was released: it has not finished.
+    """
+    unseen = {record.worker.id: record for record in workers if record.unseen}
+    judged = [
+        msgspec.structs.replace(record, unseen=False, released=record.released or worker not in members)
+        for worker, record in unseen.items()
+    ]
+    others = (record for record in workers if record.worker.id not in unseen)
+    if any(record.released for record in judged) and not any(finished(record) for record in (*judged, *others)):
+        job = msgspec.structs.replace(job, completing=False)
+    return job, judged
+
+
 def progressed(job: JobRecord, progress: Progress) -> JobRecord:
     """Return the job with the reported progress; a new rank 0 does not report checkpoints that another worker saved."""
     before = job.status.progress
@@ -184,7 +202,7 @@ def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> J
 
 def _requeued(job: JobRecord) -> JobRecord:
     job = msgspec.structs.replace(
-        job, intent=Intent.RUN, completing=False, managed=False, size=0, members=(), growth_failed=None
+        job, intent=Intent.RUN, completing=False, managed=False, size=0, generation=0, members=(), growth_failed=None
     )
     return with_status(job, phase=Phase.PENDING, started_at=None)
 
