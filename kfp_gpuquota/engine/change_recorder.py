@@ -100,11 +100,12 @@ class ChangeRecorder:
         self.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
         self.change.workers[gone.id] = record
         self.record(after)
-        if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
-            self.fail(after, [each.worker.id for each in staying if each.alive])
+        others = [each.worker.id for each in staying if each.alive]
+        if others and after.intent is not before.intent:
+            self._stop_others(after, others)
 
-    def fail(self, job: JobRecord, others: Iterable[str]) -> None:
-        """Record the stop of the remaining workers of a failed job."""
+    def _stop_others(self, job: JobRecord, others: Iterable[str]) -> None:
+        """Record the stop of the remaining workers of a job that fails, or that starts again as a whole."""
         assert job.status.reason is not None
         self._release(with_status(job, phase=Phase.STOPPING), others, job.status.reason)
 

@@ -12,7 +12,8 @@
 | killed after the training, others are left   | continues: another worker has or will have its result           |
 | failed by itself after the training          | fails with its exit code, the other workers are stopped         |
 | ended because the machine was restarted      | returns to the queue, also if not managed; not counted          |
-| lost with its node                           | continues while others train, else as above; not counted        |
+| lost with its node, or evicted by it         | continues while others train, else returns to the queue, and    |
+|                                              | the other workers are stopped; not counted                      |
 
 Restarts are counted by incident: workers that are lost within `INCIDENT_S` of each other are one incident, so that the
 failure of a node with several workers counts once. After `WINDOW_S` without an incident the count starts again at 0.

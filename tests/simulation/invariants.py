@@ -87,6 +87,7 @@ class Invariants:
         self.commits += 1
         self.committed_at = self.cluster.loop.time()
         self._check_devices()
+        self._check_stops()
         self._check_limits()
         self._check_views()
 
@@ -203,6 +204,13 @@ class Invariants:
         for where, share in (taken | really).items():
             if share > 1 + EPSILON:
                 self.fail(f"{share:g} of device {where} is held")
+
+    def _check_stops(self) -> None:
+        """All workers of a job that stops have been asked to leave: those of a gang that lost one wait for it else."""
+        for record in self.cluster.alive_workers():
+            job = self.cluster.state.jobs[record.worker.job_uid]
+            if job.intent is not Intent.RUN and not record.released:
+                self.fail(f"{job.spec.name} stops ({job.intent}), but {record.worker.id} was not asked to leave")
 
     def _check_limits(self) -> None:
         state = self.cluster.state

@@ -133,6 +133,8 @@ class WorkerPodEvents:
         killed = worker in self._workers.killed
         if pod.leaving and not known.released and not killed:
             known = leaving(known, self._book.clock())
+        if pod.lost and not killed:
+            known = msgspec.structs.replace(known, lost_with=pod.lost)
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
         self._decisions.worker_ended(known, KILLED if exit_code is None or killed else exit_code, ending=ending)
