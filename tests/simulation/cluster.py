@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EPOCH = 1_700_000_000.0
 INSTANT_S = 0.1
 """What happens is followed by a plan before that."""
-TICK_S = 2.0  # of the membership service: rarely, since its limits are 5 s and more
+TICK_S = 3.0  # of the membership service: rarely, since its limits are 5 s and more
 MEMORY = Path("/dev/shm")
 
 

@@ -48,6 +48,7 @@ class Invariants:
     changed_at: dict[str, float] = field(default_factory=dict)
     violations: list[ViolationError] = field(default_factory=list)
     commits: int = 0
+    holders_changed: bool = False  # by the change that is being applied
     committed_at: float = 0.0
     _checked: int = -1
 
@@ -66,6 +67,10 @@ class Invariants:
     def before(self, change: Change) -> None:
         """Compare a change with the records that it changes."""
         state = self.cluster.state
+        self.holders_changed = bool(change.projects or change.workers) or any(
+            job is None or uid not in state.jobs or _concerns(state.jobs[uid]) != _concerns(job)
+            for uid, job in change.jobs.items()
+        )
         for uid, job in change.jobs.items():
             if job is not None and uid in state.jobs and _concerns(state.jobs[uid]) != _concerns(job):
                 self.changed_at[uid] = self.cluster.loop.time()
@@ -86,10 +91,11 @@ class Invariants:
         """Check the records as they are now."""
         self.commits += 1
         self.committed_at = self.cluster.loop.time()
-        self._check_devices()
-        self._check_stops()
-        self._check_limits()
-        self._check_views()
+        if self.holders_changed:
+            self._check_devices()
+            self._check_stops()
+            self._check_limits()
+            self._check_views()
 
     def _check_promise(self, old: JobRecord, new: JobRecord, change: Change) -> None:
         """A promise is carried out, or revoked: by a lost node, a change of the job, or another job in its place."""

@@ -142,12 +142,13 @@ class ClusterState(JobStore):
         held = dict.fromkeys(self.projects, 0.0)
         wanted = dict.fromkeys(self.projects, 0.0)
         surplus = dict.fromkeys(self.projects, 0.0)
+        device_memory_mib = self._device_memory_mib()
         for uid, job in self.jobs.items():
             if job.spec.project in held and not job.status.phase.final:
                 gpus = sum(w.worker.gpus for w in self.alive_of(uid))
                 held[job.spec.project] += gpus
                 surplus[job.spec.project] += 0.0 if job.spec.shared else max(0.0, gpus - job.spec.gpus)
-                wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(self._device_memory_mib))
+                wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(device_memory_mib))
         views = (
             ProjectView(
                 project=project,
@@ -178,7 +179,6 @@ class ClusterState(JobStore):
             for name, node in self.nodes.items()
         )
 
-    @property
     def _device_memory_mib(self) -> int:
         """The smallest device's: what memory that is asked for counts as before it has a place."""
         return min((node.usable_mib(device) for node in self.nodes.values() for device in node.devices), default=0)
