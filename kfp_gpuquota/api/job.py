@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_label_key, check_labels
-from kfp_gpuquota.api.quantity import show_gpus, show_mib
+from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
 from kfp_gpuquota.api.reason import Reason
 from kfp_gpuquota.api.share import check_share
 from kfp_gpuquota.api.validation import (
@@ -31,7 +31,7 @@ from kfp_gpuquota.api.validation import (
     check_name,
     check_range,
 )
-from kfp_gpuquota.api.worker import Worker
+from kfp_gpuquota.api.worker import Worker, WorkerPhase
 from kfp_gpuquota.errors import InvalidFieldError
 
 DEFAULT_GRACE_PERIOD_S: Final = 30.0
@@ -342,6 +342,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     resizes: tuple[Resize, ...] = ()
     set_by: dict[str, str] = {}
     page: str = ""
+
+    @property
+    def leaving_gpus(self) -> int | float:
+        """The part of `gpus` whose workers were asked to leave: others may run in their place already."""
+        return as_number(sum(worker.gpus for worker in self.workers if worker.phase is WorkerPhase.LEAVING))
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from kfp_gpuquota.scheduler.actions.consolidation import lost_work_s
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.explain import sentences
-from kfp_gpuquota.scheduler.explain.waiting import Promised, waits
+from kfp_gpuquota.scheduler.explain.waiting import Promised, of_several, waits
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
@@ -201,13 +201,15 @@ def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
 
 
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promised) -> dict[str, Reason]:
+    alike: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
+    for jobs, held_off in _of_one_shape(cycle, placed):
+        delay = None if held_off is None else held_off - cycle.now
+        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), promised, delay)
+        found = alike.setdefault((reason.project, reason.message), (reason, []))
+        found[1].extend(job.uid for job in jobs)
     reasons: dict[str, Reason] = {}
-    for queue in cycle.ledger.queues.values():
-        for shape in cycle.shapes.get(queue, queue.waiting):
-            if shape.starts and (entries := queue.waiting.get(shape)):
-                jobs = [job for _, job in entries if not job.active and job not in placed]
-                jobs = [job for job in jobs if job not in cycle.losers]
-                _explain_alike(cycle, jobs, reasons, promised, cycle.held_off.get((queue, shape)))
+    for reason, uids in alike.values():
+        reasons.update(dict.fromkeys(uids, of_several(reason, len(uids))))
     reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
@@ -215,17 +217,17 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promi
     return reasons
 
 
+def _of_one_shape(cycle: Cycle, placed: Container[Job]) -> Iterator[tuple[list[Job], float | None]]:
+    """Yield the waiting jobs of each shape, which have one reason, and until when minimum run times hold them off."""
+    for queue in cycle.ledger.queues.values():
+        for shape in cycle.shapes.get(queue, queue.waiting):
+            entries = queue.waiting.get(shape, ()) if shape.starts else ()
+            jobs = [job for _, job in entries if not job.active and job not in placed and job not in cycle.losers]
+            if jobs:
+                yield jobs, cycle.held_off.get((queue, shape))
+
+
 def _deferred(state: State, now: float) -> Iterator[tuple[str, Reason]]:
     for uid, job in state.deferred.items():
         if job.deferred_for is not None and job.deferred_until > now and not job.active:
             yield uid, job.deferred_for
-
-
-def _explain_alike(
-    cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], promised: Promised, held_off: float | None
-) -> None:
-    """Set the reason of all jobs of one shape, which is the same for all."""
-    if jobs:
-        delay = None if held_off is None else held_off - cycle.now
-        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), promised, delay)
-        reasons.update(dict.fromkeys([job.uid for job in jobs], reason))

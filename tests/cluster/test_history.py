@@ -9,8 +9,6 @@ import pytest
 
 from kfp_gpuquota.api import JobSpec, JobStatus, Node, Phase, Progress, Project
 from kfp_gpuquota.api.wire import NodeView, ProjectView, ShareView
-from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.records import JobRecord, with_status
 from kfp_gpuquota.cluster.local.storage.history import (
     KEPT_S,
     MEMORY_SAMPLES,
@@ -23,6 +21,8 @@ from kfp_gpuquota.cluster.local.storage.history import (
     gpu_hours,
 )
 from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.records import JobRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The consequences for a job when a worker exits: the table of cluster/jobs/lifecycle.py, row by row."""
+"""The consequences for a job when a worker exits: the table of engine/lifecycle.py, row by row."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Resize, Worker, WorkerPhase
-from kfp_gpuquota.cluster.jobs.lifecycle import GROWTH_S, after_worker_exited
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
-from kfp_gpuquota.cluster.jobs.scheduling import NEVER_AGAIN, job_changed
+from kfp_gpuquota.engine.lifecycle import GROWTH_S, after_worker_exited
+from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.engine.scheduling import NEVER_AGAIN, job_changed
 
 NOW = 100.0
 KILLED = 137

@@ -6,9 +6,9 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
-from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
-from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
-from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+from kfp_gpuquota.engine.change_recorder import ChangeRecorder
+from kfp_gpuquota.engine.job_book import Change, JobBook
+from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 NOW = 100.0
 WHY = Reason(code=ReasonCode.CONSOLIDATED, message="moved from n0 to n1: big needs 2 GPUs")

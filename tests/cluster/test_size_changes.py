@@ -1,4 +1,4 @@
-"""Each change of a job's size, as it happened, has the cause of that change (cluster/jobs/size_changes.py)."""
+"""Each change of a job's size, as it happened, has the cause of that change (engine/size_changes.py)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Resize, Worker, WorkerPhase
-from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_exited
-from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord, leaving
-from kfp_gpuquota.cluster.jobs.size_changes import after_commit, after_processes_changed
+from kfp_gpuquota.engine.lifecycle import after_worker_exited
+from kfp_gpuquota.engine.records import JobRecord, WorkerRecord, leaving
+from kfp_gpuquota.engine.size_changes import after_commit, after_processes_changed
 from kfp_gpuquota.membership import AnnounceCommit
 
 NOW = 100.0

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.api.wire import ShareView
-from kfp_gpuquota.cluster.jobs.records import Intent, WorkerRecord, with_status
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import QUIET_S, Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import (
     record_of,
     status_of,
-    unmanaged_size,
     with_condition,
-    without_pods,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus, JobLease
 from kfp_gpuquota.cluster.kubernetes.user_client.views import job_of, node_view
+from kfp_gpuquota.engine.lifecycle import settled
+from kfp_gpuquota.engine.records import Intent, WorkerRecord, with_status
+from kfp_gpuquota.engine.size_changes import unmanaged_size
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def job_with(**status: object) -> ElasticJob:
 )
 def test_what_is_written_is_read_again(phase: str, intent: str, restarts: int, attempt: int, index: int) -> None:
     given_ = job_with(phase=phase, intent=intent, restarts=restarts, attempt=attempt, next_index=index)
-    record = record_of(given_)
-    written = status_of(given_, record, [], generation=3, reserved=32, conditions=(), ended=[1], ran_s=2.5)
+    record = msgspec.structs.replace(record_of(given_), generation=3)
+    written = status_of(given_, record, [], reserved=32, conditions=(), ended=[1], ran_s=2.5)
     again = record_of(msgspec.structs.replace(given_, status=written))
     assert again == msgspec.structs.replace(record, managed=True, generation_high=32)
 
@@ -69,13 +69,12 @@ def resize(at: float, **more: Any) -> Resize:
 def test_changes_of_size_are_read_again_and_only_the_last_are_kept() -> None:
     changes = tuple(resize(100.0 + i, step=i, lost_steps=i) for i in range(30))
     record = with_status(record_of(job_with(phase="Running")), resizes=changes)
-    record = msgspec.structs.replace(record, size=4)
-    written = status_of(
-        job_with(), record, [], generation=3, reserved=32, conditions=(), ended=(), ran_s=0.0, ranks=(4, 2)
-    )
+    record = msgspec.structs.replace(record, size=4, generation=3, members=("u-4", "u-2"))
+    written = status_of(job_with(), record, [], reserved=32, conditions=(), ended=(), ran_s=0.0)
     stored = ElasticJob(metadata=META, spec=job_with().spec, status=written)
     assert record_of(stored).status.resizes == changes[-20:]
     assert record_of(stored).size == 4
+    assert record_of(stored).members == record.members
     shown = job_of(msgspec.json.decode(msgspec.json.encode(stored), type=ElasticJob))
     assert shown.status.resizes == changes[-20:]
 
@@ -146,7 +145,7 @@ def test_a_shared_device_is_in_use_as_far_as_its_sharers_have_asked_for_it() -> 
 )
 def test_a_run_of_which_no_pod_is_left_is_over_as_it_was_meant_to_be(intent: Intent, phase: Phase) -> None:
     record = record_of(job_with(phase="Running", intent=intent.value, attempt=1))
-    assert without_pods(record, 5.0).status.phase is phase
+    assert settled(record, (), 5.0).status.phase is phase
 
 
 def test_workers_that_start_one_after_another_are_no_growth() -> None:

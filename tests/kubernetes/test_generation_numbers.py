@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from kfp_gpuquota.cluster.jobs.job_book import Change
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import EPOCH_SPAN, JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import RESERVED_AT_ONCE, record_of
-from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.store import RESERVED_AT_ONCE, Book
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus
+from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.server.membership.service import NotStoredYetError
 
 META = Metadata(name="job", namespace="team", uid="uid")
@@ -26,10 +26,11 @@ class Leader:
     def __init__(self, stored: int, epoch: int) -> None:
         spec = ElasticJobSpec(template=b'{"spec": {"containers": [{"name": "main"}]}}', gpus=2)  # type: ignore[arg-type]
         job = ElasticJob(metadata=META, spec=spec, status=ElasticJobStatus(generation_reserved=stored))
-        book = Book(lambda _: None, DeviceAllocator(), {}, lambda: 0.0)
+        book = self.book = Book(lambda _: None, DeviceAllocator(), {}, lambda: 0.0)
         self.state = book.runtime_states["uid"] = RuntimeState(job)
         book.commit(Change(jobs={"uid": record_of(job)}))
         self.requested: list[str] = []
+        book.changed = self.changed
         settings = PodSettings(coordinator="", key=b"key")
         self.membership = JobMembership(book, settings, self, self, epoch=epoch)
         self.membership.begin_epoch()
@@ -57,18 +58,18 @@ def test_a_number_is_not_sent_before_the_api_server_has_stored_its_block() -> No
     leader = Leader(stored=0, epoch=0)
     assert leader.requested == ["uid"]  # the status is to be written at once
     with pytest.raises(NotStoredYetError):
-        leader.membership.generation_reserved("uid", leader.next)
+        leader.book.reserve_generation("uid", leader.next)
     leader.store()
-    leader.membership.generation_reserved("uid", leader.next)
+    leader.book.reserve_generation("uid", leader.next)
     with pytest.raises(NotStoredYetError):
-        leader.membership.generation_reserved("uid", RESERVED_AT_ONCE + 1)
+        leader.book.reserve_generation("uid", RESERVED_AT_ONCE + 1)
 
 
 def test_the_next_block_is_stored_before_it_is_needed() -> None:
     leader = Leader(stored=0, epoch=0)
     stored = leader.store()
     leader.requested.clear()
-    leader.membership.generation_reserved("uid", RESERVED_AT_ONCE // 2 + 1)
+    leader.book.reserve_generation("uid", RESERVED_AT_ONCE // 2 + 1)
     assert leader.requested == ["uid"]
     assert leader.store() > stored
 

@@ -45,7 +45,7 @@ class Leader:
     attempt: int = 1
 
     def __post_init__(self) -> None:
-        self.membership = ShardedMembership(self, [self.url], KEY, self.epoch)
+        self.membership = ShardedMembership(self, self, [self.url], KEY, self.epoch)
 
     def open(self, *workers: str, first: int = 1) -> None:
         self.membership.open(

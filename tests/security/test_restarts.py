@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cluster.jobs.lifecycle import INCIDENT_S, WINDOW_S, after_worker_exited
-from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.local.start import await_stop
 from kfp_gpuquota.cluster.local.workers.shim import start_time
+from kfp_gpuquota.engine.lifecycle import INCIDENT_S, WINDOW_S, after_worker_exited
+from kfp_gpuquota.engine.records import Intent
 from tests.cluster.test_lifecycle import job, worker
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Project
 from kfp_gpuquota.cli.main import application
-from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.records import JobRecord
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.start import await_stop
 from kfp_gpuquota.cluster.local.storage.database import MIGRATIONS, SCHEMA_VERSION, back_up, restore, salvage
 from kfp_gpuquota.cluster.local.storage.retention import outdated
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.records import JobRecord
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, StateFileError
 from tests.conftest import running_cluster
 from tests.polling import until

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.api.wire import JobUpdate, StopAction, SubmitJob
-from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.driver import Driver
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
+from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.membership import Ticked
 from tests.simulation import histories as h
@@ -28,15 +28,15 @@ from tests.simulation.processes import Pace, Processes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kfp_gpuquota.cluster.jobs.job_book import Change
-    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.engine.job_book import Change
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
     from tests.simulation.loop import SimulatedLoop
     from tests.simulation.processes import Process
 
 EPOCH = 1_700_000_000.0
 INSTANT_S = 0.1
 """What happens is followed by a plan before that."""
-TICK_S = 2.0  # of the membership service: rarely, since its limits are 5 s and more
+TICK_S = 3.0  # of the membership service: rarely, since its limits are 5 s and more
 MEMORY = Path("/dev/shm")
 
 

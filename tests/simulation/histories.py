@@ -135,7 +135,11 @@ def _submit(draw: Draw, projects: tuple[Project, ...], largest: int, number: int
     command = "works"
     if kind < 4:
         command = ELASTIC if draw(0, 4) else "works"
-        more = {"min_gpus": draw(1, size), "max_gpus": size + draw(0, 3)}
+        more = {
+            "min_gpus": draw(1, size),
+            "max_gpus": size + draw(0, 3),
+            "preemptible": False if number % 5 == 4 else None,
+        }
     elif kind < 6:
         size = draw(1, largest)
     elif kind < 7:

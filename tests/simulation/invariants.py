@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Kind, Phase
-from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
-from kfp_gpuquota.cluster.jobs.records import Intent
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.engine.job_book import Change, JobBook
+from kfp_gpuquota.engine.records import Intent
+from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.search import fits, free_devices
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Resize
-    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
     from tests.simulation.cluster import SimulatedCluster
 
 EPSILON = 1e-6
@@ -25,6 +26,8 @@ IDLE = re.compile(r"; (\d+) (?:is|are) idle(?: \((\d+) more (?:is|are) promised 
 HOLDS = re.compile(
     r"project (\w+) holds ([\d.]+)(?: \(and [\d.]+ promised\))? of its [a-z ]+[\d.]+(?: \(([\d.]+) more)?"
 )
+STARTS = re.compile(r"starts with (\d+) GPUs? of the (\d+) requested(.*)")
+FIRST_OF = re.compile(r"so the first of (\d+) such jobs starts when")
 EXPANDED = re.compile(r"expanded from (\d+) to (\d+) GPUs: (\d+) GPUs? (?:is|are) idle")
 
 
@@ -48,6 +51,7 @@ class Invariants:
     changed_at: dict[str, float] = field(default_factory=dict)
     violations: list[ViolationError] = field(default_factory=list)
     commits: int = 0
+    holders_changed: bool = False  # by the change that is being applied
     committed_at: float = 0.0
     _checked: int = -1
 
@@ -66,6 +70,10 @@ class Invariants:
     def before(self, change: Change) -> None:
         """Compare a change with the records that it changes."""
         state = self.cluster.state
+        self.holders_changed = bool(change.projects or change.workers) or any(
+            job is None or uid not in state.jobs or _concerns(state.jobs[uid]) != _concerns(job)
+            for uid, job in change.jobs.items()
+        )
         for uid, job in change.jobs.items():
             if job is not None and uid in state.jobs and _concerns(state.jobs[uid]) != _concerns(job):
                 self.changed_at[uid] = self.cluster.loop.time()
@@ -86,9 +94,11 @@ class Invariants:
         """Check the records as they are now."""
         self.commits += 1
         self.committed_at = self.cluster.loop.time()
-        self._check_devices()
-        self._check_limits()
-        self._check_views()
+        if self.holders_changed:
+            self._check_devices()
+            self._check_stops()
+            self._check_limits()
+            self._check_views()
 
     def _check_promise(self, old: JobRecord, new: JobRecord, change: Change) -> None:
         """A promise is carried out, or revoked: by a lost node, a change of the job, or another job in its place."""
@@ -114,6 +124,7 @@ class Invariants:
             workers = [w for w in change.workers.values() if w.worker.job_uid == new.uid and w.attempt == new.attempt]
             if len(workers) * new.spec.worker_gpus < new.spec.smallest:
                 self.fail(f"{new.spec.name} starts with {len(workers)} workers")
+            self._check_start_reason(new, len(workers) * new.spec.worker_gpus)
         if new.status.moves > old.status.moves and new.status.last_move is not None:
             self._count_restart(new, new.status.last_move.reason.beneficiary)
             self._check_move(old, new.status.last_move.reason.beneficiary)
@@ -126,6 +137,24 @@ class Invariants:
         for resize in added:
             self._check_resize(new, last, resize)
             last = resize
+
+    def _check_start_reason(self, job: JobRecord, held: int) -> None:
+        """A session that starts with less than it asks for says that its project's guarantee has no more."""
+        message = job.status.reason.message if job.status.reason is not None else ""
+        found = STARTS.match(message)
+        if found is None:
+            return
+        if (int(found[1]), int(found[2])) != (held, job.spec.gpus):
+            self.fail(f"{job.spec.name} starts with {held} of {job.spec.gpus}, but {message!r}")
+        guaranteed = self.cluster.state.projects[job.spec.project].guaranteed
+        of_sessions = (r for r in self.cluster.alive_workers() if self._is_of_session(r, job.spec.project))
+        fixed = held + sum(record.worker.gpus for record in of_sessions)
+        if not job.spec.may_be_preempted and fixed + job.spec.worker_gpus > guaranteed and not found[3]:
+            self.fail(f"{job.spec.name} does not say why it starts with {held} of {job.spec.gpus}: {message!r}")
+
+    def _is_of_session(self, record: WorkerRecord, project: str) -> bool:
+        spec = self.cluster.state.jobs[record.worker.job_uid].spec
+        return spec.project == project and not spec.may_be_preempted
 
     def _check_move(self, moved: JobRecord, beneficiary: str) -> None:
         """A job that loses work is not moved for one that would hold more than its project's guarantee.
@@ -184,8 +213,8 @@ class Invariants:
         job = self.cluster.state.jobs[record.worker.job_uid]
         job = change.jobs.get(job.uid) or job
         ending = job.intent is not Intent.RUN or job.completing or job.uid in self.cluster.requested
-        if job.spec.kind is Kind.BUILD and not ending and not self._has_failed(job):
-            self.fail(f"session {job.spec.name} loses a worker: {job.status.reason}")
+        if not job.spec.may_be_preempted and not ending and not self._has_failed(job):
+            self.fail(f"{job.spec.name} cannot be preempted and loses a worker: {job.status.reason}")
 
     def _has_failed(self, job: JobRecord) -> bool:
         return any(not w.alive and w.worker.exit_code for w in self.cluster.state.workers_of(job.uid))
@@ -204,6 +233,13 @@ class Invariants:
             if share > 1 + EPSILON:
                 self.fail(f"{share:g} of device {where} is held")
 
+    def _check_stops(self) -> None:
+        """All workers of a job that stops have been asked to leave: those of a gang that lost one wait for it else."""
+        for record in self.cluster.alive_workers():
+            job = self.cluster.state.jobs[record.worker.job_uid]
+            if job.intent is not Intent.RUN and not record.released:
+                self.fail(f"{job.spec.name} stops ({job.intent}), but {record.worker.id} was not asked to leave")
+
     def _check_limits(self) -> None:
         state = self.cluster.state
         held: Counter[str] = Counter()
@@ -221,9 +257,24 @@ class Invariants:
         projects = sum(view.allocated for view in state.list_projects())
         if abs(sum(job.status.gpus for job in jobs) - nodes) > EPSILON:
             self.fail(f"jobs hold {sum(job.status.gpus for job in jobs):g} GPUs, of nodes {nodes:g} are used")
+        for job in jobs:
+            if not job.spec.shared and job.status.gpus - job.status.leaving_gpus > job.spec.largest:
+                self.fail(f"{job.spec.name} holds {job.status.gpus} of {job.spec.largest} GPUs: {job.status.workers}")
+        self._check_teams(jobs)
         final = sum(job.status.gpus for job in jobs if job.status.phase.final)
         if abs(projects + final - nodes) > EPSILON:
             self.fail(f"projects hold {projects:g} GPUs, of nodes {nodes:g} are used")
+
+    def _check_teams(self, jobs: list[Job]) -> None:
+        """What the page says that a team waits for is what its jobs ask for and do not hold."""
+        wanted: Counter[str] = Counter()
+        for job in jobs:
+            if not job.status.phase.final:
+                asked = job.spec.gpus * min(1.0, job.spec.share_of(0))
+                wanted[job.spec.project] += max(0.0, asked - job.status.gpus)  # type: ignore[assignment]
+        for team in tree(self.cluster.state.list_projects()):
+            if abs(team.amounts.waiting - wanted[team.name]) > EPSILON:
+                self.fail(f"team {team.name} waits for {wanted[team.name]:g} GPUs, the page says {team.amounts}")
 
     # At some moments
 
@@ -258,8 +309,14 @@ class Invariants:
             return
         unused = sum(len(view.node.devices) - len(view.used) for view in state.list_nodes() if view.node.ready)
         held = {view.project.name: view.allocated for view in state.list_projects()}
+        alike = Counter((reason.project, reason.message) for reason in plan.waiting.values())
         for uid, reason in plan.waiting.items():
             name = state.jobs[uid].spec.name
+            count = alike[reason.project, reason.message]
+            if "so it starts when" in reason.message and count > 1:
+                self.fail(f"{count} jobs start at once: {reason.message!r}")
+            if (found := FIRST_OF.search(reason.message)) and int(found[1]) != count:
+                self.fail(f"{count} jobs wait for this: {reason.message!r}")
             if found := IDLE.search(reason.message):
                 idle = int(found[1]) + int(found[2] or 0)
                 if not self.cluster.lost and idle != unused:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kfp_gpuquota.api import JobSpec, Reason, Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.driver import Driver
+    from kfp_gpuquota.engine.records import JobRecord
 
 STEP_S = 2.0
 RETRY_S = 1.0

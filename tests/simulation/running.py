@@ -16,7 +16,7 @@ REST_S = 150.0
 """How long after the last happening the cluster must rest; a job that works ends within 60 s, one that hangs in 30."""
 QUIET_S = 65.0
 """Without a commit for longer than any delay of a process, nothing will happen any more."""
-LOOK_S = 13.0
+LOOK_S = 21.0
 
 
 def play(history: History) -> SimulatedCluster:

@@ -31,12 +31,12 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.cluster.admission import check_fits
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, with_status
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.local.storage import retention
 from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours
 from kfp_gpuquota.cluster.whatif import outlook
+from kfp_gpuquota.engine.records import Intent, JobRecord
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 from kfp_gpuquota.scheduler.dump import take_dump
 from kfp_gpuquota.version import __version__
@@ -132,7 +132,6 @@ class LocalCluster:
             change.events.append(
                 Event(revision=0, at=self._state.clock(), kind=EventKind.PROJECT_CHANGED, project=project.name)
             )
-        self._driver.wake()
         return self.get_project(project.name)
 
     def delete_project(self, name: str) -> None:
@@ -201,7 +200,7 @@ class LocalCluster:
                 f"gpuquota delete -p {spec.project} {spec.name}"
             )
         job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by)
-        with self._driver.decide() as recorder:
+        with self._driver.decisions.decide() as recorder:
             recorder.change.jobs[job.uid] = job
             recorder.note(job, EventKind.JOB_SUBMITTED)
         self._watch_lease(job)
@@ -222,7 +221,7 @@ class LocalCluster:
         """Stop it; it stays listed. Of a job that has ended: nothing."""
         job = self._state.job_named(project, name)
         if _has_effect(StopAction.CANCEL, job):
-            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
+            self._driver.decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
         return self._state.view(job.uid)
 
     def delete_job(self, project: str, name: str) -> None:
@@ -239,7 +238,7 @@ class LocalCluster:
             for job in jobs:
                 self._refuse_ended(job)
         intent, reason = _STOPS[action]
-        with self._driver.decide() as recorder:
+        with self._driver.decisions.decide() as recorder:
             for job in jobs:
                 if _has_effect(action, job):
                     recorder.stop(job, intent, reason)
@@ -254,13 +253,8 @@ class LocalCluster:
         job = self._state.job_named(project, name)
         self._refuse_ended(job)
         if job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND:
-            with self._driver.decide() as recorder:
-                if job.intent is Intent.SUSPEND:  # still stopping: afterwards it returns to the queue
-                    job = msgspec.structs.replace(job, intent=Intent.REQUEUE)
-                else:
-                    job = with_status(job, phase=Phase.PENDING, reason=None)
-                recorder.record(job)
-                recorder.note(job, EventKind.JOB_RESUMED)
+            with self._driver.decisions.decide() as recorder:
+                recorder.resume(job)
         return self._state.view(job.uid)
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
@@ -277,7 +271,7 @@ class LocalCluster:
             given["gpus_per_worker"] = None if job.spec.shared else job.spec.worker_gpus
         spec = msgspec.structs.replace(job.spec, **given)
         check_fits(spec, self._state.project(project), tuple(self._state.nodes.values()))
-        with self._driver.decide() as recorder:
+        with self._driver.decisions.decide() as recorder:
             recorder.update(job, spec)
         return self._state.view(job.uid)
 
@@ -374,10 +368,6 @@ class LocalCluster:
             lease_s=request.lease.duration_s if request.lease else 0.0,
         )
 
-    def _stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
-        with self._driver.decide() as recorder:
-            recorder.stop(job, intent, reason)
-
     def _refuse_ended(self, job: JobRecord) -> None:
         if job.status.phase.final or job.ending:
             raise ConflictError(f"job {job.spec.name!r} has ended ({job.status.phase.value}); submit it again instead")
@@ -416,7 +406,9 @@ class LocalCluster:
         for job in retention.outdated(self._state.jobs.values(), self._state.clock(), *keep):
             log.info("job %s of project %s ended long ago, and is deleted", job.spec.name, job.spec.project)
             try:
-                self._stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="it ended long ago"))
+                self._driver.decisions.stop(
+                    job, Intent.DELETE, Reason(code=ReasonCode.USER, message="it ended long ago")
+                )
             except StateFileError as error:
                 log.error("job %s is deleted later: %s", job.spec.name, error)
                 return
@@ -434,7 +426,7 @@ class LocalCluster:
         if job is not None and not job.status.phase.final and not job.ending:
             message = f"nobody has waited for it any more for {job.lease_s:g} s: its launcher has ended"
             try:
-                self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=message))
+                self._driver.decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=message))
             except StateFileError as error:
                 log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
                 again = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)

@@ -17,13 +17,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
-from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_exited, progressed
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
-from kfp_gpuquota.cluster.jobs.size_changes import after_commit, after_processes_changed
 from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
@@ -31,18 +27,22 @@ from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
 from kfp_gpuquota.cluster.local.workers.sharing import Sharing
 from kfp_gpuquota.cluster.plan_pacing import PlanPacing, RestAfterPlans
 from kfp_gpuquota.cluster.planning import PlanningHealth
-from kfp_gpuquota.errors import NotFoundError, PlanningFailedError, StateFileError
+from kfp_gpuquota.engine.change_recorder import ChangeRecorder
+from kfp_gpuquota.engine.decisions import Decisions
+from kfp_gpuquota.engine.lifecycle import after_reboot
+from kfp_gpuquota.engine.notices import MembershipNotices
+from kfp_gpuquota.engine.records import JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.errors import PlanningFailedError, StateFileError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership.service import MembershipService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.workers.runtime import WorkerRuntime
-    from kfp_gpuquota.membership import AnnounceCommit
 
 RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
@@ -65,7 +65,7 @@ class Settings:
 
 
 class Driver:
-    """One per daemon. It also receives the membership service's notices. All of it runs in the event loop.
+    """One per daemon. All of it runs in the event loop.
 
     `give_up()` is called when plans fail repeatedly: the daemon ends, and `health.check()` returns why.
     """
@@ -82,9 +82,11 @@ class Driver:
         self._home = home
         self._state = state
         self._loop = asyncio.get_running_loop()
-        self.membership = MembershipService(self, clock=self._loop.time)
         self._settings = settings or Settings()
         self.runtime = runtime or self._local_runtime()
+        self.membership = MembershipService(MembershipNotices(state, self.runtime), clock=self._loop.time)
+        self.decisions = Decisions(state, self.membership, self)
+        state.replan = self.wake
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
@@ -136,20 +138,6 @@ class Driver:
         self.sharing.close()
         self.runtime.close()
 
-    @contextlib.contextmanager
-    def decide(self) -> Iterator[ChangeRecorder]:
-        """Write a decision, commit it when the block ends, then carry it out. Raises StateFileError."""
-        with self._state.change() as change:
-            recorder = ChangeRecorder(self._state, change, self._state.clock())
-            yield recorder
-        self._start_all(recorder.started)
-        self._stop_all(recorder.stopped)
-        for uid, job in change.jobs.items():
-            if job is None:
-                self.runtime.remove_job(uid)
-                self._home.take_reserve()
-        self.wake()
-
     # Plans
 
     def _plan(self) -> None:
@@ -177,16 +165,11 @@ class Driver:
         plan = scheduler.plan(self._state.scheduler, now)
         self._rest.planned(began, self._loop.time())
         self._plan_again(None if plan.again_at is None else plan.again_at - now)
-        for uid, reason in plan.waiting.items():
-            self._state.note_waiting(uid, reason)
         self._pace.planned(empty=plan.empty)
         if self._pace.reached_limit:
             log.error("%d plans in a row had something to do; the last one: %s", self._pace.in_a_row, plan)
-        if plan.empty and not self._state.new_promises(plan):
-            return
         try:
-            with self.decide() as recorder:
-                recorder.plan(plan)
+            self.decisions.plan(plan)
         except StateFileError as error:
             log.error("the plan was dropped and is made again in %s s: %s", RETRY_S, error)
             self._loop.call_later(RETRY_S, self.wake)
@@ -197,17 +180,17 @@ class Driver:
             self._later.cancel()
         self._later = None if delay_s is None else self._loop.call_later(delay_s, self.wake)
 
-    # Starting and stopping
+    # As `engine.protocols.Workers`
 
-    def _start_all(self, workers: Iterable[str]) -> None:
-        records = [self._state.workers[worker] for worker in workers]
-        for uid in dict.fromkeys(record.worker.job_uid for record in records):
-            if self._state.jobs[uid].status.phase is Phase.STARTING:
-                self.membership.close(uid)  # that of an earlier attempt; `_start` opens it anew
-            else:
-                self._update_target(uid)
-        for record in records:
+    def start_workers(self, _job: JobRecord, workers: Sequence[WorkerRecord]) -> None:
+        """Start these workers."""
+        for record in workers:
             self._start_in_turn(record)
+
+    def forget_job(self, uid: str) -> None:
+        """Delete the job's files."""
+        self.runtime.remove_job(uid)
+        self._home.take_reserve()
 
     def _start_in_turn(self, record: WorkerRecord) -> None:
         """Now; a worker that shares a GPU as soon as its part is free."""
@@ -235,7 +218,7 @@ class Driver:
         delay_s = self._start_failures.setdefault(worker, Backoff(RETRY_S, LONGEST_RETRY_S)).next_s()
         message = f"worker {record.worker.index} could not be started ({why}); it is tried again in {delay_s:g} s"
         log.error("worker %s: %s", worker, message)
-        with self._noting(worker) as recorder:
+        with self._state.noting(worker) as recorder:
             job = self._state.jobs[record.worker.job_uid]
             recorder.record(with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=message)))
         self._loop.call_later(delay_s, self._start_again, worker)
@@ -245,14 +228,7 @@ class Driver:
         if record is not None and record.alive and not self.runtime.watches(worker):
             self._recover_worker(record)
 
-    def _stop_all(self, workers: Iterable[str]) -> None:
-        records = [self._state.workers[worker] for worker in workers]
-        for uid in dict.fromkeys(record.worker.job_uid for record in records):
-            self._update_target(uid)
-        for record in records:
-            self._ask_to_go(record)
-
-    def _ask_to_go(self, record: WorkerRecord) -> None:
+    def ask_to_leave(self, record: WorkerRecord) -> None:
         """By membership where it takes part in one, which kills it after its grace period; else by SIGTERM.
 
         Not by both: SIGTERM is sent to the whole process group, and would also end the data loader's processes while
@@ -288,7 +264,7 @@ class Driver:
             limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
             worker_prefix=f"{job.uid}-",
         )
-        self._update_target(job.uid)
+        self.decisions.update_target(job.uid)
 
     @contextlib.contextmanager
     def _logging_errors(self, job: JobRecord) -> Iterator[None]:
@@ -296,11 +272,6 @@ class Driver:
             yield
         except OSError as error:
             log.error("the membership of job %s cannot be served: %s", job.uid, error)
-
-    def _update_target(self, uid: str) -> None:
-        wanted = [record.worker.id for record in self._state.alive_of(uid) if not record.released]
-        with contextlib.suppress(NotFoundError):
-            self.membership.set_target(uid, wanted)
 
     # Events from the shims
 
@@ -320,7 +291,7 @@ class Driver:
             case shims.Found.RUNNING:
                 self.worker_started(worker.id)
                 if record.released:
-                    self._ask_to_go(record)
+                    self.ask_to_leave(record)
             case shims.Found.REBOOTED:
                 self._requeue_after_reboot(record)
             case shims.Found.ENDED:
@@ -373,16 +344,10 @@ class Driver:
         running = msgspec.structs.replace(record.worker, phase=WorkerPhase.RUNNING, pid=pid)
         if job.status.phase is Phase.STARTING:
             job = with_status(job, phase=Phase.RUNNING)
-        with self._noting(worker) as recorder:
+        with self._state.noting(worker) as recorder:
             recorder.change.workers[worker] = msgspec.structs.replace(record, worker=running)
-            recorder.record(self._unmanaged_size(job, recorder.now))
-
-    def _unmanaged_size(self, job: JobRecord, now: float) -> JobRecord:
-        """A job without a membership has the size of its processes."""
-        if job.managed or job.intent is not Intent.RUN:
-            return job
-        running = [record for record in self._state.alive_of(job.uid) if not record.released]
-        return after_processes_changed(job, self._state.attempt_of(job), running, now)
+            recorder.record(job)
+        self.decisions.workers_changed(job.uid)
 
     def worker_ended(self, worker: str, code: int, lost_with: str = "") -> None:
         """Record that the worker has ended, by itself or with its node, and plan with its devices."""
@@ -390,112 +355,16 @@ class Driver:
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
+        job, lost = self._state.jobs[record.worker.job_uid], msgspec.structs.replace(record, lost_with=lost_with)
+        why = self.sharing.why_ended(worker) or self.runtime.why_ended(job.spec, record.worker)
         try:
-            self._record_end(msgspec.structs.replace(record, lost_with=lost_with), code)
+            self.decisions.worker_ended(lost, code, why=why)
         except StateFileError as error:
             log.error("the end of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
             self._loop.call_later(RETRY_S, self.worker_ended, worker, code, lost_with)
 
-    def _record_end(self, record: WorkerRecord, code: int) -> None:
-        before = self._state.jobs[record.worker.job_uid]
-        with self.decide() as recorder:
-            gone = msgspec.structs.replace(
-                record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=recorder.now
-            )
-            record = msgspec.structs.replace(record, worker=gone)
-            workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
-            after = after_worker_exited(before, record, workers, recorder.now)
-            if why := self.sharing.why_ended(gone.id) or self.runtime.why_ended(before.spec, gone):
-                after = with_status(after, reason=why)
-            recorder.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
-            recorder.change.workers[gone.id] = record
-            recorder.record(after)
-            if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
-                recorder.fail(after, [w.worker.id for w in workers if w.alive])
-        self.membership.worker_exited(gone.job_uid, gone.id, finished=code == 0 and not record.released)
-        self._after_end(gone.job_uid)
-
-    def _after_end(self, uid: str) -> None:
-        if not self._state.alive_of(uid):
-            self.membership.close(uid)
-            return
-        self._update_target(uid)
-        with self._noting(uid) as recorder:
-            recorder.record(self._unmanaged_size(self._state.jobs[uid], recorder.now))
-
-    # Notices of the membership service (server.membership.Notices)
-
-    def generation_reserved(self, job_uid: str, generation: int) -> None:
-        """Store a generation's number before any order with it is sent."""
-        job = msgspec.structs.replace(self._state.jobs[job_uid], generation_high=generation)
-        with self._noting(job_uid, durable=True) as recorder:
-            recorder.record(job)
-        self._state.jobs[job_uid] = job  # also where it could not be written: the next commit writes it
-
-    def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
-        """A generation is in force: give the workers their ranks, and record the change of size."""
-        job = self._state.jobs.get(job_uid)
-        if job is None or not commit.complete:
-            return
-        with self._noting(job_uid) as recorder:
-            after, ranked = after_commit(job, self._state.attempt_of(job), commit, recorder.now)
-            recorder.change.workers.update((record.worker.id, record) for record in ranked)
-            recorder.record(after)
-
-    def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
-        """Membership wants the worker's process ended."""
-        record = self._worker_of(job_uid, worker)
-        if record is None:
-            return
-        log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
-        with self._noting(worker) as recorder:
-            recorder.change.workers[worker] = msgspec.structs.replace(record, killed_for=why)
-        self.runtime.kill(worker)
-
-    def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:
-        """The worker as recorded; None for one of another job, or one that was never started."""
-        record = self._state.workers.get(worker)
-        return record if record is not None and record.worker.job_uid == job_uid else None
-
-    def worker_released(self, job_uid: str, worker: str, step: int) -> None:
-        """The worker left by agreement; its process ends by itself, and until then holds its devices."""
-        log.info("worker %s of job %s left after step %s", worker, job_uid, step)
-        record = self._worker_of(job_uid, worker)
-        if record is None or record.released or not record.alive:
-            return
-        with self._noting(worker) as recorder:  # its stop was requested by another program
-            recorder.change.workers[worker] = leaving(record, recorder.now)
-        self.wake()
-
-    def training_finished(self, job_uid: str, worker: str, step: int) -> None:
-        """A worker applied the training's last step: the job takes no more workers."""
-        job = self._state.jobs.get(job_uid)
-        if job is None or job.completing or job.intent is not Intent.RUN:
-            return
-        log.info("job %s finished its training with step %s of worker %s", job_uid, step, worker)
-        with self._noting(job_uid) as recorder:
-            recorder.record(msgspec.structs.replace(job, completing=True))
-        self.wake()
-
-    def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
-        """Store a training's report. All workers report the same steps: the first report is kept."""
-        job, record = self._state.jobs.get(job_uid), self._worker_of(job_uid, worker)
-        if job is None or record is None or record.worker.rank not in {None, 0}:
-            return
-        with self._noting(job_uid) as recorder:
-            recorder.record(progressed(job, progress))
-
     def _explain(self, job: JobRecord, reason: Reason) -> None:
         """Its GPU memory was taken back: part of the history, and what `describe` shows."""
-        with self._noting(job.uid) as recorder:
+        with self._state.noting(job.uid) as recorder:
             recorder.note(job, EventKind.GPU_MEMORY_RECLAIMED, reason=reason)
             recorder.record(with_status(self._state.jobs[job.uid], reason=reason))
-
-    @contextlib.contextmanager
-    def _noting(self, what: str, *, durable: bool = False) -> Iterator[ChangeRecorder]:
-        """For facts that are learnt again: a full disk delays them, and must not stop the daemon."""
-        try:
-            with self._state.change(durable=durable) as change:
-                yield ChangeRecorder(self._state, change, self._state.clock())
-        except StateFileError as error:
-            log.error("%s: %s", what, error)

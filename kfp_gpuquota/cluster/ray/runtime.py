@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterable
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.driver import Settings
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.workers.runtime import Reports
     from kfp_gpuquota.cluster.ray.config import RayConfig
     from kfp_gpuquota.cluster.ray.workers import Coordinates
+    from kfp_gpuquota.engine.records import JobRecord
     from kfp_gpuquota.server.membership.service import MembershipService
 
 FIRST_CONNECT_S: Final = 90.0

@@ -16,8 +16,8 @@ from kfp_gpuquota.cluster.ray.messages import Task
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.ray.config import RayConfig
+    from kfp_gpuquota.engine.records import JobRecord
 
 
 class Coordinates(msgspec.Struct, frozen=True, kw_only=True):

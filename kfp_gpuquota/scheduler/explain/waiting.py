@@ -5,7 +5,9 @@ Causes are an ordered list, and the first match wins: requests that no node can 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.scheduler.explain import shortage
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Queue
+
+STARTS_WHEN: Final = "so it starts when"
 
 _SHOW = (gpus, cpus, memory)
 _NAMES = ("GPUs", "CPUs", "bytes of memory")
@@ -54,9 +58,17 @@ def waits(
     cause = cause or _no_room(ledger, job, tasks, promised, sheltered_s)
     message = f"needs {size_needed(job)}; {cause.why}"
     if cause.helps:
-        message += f", so it starts when {cause.helps}"
+        message += f", {STARTS_WHEN} {cause.helps}"
     details: dict[str, str | int | float] = {"needed_gpus": amount.gpu / GPU, **dict(cause.details)}
     return Reason(code=cause.code, message=message, project=queue.name, details=details)
+
+
+def of_several(reason: Reason, jobs: int) -> Reason:
+    """Return the reason of several jobs that lack the same: what one of them needs starts one of them."""
+    if jobs == 1:
+        return reason
+    message = reason.message.replace(STARTS_WHEN, f"so the first of {jobs} such jobs starts when")
+    return msgspec.structs.replace(reason, message=message)
 
 
 def _forbidden(job: Job, amount: Amount, promised: Promised) -> Cause | None:

@@ -35,6 +35,7 @@ class Amounts:
     wanted: float
     limit: float | None
     lent: float
+    surplus: float = 0.0
 
     @property
     def borrowed(self) -> float:
@@ -48,8 +49,8 @@ class Amounts:
 
     @property
     def waiting(self) -> float:
-        """What jobs ask for and do not hold."""
-        return max(0.0, self.wanted - self.held)
+        """What jobs ask for and do not hold; what others hold above their request does not meet it."""
+        return max(0.0, self.wanted - (self.held - self.surplus))
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class Team:
         """Yield (kind, words) for what stands out."""
         amounts = self.amounts
         if amounts.waiting and amounts.held < amounts.guaranteed:
-            yield "starved", f"waits for {show_gpus(min(amounts.waiting, amounts.unused))} of its guarantee"
+            within = amounts.waiting <= amounts.unused
+            left = "of its guarantee" if within else f"and has {show_gpus(amounts.unused)} of its guarantee left"
+            yield "starved", f"waits for {show_gpus(amounts.waiting)} {left}"
         elif amounts.waiting:
             yield "waits", f"{show_gpus(amounts.waiting)} more asked for"
         if amounts.borrowed:
@@ -124,6 +127,7 @@ def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
             wanted=sum(view.requested for view in views),
             limit=project.limit,
             lent=sum(view.lent for view in views),
+            surplus=sum(view.surplus for view in views),
         )
         yield Team(name, level, department, summed, project.priority)
         for child in children.get(name, ()):

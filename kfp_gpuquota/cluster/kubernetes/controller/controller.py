@@ -540,7 +540,7 @@ class Controller:
         self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), again)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
-        self.elastic.decisions.plan(plan)
+        self.elastic.plan(plan)
         self.ray.decisions.carry_out(plan)
         self._waiting.note(plan.waiting)
         for evict in plan.evict:

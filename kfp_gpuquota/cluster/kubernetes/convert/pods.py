@@ -120,7 +120,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pods/unpinned.py).
     `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
     a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
-    devices that has failed, as its kubelet reports.
+    devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not.
     """
 
     uid: str
@@ -170,6 +170,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     other_gate: str = ""
     scheduler: str = ""
     unhealthy_gpu: str = ""
+    lost: str = ""
 
     @property
     def holds(self) -> bool:
@@ -269,6 +270,7 @@ def pod_view(pod: Pod) -> PodView:
         controller_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
+        lost=_lost(pod),
         start_failure=_trouble(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
@@ -455,12 +457,21 @@ def _exit_code(pod: Pod) -> int | None:
     """Return the first terminated container's exit code; KILLED if the pod was ended by a disruption."""
     if pod.status.phase not in {"Succeeded", "Failed"}:
         return None
-    if any(c.type == "DisruptionTarget" and c.status == "True" for c in pod.status.conditions):
+    if _lost(pod):
         return KILLED
     ended = next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
     if ended is None:
         return 0 if pod.status.phase == "Succeeded" else KILLED
     return ended.exit_code
+
+
+def _lost(pod: Pod) -> str:
+    """Return why a pod was ended that did not end by itself: a drain, an eviction, the end of its node.
+
+    A container that exceeds its own limit of memory or storage sets no DisruptionTarget.
+    """
+    found = (c for c in pod.status.conditions if c.type == "DisruptionTarget" and c.status == "True")
+    return next((f"{c.reason or c.type}: {c.message}".removesuffix(": ")[:300] for c in found), "")
 
 
 def _trouble(pod: Pod) -> str:

@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.engine.records import JobRecord
 
 
 class Due(StrEnum):

@@ -3,7 +3,8 @@
     part (pods, decisions, timers) ──JobPartEvents──► ElasticJobs ──ElasticJobEvents──► controller
                                    ──StatusRequests─► status writer
 
-The parts are constructed in dependency order: book, pods, membership, decisions, timers, pod events, startup timeouts.
+The parts are constructed in dependency order: book, pods, membership, the engine's decisions, timers, pod events,
+startup timeouts.
 A call along that order is a plain method call; a report against it is a method of one of these protocols.
 """
 
@@ -28,13 +29,6 @@ class StatusRequests(Protocol):
         """Write the job's status at once, if an urgent field has changed."""
 
 
-class WorkerKiller(Protocol):
-    """Ends workers' processes; implemented by `WorkerPods`."""
-
-    def kill(self, worker: str, /) -> None:
-        """Kill the worker's process, which counts as a failure."""
-
-
 class ElasticJobEvents(Protocol):
     """Events of all ElasticJobs; implemented by the controller."""
 
@@ -48,14 +42,8 @@ class ElasticJobEvents(Protocol):
 class JobPartEvents(Protocol):
     """Events of the parts of ElasticJobs; implemented by `ElasticJobs`."""
 
-    def job_decided(self, uid: str, /) -> None:
-        """Write the job's status at once, and recompute its deadlines, after a decision about it."""
-
     def job_read(self, job: ElasticJob, /) -> None:
         """Process a job's object that was read beside the watch."""
 
     def pod_not_created(self, worker: Worker, /) -> None:
         """Process that no pod was created for the worker."""
-
-    def workers_changed(self, uid: str, /) -> None:
-        """Process that a worker of the job was added, has changed, or has ended."""

@@ -1,8 +1,8 @@
 """Reconciles ElasticJobs: creates and deletes their pods as planned, and records the results.
 
     objects, pods ─► records ─► scheduler's events                   reconciler, pod_events
-    plans ─► records ─► pods created and deleted, membership target  decisions, pod_manager
-    membership ─► records ─► status                                  membership, status
+    plans ─► records ─► pods created and deleted, membership target  the engine's decisions, pod_manager
+    membership ─► records ─► status                                  the engine's notices, status
     time ─► records                                                  timers, deadlines
 
 Invariant: a pod that is being deleted, by any client, is a released worker. To release a worker its pod is deleted at
@@ -19,24 +19,26 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
-from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.records import Intent, with_status
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
-from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of, unmanaged_size, without_pods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.job_status import job_status
 from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobTimers
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_timeout import Readiness
+from kfp_gpuquota.engine.decisions import Decisions
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.lifecycle import settled
+from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 
 class ElasticJobs:
@@ -79,6 +82,7 @@ class ElasticJobs:
         self.book, self._settings, self._page_url = book, settings, page_url
         self._limits, self._volumes, self._rules = limits, volumes, rules
         self.statuses = statuses = StatusWriter(writer, self._status)
+        book.changed, book.decided = statuses.changed, self._decided
         self.workers = WorkerPods(
             book,
             writer,
@@ -90,11 +94,9 @@ class ElasticJobs:
             events=self,
         )
         self.membership = JobMembership(book, settings, self.workers, statuses, epoch=epoch)
-        self.decisions = Decisions(book, self.membership, self.workers, statuses=statuses, events=self)
+        self.decisions = Decisions(book, self.membership.service, self)
         self._timers = JobTimers(book, writer, self.decisions, self)
-        self.pod_events = WorkerPodEvents(
-            book, allocator, self.membership, self.workers, self.decisions, statuses=statuses, events=self
-        )
+        self.pod_events = WorkerPodEvents(book, allocator, self.workers, self.decisions, statuses=statuses)
         self.readiness = Readiness(
             book, writer, self.workers, self.decisions, self.pod_events, ready, statuses=statuses, events=events
         )
@@ -113,10 +115,10 @@ class ElasticJobs:
                 self.workers.renew_secret(uid)
                 self.workers.isolate(uid)
             elif not job.status.phase.final and job.attempt and job.status.phase is not Phase.SUSPENDED:
-                self.book.record(without_pods(job, self.book.now()))
+                self.book.record(settled(job, (), self.book.clock()))
             if alive and job.intent is not Intent.RUN:
-                self.decisions.stop_all([record.worker.id for record in alive])
-            self.job_decided(uid)
+                self.decisions.release([record.worker.id for record in alive])
+            self._decided(uid)
             self.readiness.carry_out(uid)
             self.readiness.look_soon(uid)
 
@@ -186,10 +188,9 @@ class ElasticJobs:
             return
         for timer in filter(None, (state.timer, state.look)):
             timer.cancel()
-        if job is None or not self.book.alive_of(uid):
-            self._forget(uid)
-            return
-        if job.intent is not Intent.DELETE:
+        if job is None:
+            self.forget_job(uid)
+        elif job.intent is not Intent.DELETE:
             self.decisions.stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user"))
 
     def limits_changed(self, namespace: str) -> None:
@@ -212,7 +213,6 @@ class ElasticJobs:
         if not (record.status.phase.final or record.ending):
             self.readiness.announce(uid)
         self._follow_spec(uid)
-        self.job_decided(uid)
 
     def _record_of(self, job: ElasticJob) -> JobRecord:
         """Return the job's record, its grace period capped by the cluster's rules. Raises InvalidFieldError."""
@@ -233,12 +233,8 @@ class ElasticJobs:
             reason = Reason(code=ReasonCode.SUSPENDED, message="suspended by a user")
             self.decisions.stop(job, Intent.SUSPEND, reason)
         elif suspended and not spec.suspend:
-            job = (
-                msgspec.structs.replace(job, intent=Intent.REQUEUE)
-                if job.intent is Intent.SUSPEND and self.book.alive_of(uid)
-                else with_status(msgspec.structs.replace(job, intent=Intent.RUN), phase=Phase.PENDING, reason=None)
-            )
-            self.book.record(job)
+            with self.decisions.decide() as recorder:
+                recorder.resume(job)
         else:
             self._resubmit(uid)
 
@@ -264,12 +260,6 @@ class ElasticJobs:
         if self.book.runtime_states[uid].excluded_nodes:
             self._emit_excluded_nodes(uid)
 
-    def _forget(self, uid: str) -> None:
-        self.membership.service.close(uid)
-        if uid in self.book.jobs:
-            self.book.commit(Change(jobs={uid: None}))
-        del self.book.runtime_states[uid]
-
     # Workers
 
     def put_pod(self, pod: PodView) -> None:
@@ -281,6 +271,39 @@ class ElasticJobs:
         """Process the deletion of a worker's pod."""
         self.pod_events.drop_pod(pod)
 
+    # Decisions
+
+    def plan(self, plan: scheduler.Plan) -> None:
+        """Carry out the plan's decisions about ElasticJobs; other decisions are ignored here."""
+        jobs = self.book.jobs
+        own = scheduler.Plan(
+            bind=tuple(b for b in plan.bind if b.job in jobs),
+            resize=tuple(r for r in plan.resize if r.job in jobs),
+            evict=tuple(e for e in plan.evict if e.job in jobs),
+            move=tuple(m for m in plan.move if m.job in jobs),
+            promises=plan.promises,
+            waiting={uid: reason for uid, reason in plan.waiting.items() if uid in jobs},
+        )
+        self.decisions.plan(own)
+
+    # As `engine.protocols.Workers`
+
+    def start_workers(self, job: JobRecord, workers: Sequence[WorkerRecord]) -> None:
+        """Create the workers' pods, and open the job's membership at its start."""
+        if not self.membership.service.is_open(job.uid):
+            self.book.runtime_states[job.uid].start_anew()
+            self.membership.open(job)
+        self.workers.make(job.uid, [record.worker for record in workers])
+
+    def ask_to_leave(self, record: WorkerRecord) -> None:
+        """Delete the worker's pod with the job's grace period."""
+        worker = record.worker
+        self.workers.delete(worker.id, self.book.jobs[worker.job_uid].spec.grace_period_s)
+
+    def forget_job(self, uid: str) -> None:
+        """Drop the state of a job that was deleted."""
+        del self.book.runtime_states[uid]
+
     # As `JobPartEvents`
 
     def job_read(self, job: ElasticJob) -> None:
@@ -291,22 +314,8 @@ class ElasticJobs:
         """Process that no pod was created for the worker."""
         self.pod_events.never_made(worker)
 
-    def workers_changed(self, uid: str) -> None:
-        """Process that a worker of the job was added, has changed, or has ended."""
-        job = self.book.jobs[uid]
-        if not self.pod_events.started:
-            return
-        if not self.book.alive_of(uid):
-            self.membership.service.close(uid)
-            if job.intent is Intent.DELETE:
-                self._forget(uid)
-                return
-        else:
-            self.membership.update_target(uid)
-            self.book.record(unmanaged_size(job, self.book.attempt_of(job), self.book.now()))
-        self.job_decided(uid)
-
-    def job_decided(self, uid: str) -> None:
+    def _decided(self, uid: str) -> None:
         """Write the job's status at once, and recompute its deadlines."""
-        self.statuses.decided(uid)
-        self._timers.set(uid)
+        if self.pod_events.started:
+            self.statuses.decided(uid)
+            self._timers.set(uid)

@@ -12,6 +12,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import complaints
 if TYPE_CHECKING:
     import asyncio
 
+    from kfp_gpuquota.api import Worker
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 FIRST_HOLD_S: Final = 2.0
@@ -23,12 +24,9 @@ class RuntimeState:
 
     def __init__(self, job: ElasticJob) -> None:
         self.object = job
-        self.generation = job.status.generation
         self.reserved = self.durable = job.status.generation_reserved  # claimed; stored by the API server
         self.ran_s = job.status.ran_seconds
         self.ended = set(job.status.ended)
-        self.ranks = job.status.ranks
-        self.ended_unseen: set[str] = set()  # workers that ended with 0 under an earlier controller, perhaps released
         self.lease_seen_at = time.monotonic()  # when this process saw the lease's last renewal
         self.refused = ""  # why its specification is invalid
         self.explained_at = -math.inf  # when the reason why it waits was last written
@@ -50,10 +48,14 @@ class RuntimeState:
         self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions
 
+    def worker_ended(self, worker: Worker) -> None:
+        """Record that the exit of a worker was processed, and forget why it did not start."""
+        self.ended.add(worker.index)
+        self.start_failure.pop(worker.id, None)
+        self.last_warnings.pop(worker.id, None)
+
     def start_anew(self) -> None:
         """Discard the state of the workers of earlier starts."""
         self.ended.clear()
         self.complaints.clear()
-        self.ranks = ()
-        self.ended_unseen.clear()
         self.shard = -1

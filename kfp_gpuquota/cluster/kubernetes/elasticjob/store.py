@@ -1,29 +1,38 @@
 """The records of all ElasticJobs and their workers.
 
 The local cluster stores them in SQLite; here they are stored in the objects' status and in the pods. The rules that
-change them are the same (cluster/lifecycle.py, cluster/change_recorder.py).
+change them are the same (engine/lifecycle.py, engine/change_recorder.py).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.protocols import Store
+from kfp_gpuquota.engine.records import with_status
+from kfp_gpuquota.server.membership.service import NotStoredYetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota import scheduler
-    from kfp_gpuquota.api import Node
-    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.api import Node, Reason
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 
-class Book(JobBook):
+EXPLAINED_AGAIN_S: Final = 300.0
+RESERVED_AT_ONCE: Final = 32
+"""Generations are reserved in blocks of this size, with one write long before they are needed."""
+
+
+class Book(Store):
     """Records of jobs and workers; devices are assigned and released with the workers' records.
 
-    `runtime_states` are by job. `now` is the time of all records and of what waits for them, in seconds since 1970.
+    `runtime_states` are by job. `changed(uid)` is called after a change of a job's state that its status shows, and
+    `decided(uid)` after one that is written at once.
     """
 
     def __init__(
@@ -31,10 +40,12 @@ class Book(JobBook):
         emit: Callable[[scheduler.Event], None],
         allocator: DeviceAllocator,
         nodes: Mapping[str, Node],
-        now: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(nodes)
-        self.emit, self._allocator, self.now = emit, allocator, now
+        self.emit, self._allocator, self.clock = emit, allocator, clock
+        self.changed: Callable[[str], None] = lambda _: None
+        self.decided: Callable[[str], None] = lambda _: None
         self.runtime_states: dict[str, RuntimeState] = {}
 
     def record(self, job: JobRecord) -> None:
@@ -42,17 +53,52 @@ class Book(JobBook):
         if job is not self.jobs[job.uid]:
             self.commit(Change(jobs={job.uid: job}))
 
-    def commit(self, change: Change) -> None:
+    def commit(self, change: Change, *, durable: bool = True) -> None:  # noqa: ARG002 (the status is written soon)
         """Apply a change, and emit its events to the scheduler; a job of None is removed with its workers."""
         events = list(self.scheduler_events(change))
+        changed = {record.worker.job_uid: True for record in change.workers.values()}
+        changed |= {uid: _is_decision(self.jobs.get(uid), job) for uid, job in change.jobs.items()}
         self.apply_change(change)
         for event in events:
             self.emit(event)
+        for uid, decided in changed.items():
+            if uid in self.jobs and uid in self.runtime_states:
+                (self.decided if decided else self.changed)(uid)
+
+    def reserve_generation(self, uid: str, generation: int) -> None:
+        """Reserve a block of generation numbers if needed; raise NotStoredYetError until this number is stored."""
+        state = self.runtime_states[uid]
+        if generation + RESERVED_AT_ONCE // 2 > state.reserved:
+            state.reserved = max(state.reserved, generation) + RESERVED_AT_ONCE
+            self.changed(uid)
+        if generation > state.durable:
+            raise NotStoredYetError(f"generation {generation} of job {uid}")
+
+    def note_waiting(self, uid: str, reason: Reason | None) -> None:
+        """Record why a job waits. Only amounts differ: not for a while, since they change with every pod that ends."""
+        job, state, now = self.jobs[uid], self.runtime_states[uid], self.clock()
+        if state.held_back or job.status.reason == reason:
+            return
+        if _is_same_cause(job.status.reason, reason) and 0 <= now - state.explained_at < EXPLAINED_AGAIN_S:
+            return
+        state.explained_at = now
+        self.jobs[uid] = with_status(job, reason=reason)
+        self.changed(uid)
+
+    def put_job(self, job: JobRecord) -> None:
+        """Add or replace the job's record; account for a run that has ended."""
+        before, state = self.jobs.get(job.uid), self.runtime_states.get(job.uid)
+        if state is not None and before is not None and before.status.started_at and job.status.started_at is None:
+            state.ran_s += max(0.0, self.clock() - before.status.started_at)
+            state.ended.clear()
+        super().put_job(job)
 
     def put_worker(self, record: WorkerRecord) -> None:
         """Add or update a worker; it holds its devices until it has exited."""
         super().put_worker(record)
         worker, held = record.worker, self._allocator.held(record.worker.id)
+        if not record.alive and (state := self.runtime_states.get(worker.job_uid)) is not None:
+            state.worker_ended(worker)
         if record.alive and held is None:
             self._allocator.take(worker.id, worker.node, len(worker.devices), worker.devices, part=worker.share < 1)
         elif not record.alive and held is not None:
@@ -64,3 +110,16 @@ class Book(JobBook):
         for worker in workers:
             self._allocator.release(worker)
         return workers
+
+
+def _is_decision(before: JobRecord | None, after: JobRecord | None) -> bool:
+    """Return whether more has changed than the progress of a training."""
+    return before is None or after is None or before.status.progress is after.status.progress
+
+
+def _is_same_cause(before: Reason | None, after: Reason | None) -> bool:
+    return before is not None and after is not None and _cause(before) == _cause(after)
+
+
+def _cause(reason: Reason) -> tuple[object, ...]:
+    return reason.code, reason.project, reason.beneficiary

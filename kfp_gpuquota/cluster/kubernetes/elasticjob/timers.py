@@ -12,20 +12,20 @@ import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+from kfp_gpuquota.engine.records import Intent
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
+    from kfp_gpuquota.engine.decisions import Decisions
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class JobTimers:
         state, job = self._book.runtime_states[uid], self._book.jobs[uid]
         if state.timer:
             state.timer.cancel()
-        now = self._book.now()
+        now = self._book.clock()
         lease_seen_at = now - (time.monotonic() - state.lease_seen_at)
         deadline = next_deadline(state.object, job, lease_seen_at=lease_seen_at, ran_s=state.ran_s)
         if deadline is not None:

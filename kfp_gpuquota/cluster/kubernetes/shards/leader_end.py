@@ -31,12 +31,13 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     lines,
 )
 from kfp_gpuquota.errors import NotFoundError, RunError
-from kfp_gpuquota.server.membership.service import Notices, NotStoredYetError
+from kfp_gpuquota.server.membership.service import NotStoredYetError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from kfp_gpuquota.membership import Limits
+    from kfp_gpuquota.server.membership.service import Notices
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
@@ -51,7 +52,7 @@ class _Job:
         self.state, self.shard = state, shard
 
 
-class ShardedJobs(Notices, Protocol):
+class ShardedJobs(Protocol):
     """The jobs whose memberships are in shards."""
 
     @property
@@ -66,10 +67,10 @@ class ShardedJobs(Notices, Protocol):
 
 
 class ShardedMembership:
-    """Memberships of `jobs` in shards at `urls`."""
+    """Memberships of `jobs` in shards at `urls`, which report to `notices`."""
 
-    def __init__(self, jobs: ShardedJobs, urls: Sequence[str], key: bytes, epoch: int) -> None:
-        self._owner = jobs
+    def __init__(self, jobs: ShardedJobs, notices: Notices, urls: Sequence[str], key: bytes, epoch: int) -> None:
+        self._owner, self._notices = jobs, notices
         self._jobs: dict[str, _Job] = {}
         self._links = [_Link(self, jobs, number, url, control_token(key), epoch) for number, url in enumerate(urls)]
 
@@ -110,6 +111,10 @@ class ShardedMembership:
         """Close a job."""
         if job := self._jobs.pop(job_uid, None):
             self._links[job.shard].send(JobClosed(job_uid))
+
+    def is_open(self, job_uid: str) -> bool:
+        """Return whether the job is open."""
+        return job_uid in self._jobs
 
     def set_target(self, job_uid: str, workers: Sequence[str]) -> None:
         """Set the workers that the job should have. Raises NotFoundError for a job that is not open."""
@@ -173,7 +178,7 @@ class ShardedMembership:
         """Process a notice of the shard; notices about closed jobs are dropped."""
         if isinstance(message, Hello) or message.uid not in self._jobs:
             return
-        uid, notices = message.uid, self._owner
+        uid, notices = message.uid, self._notices
         match message:
             case NumberNeeded(generation=generation):
                 try:

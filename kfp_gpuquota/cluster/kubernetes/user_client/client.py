@@ -18,12 +18,12 @@ from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
-from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
+from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,

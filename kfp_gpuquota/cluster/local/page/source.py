@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Usage
     from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
-    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
     from kfp_gpuquota.cluster.local.cluster import LocalCluster
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
     from kfp_gpuquota.web.notice import Notice
 
 CACHED_EVENTS: Final = 64

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Progress
     from kfp_gpuquota.api.wire import NodeView, ProjectView
-    from kfp_gpuquota.cluster.jobs.job_book import Change
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.storage.store import Store
+    from kfp_gpuquota.engine.job_book import Change
+    from kfp_gpuquota.engine.records import JobRecord
 
 MOST_REPORTS: Final = 400
 MOST_REPORTS_OF_ENDED: Final = 100

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
+    from kfp_gpuquota.engine.records import JobRecord
 
 INTERVAL_S: Final = 600.0
 

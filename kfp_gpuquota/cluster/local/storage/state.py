@@ -24,12 +24,13 @@ from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.project import check_parents
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
-from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
-from kfp_gpuquota.cluster.jobs.records import JobRecord, view, with_status
 from kfp_gpuquota.cluster.local.storage.history import ReportHistory
 from kfp_gpuquota.cluster.local.storage.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.cluster.usage import recalled
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.protocols import Store as JobStore
+from kfp_gpuquota.engine.records import JobRecord, view, with_status
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
 from kfp_gpuquota.garbage import collector_paused
 
@@ -38,19 +39,22 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, Node, Project, Reason, Worker
     from kfp_gpuquota.api.node import SharingRules
-    from kfp_gpuquota.cluster.jobs.records import WorkerRecord
     from kfp_gpuquota.cluster.local.storage.store import Store
+    from kfp_gpuquota.engine.records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
 
-class ClusterState(JobBook):
+class ClusterState(JobStore):
     """Projects, nodes, jobs and workers, each by its key, and the scheduler's state.
 
     `make_room()` frees some of a full disk, and returns whether it could: for changes that end something.
     Without `moves` no job is moved to make room; `sharing` is how devices are shared, else as the nodes have it.
-    `clock(at_least)` returns the clock of all records, which begins no earlier than `at_least`.
+    `clock(at_least)` returns the clock of all records, which begins no earlier than `at_least`. `replan()` is called
+    after each commit that a plan may follow.
     """
+
+    replan: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -138,12 +142,13 @@ class ClusterState(JobBook):
         held = dict.fromkeys(self.projects, 0.0)
         wanted = dict.fromkeys(self.projects, 0.0)
         surplus = dict.fromkeys(self.projects, 0.0)
+        device_memory_mib = self._device_memory_mib()
         for uid, job in self.jobs.items():
             if job.spec.project in held and not job.status.phase.final:
                 gpus = sum(w.worker.gpus for w in self.alive_of(uid))
                 held[job.spec.project] += gpus
                 surplus[job.spec.project] += 0.0 if job.spec.shared else max(0.0, gpus - job.spec.gpus)
-                wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(self._device_memory_mib))
+                wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(device_memory_mib))
         views = (
             ProjectView(
                 project=project,
@@ -174,7 +179,6 @@ class ClusterState(JobBook):
             for name, node in self.nodes.items()
         )
 
-    @property
     def _device_memory_mib(self) -> int:
         """The smallest device's: what memory that is asked for counts as before it has a place."""
         return min((node.usable_mib(device) for node in self.nodes.values() for device in node.devices), default=0)
@@ -217,7 +221,8 @@ class ClusterState(JobBook):
             with self._store.transaction(durable=durable):
                 self._write(change)
                 applied = True
-                for event in list(self.scheduler_events(change)):
+                events = list(self.scheduler_events(change))
+                for event in events:
                     self.scheduler.apply(event)
         except BaseException as error:
             if applied:
@@ -228,9 +233,18 @@ class ClusterState(JobBook):
             raise ConflictError(f"the cluster cannot take this change ({error}); nothing was changed") from error
         self.apply_change(change)
         self.wake()
+        if any(not isinstance(event, scheduler.ProgressReported) for event in events):
+            self.replan()
+
+    def reserve_generation(self, uid: str, generation: int) -> None:
+        """Store the number; where it cannot be written, the job's next commit writes it."""
+        job = msgspec.structs.replace(self.jobs[uid], generation_high=generation)
+        with self.noting(uid, durable=True) as recorder:
+            recorder.record(job)
+        self.jobs[uid] = job
 
     def note_waiting(self, uid: str, reason: Reason | None) -> None:
-        """Keep why a job waits in memory; the next plan computes it again, so nothing is written."""
+        """Keep why a job waits in memory: nothing is written."""
         job = self.jobs[uid]
         if job.status.reason is not reason and job.status.reason != reason:
             self.jobs[uid] = with_status(job, reason=reason)

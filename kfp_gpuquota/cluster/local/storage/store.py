@@ -21,9 +21,9 @@ from kfp_gpuquota.api import Node, Project
 from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import Event
-from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.storage.database import open_database
+from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kfp_gpuquota.api import Device, JobSpec, Node, Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.engine.records import JobRecord
 
 # What a worker may inherit from the daemon's environment. A job must define all other variables itself, or it would
 # depend on the shell in which the cluster was started.

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.workers.cgroups import Cgroups
+    from kfp_gpuquota.engine.records import JobRecord
 
 LOG_CHUNK: Final = 1 << 18
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kfp_gpuquota.api import Device, Node, Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
     from kfp_gpuquota.fractions.devices import DeviceMemory
 
 INTERVAL_S: Final = 0.1

@@ -9,16 +9,15 @@ import msgspec
 
 from kfp_gpuquota.api import Eviction, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
-from kfp_gpuquota.cluster.jobs.size_changes import after_processes_changed
 from kfp_gpuquota.cluster.kubernetes.convert import pods
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
-from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of, worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import NO_RETRIES, RetryFields
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of, resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import pod_name
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, LastEviction, TrainingProgress
+from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.affinity import NodeTerm
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
-
-RESERVED_AT_ONCE: Final = 32
-"""Generations are reserved in blocks of this size, with one write long before they are needed."""
 
 
 def record_of(
@@ -67,6 +63,8 @@ def record_of(
         next_index=status.next_index,
         managed=status.generation > 0,
         generation_high=status.generation_reserved,
+        generation=status.generation,
+        members=tuple(worker_id(meta.uid, index) for index in status.ranks),
     )
 
 
@@ -123,12 +121,12 @@ def _recorded(before: WorkerRecord | None, worker: Worker, attempt: int) -> Work
     return msgspec.structs.replace(before, worker=worker, attempt=attempt)
 
 
-def with_rank(record: WorkerRecord, ranks: Sequence[int]) -> WorkerRecord:
-    """Return the worker's record with its rank in the last stored generation; `ranks` has the members' indices."""
-    if record.worker.index not in ranks:
+def with_rank(record: WorkerRecord, members: Sequence[str]) -> WorkerRecord:
+    """Return the worker's record with its rank among the members of the last stored generation."""
+    if record.worker.id not in members:
         return record
     return msgspec.structs.replace(
-        record, worker=msgspec.structs.replace(record.worker, rank=ranks.index(record.worker.index))
+        record, worker=msgspec.structs.replace(record.worker, rank=members.index(record.worker.id))
     )
 
 
@@ -142,40 +140,11 @@ def counting(job: JobRecord, pod: PodView) -> JobRecord:
     return job
 
 
-def unmanaged_size(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
-    """Return the job with the size of its running workers, if it has no membership; `workers` are of its attempt.
-
-    It has no size until all workers that it starts with run: one that is slower than the others is not a growth.
-    """
-    if job.managed or job.intent is not Intent.RUN:
-        return job
-    kept = [record for record in workers if record.alive and not record.released]
-    running = [record for record in kept if record.worker.phase is WorkerPhase.RUNNING]
-    if job.size == 0 and len(running) < len(kept):
-        return job
-    return after_processes_changed(job, workers, running, now)
-
-
-def without_pods(job: JobRecord, now: float) -> JobRecord:
-    """Return the state of a job whose status shows a run without any remaining pod: that run has ended."""
-    fresh = msgspec.structs.replace(job, intent=Intent.RUN, managed=False, completing=False, size=0)
-    match job.intent:
-        case Intent.CANCEL | Intent.DELETE:
-            return with_status(job, phase=Phase.CANCELLED, finished_at=now)
-        case Intent.FAIL:
-            return with_status(job, phase=Phase.FAILED, finished_at=now)
-        case Intent.SUSPEND:
-            return with_status(fresh, phase=Phase.SUSPENDED, started_at=None)
-        case _:
-            return with_status(fresh, phase=Phase.PENDING, started_at=None)
-
-
 def status_of(
     job: ElasticJob,
     record: JobRecord,
     workers: Sequence[WorkerRecord],
     *,
-    generation: int,
     reserved: int,
     membership_digest: str = "",
     membership_shard: int = -1,
@@ -184,7 +153,6 @@ def status_of(
     page: str | None = None,
     ended: Iterable[int],
     ran_s: float,
-    ranks: Iterable[int] = (),
     retries: RetryFields = NO_RETRIES,
 ) -> ElasticJobStatus:
     """Return the status of the job's object."""
@@ -196,7 +164,7 @@ def status_of(
         phase=status.phase.value,
         gpus=as_number(sum(worker.gpus for worker in alive)),
         workers=len(alive),
-        generation=generation,
+        generation=record.generation,
         message=status.reason.message if status.reason else "",
         reason=status.reason.code.value if status.reason else "",
         conditions=tuple(conditions),
@@ -226,7 +194,7 @@ def status_of(
         ended=tuple(sorted(ended)),
         ran_seconds=round(ran_s, 1),
         training_gpus=record.size,
-        ranks=tuple(ranks),
+        ranks=tuple(map(index_of, record.members)),
         resizes=size_changes(status.resizes),
         **retries,
     )

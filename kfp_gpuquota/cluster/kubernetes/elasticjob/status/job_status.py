@@ -19,10 +19,10 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.engine.records import JobRecord
 
 
 def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = "") -> Built | None:
@@ -34,7 +34,7 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
     if state is None or state.object.metadata.deletion_timestamp is not None:
         return None
     meta = state.object.metadata
-    conditions = conditions_of(state, record, book.now())
+    conditions = conditions_of(state, record, book.clock())
     if record is None:
         status = ElasticJobStatus(message=state.refused, conditions=conditions, observed_generation=meta.generation)
     else:
@@ -42,7 +42,6 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
             state.object,
             record,
             book.workers_of(uid),
-            generation=state.generation,
             reserved=state.reserved,
             membership_digest=state.secret,
             membership_shard=state.shard,
@@ -51,7 +50,6 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
             page=join(f"{page_url.rstrip('/')}/jobs", meta.namespace, meta.name) if page_url else None,
             ended=state.ended,
             ran_s=state.ran_s,
-            ranks=state.ranks,
             retries=retry_fields(state.complaints, state.requeue, state.grow),
         )
     body = {

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.engine.records import JobRecord
 
 Body = dict[str, Any]
 

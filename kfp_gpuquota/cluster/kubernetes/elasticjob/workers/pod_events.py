@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
-from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_exited, finished
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, with_rank, worker_record
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.lifecycle import finished
+from kfp_gpuquota.engine.records import WorkerRecord, leaving, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
+    from kfp_gpuquota.engine.decisions import Decisions
 
 
 class WorkerPodEvents:
@@ -34,16 +33,13 @@ class WorkerPodEvents:
         self,
         book: Book,
         allocator: DeviceAllocator,
-        membership: JobMembership,
         workers: WorkerPods,
         decisions: Decisions,
         *,
         statuses: StatusRequests,
-        events: JobPartEvents,
     ) -> None:
-        self._book, self._allocator, self._membership = book, allocator, membership
-        self._workers, self._decisions = workers, decisions
-        self._statuses, self._events = statuses, events
+        self._book, self._allocator = book, allocator
+        self._workers, self._decisions, self._statuses = workers, decisions, statuses
         self._exits: dict[str, dict[str, PodView]] = {}  # until `start`: by job and worker
         self.started = False
 
@@ -93,9 +89,9 @@ class WorkerPodEvents:
         if worker in self._workers.killed and pod.stage is Stage.TERMINATING:
             pod = msgspec.structs.replace(pod, stage=Stage.ASSIGNED)  # its exit is a failure, not a release
         job, state = self._book.jobs[pod.job_uid], self._book.runtime_states[pod.job_uid]
-        after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, self._book.now())
+        after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, self._book.clock())
         if before is None:
-            after = with_rank(after, state.ranks)
+            after = with_rank(after, job.members)
         self._note_trouble(state, worker, pod)
         if before is None:
             job = counting(job, pod)
@@ -106,7 +102,8 @@ class WorkerPodEvents:
         if after == before and job is self._book.jobs[job.uid]:
             return
         self._book.commit(Change(jobs={job.uid: job}, workers={worker: after}))
-        self._events.workers_changed(job.uid)
+        if self.started:
+            self._decisions.workers_changed(job.uid)
         if before is None and self.started and (job.status.phase.final or job.ending):
             self._workers.delete(worker, job.spec.grace_period_s)
 
@@ -130,36 +127,17 @@ class WorkerPodEvents:
             state.start_failure[worker] = start_failure
             self._statuses.changed(state.object.metadata.uid)
 
-    def _ended(self, pod: PodView, exit_code: int | None, others: Sequence[WorkerRecord] = ()) -> None:
-        """Record the worker's exit; cluster/lifecycle.py determines the job's next state.
-
-        `others`: workers whose exits are recorded after this one, and which count as alive until then.
-        """
-        worker = worker_id(pod.job_uid, pod.index)
-        before, now = self._book.jobs[pod.job_uid], self._book.now()
-        known = self._last_known(pod)
-        if pod.leaving and not known.released and worker not in self._workers.killed:
-            known = leaving(known, now)
-        gone = msgspec.structs.replace(
-            known.worker,
-            phase=WorkerPhase.GONE,
-            finished_at=now,
-            exit_code=KILLED if exit_code is None or worker in self._workers.killed else exit_code,
-        )
-        record = msgspec.structs.replace(known, worker=gone)
-        ending = {worker, *(other.worker.id for other in others)}
-        workers = [w for w in self._book.attempt_of(before) if w.worker.id not in ending]
-        workers += [w for w in others if w.attempt == before.attempt and w.alive]
-        after = before
-        if pod.attempt == before.attempt and not before.status.phase.final:
-            after = after_worker_exited(before, record, [*workers, record], now)
-        self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive and w.worker.id not in ending])
+    def _ended(self, pod: PodView, exit_code: int | None, ending: Sequence[WorkerRecord] = ()) -> None:
+        """Record the worker's exit; `ending` are workers whose exits are recorded after this one."""
+        worker, known = worker_id(pod.job_uid, pod.index), self._last_known(pod)
+        killed = worker in self._workers.killed
+        if pod.leaving and not known.released and not killed:
+            known = leaving(known, self._book.clock())
+        if pod.lost and not killed:
+            known = msgspec.structs.replace(known, lost_with=pod.lost)
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
-        self._membership.service.worker_exited(
-            gone.job_uid, worker, finished=gone.exit_code == 0 and not record.released
-        )
-        self._events.workers_changed(gone.job_uid)
+        self._decisions.worker_ended(known, KILLED if exit_code is None or killed else exit_code, ending=ending)
 
     def _restore_ended(self, pod: PodView) -> None:
         """Restore a worker whose exit an earlier controller has processed.
@@ -178,53 +156,30 @@ class WorkerPodEvents:
 
         Of such a one exit code 0 does not tell whether it finished the training or was released. It was released if its
         pod is being deleted, or if it is no member of the last generation. Where neither was stored any more,
-        `JobMembership.generation_committed` corrects the record when the worker's peers have reconnected.
+        `lifecycle.members_reported` corrects the record when the worker's peers have reconnected.
         """
         if known := self._book.workers.get(worker_id(pod.job_uid, pod.index)):
             return known
-        state = self._book.runtime_states[pod.job_uid]
-        record = with_rank(worker_record(pod, (), 1.0, None, self._book.now()), state.ranks)
+        members = self._book.jobs[pod.job_uid].members
+        record = with_rank(worker_record(pod, (), 1.0, None, self._book.clock()), members)
         if pod.exit_code != 0 or record.released:
             return record
-        if state.ranks and pod.index not in state.ranks:
-            return leaving(record, self._book.now())
-        state.ended_unseen.add(record.worker.id)
-        return record
-
-    def _carry_on(self, before: JobRecord, after: JobRecord, gone: WorkerRecord, others: list[str]) -> None:
-        state = self._book.runtime_states[before.uid]
-        state.ended.add(gone.worker.index)
-        state.start_failure.pop(gone.worker.id, None)
-        state.last_warnings.pop(gone.worker.id, None)
-        if after.status.started_at is None and before.status.started_at is not None:
-            state.ran_s += max(0.0, self._book.now() - before.status.started_at)
-            state.ended.clear()
-        with self._decisions.recording() as recorder:
-            recorder.change.workers[gone.worker.id] = gone
-            recorder.change.jobs[after.uid] = after
-            if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
-                recorder.fail(after, others)
+        if members and record.worker.id not in members:
+            return leaving(record, self._book.clock())
+        return msgspec.structs.replace(record, unseen=True)
 
     def never_made(self, worker: Worker) -> None:
         """Record that the worker's pod could not be created."""
         record = self._book.workers.get(worker.id)
         if record is None or not record.alive or worker.id in self._workers.pods:
             return
-        job = self._book.jobs[worker.job_uid]
-        self._book.workers[worker.id] = record = msgspec.structs.replace(record, released=True)
-        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, finished_at=self._book.now())
-        record = msgspec.structs.replace(record, worker=gone)
-        others = [w for w in self._book.attempt_of(job) if w.worker.id != worker.id]
-        after = after_worker_exited(job, record, [*others, record], self._book.now())
-        self._carry_on(job, after, record, [])
-        self._membership.service.worker_exited(job.uid, worker.id)
-        self._events.workers_changed(job.uid)
+        self._decisions.worker_ended(msgspec.structs.replace(record, released=True), None)
 
     def remake(self, pod: PodView) -> None:
         """Replace a worker that cannot stay on its node, which does not count as a failure."""
         worker = worker_id(pod.job_uid, pod.index)
         record = self._book.workers.get(worker)
         if record is not None and record.alive and not record.released:
-            leaving = msgspec.structs.replace(record, released=True, released_at=self._book.now())
+            leaving = msgspec.structs.replace(record, released=True, released_at=self._book.clock())
             self._book.commit(Change(workers={worker: leaving}))
             self._workers.delete(worker, KILL_GRACE_S)

@@ -15,7 +15,6 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
-from kfp_gpuquota.cluster.jobs.records import with_status
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert import requests
@@ -26,10 +25,10 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import with_assignment
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
+from kfp_gpuquota.engine.records import with_status
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
+    from kfp_gpuquota.engine.records import JobRecord
 
 DELETE_AGAIN_S: Final = 5.0
 KILL_GRACE_S: Final = 1.0

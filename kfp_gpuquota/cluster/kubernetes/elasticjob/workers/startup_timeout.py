@@ -19,7 +19,6 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Project, Reason, ReasonCode
 from kfp_gpuquota.cluster.admission import check_fits
-from kfp_gpuquota.cluster.jobs.records import Intent, with_status
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject, last_warning, list_warnings_request
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import startup_backoff
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import (
@@ -29,18 +28,19 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import (
     StartingWorker,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.engine.records import Intent, with_status
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
+    from kfp_gpuquota.engine.decisions import Decisions
+    from kfp_gpuquota.engine.records import JobRecord
 
 LOOK_AFTER_S: Final = 0.5  # simultaneous changes are processed together
 READ_EVENTS_AFTER_S: Final = 30.0
@@ -77,7 +77,7 @@ class Readiness:
         """Defer a job that was submitted again until its retry time."""
         state = self._book.runtime_states[uid]
         last = max(filter(None, (state.requeue, state.grow)), key=lambda retry: retry.until or 0.0, default=None)
-        if last is not None and (last.until or 0.0) > self._book.now():
+        if last is not None and (last.until or 0.0) > self._book.clock():
             self._defer(uid, last)
 
     def begin_anew(self, uid: str) -> None:
@@ -102,7 +102,7 @@ class Readiness:
         state.look = loop.call_later(max(0.0, delay_s), self._look, uid)
 
     def _look(self, uid: str) -> None:
-        state, job, now = self._book.runtime_states.get(uid), self._book.jobs.get(uid), self._book.now()
+        state, job, now = self._book.runtime_states.get(uid), self._book.jobs.get(uid), self._book.clock()
         if state is None:
             return
         state.look = None
@@ -114,7 +114,7 @@ class Readiness:
         rules = self._rules_of(state)
         if not rules.timeout_s:
             return
-        trains = bool(state.ranks)
+        trains = bool(job.members)
         # A finished training needs no more workers: it ends with the last worker that still starts.
         needed = 0 if trains and job.completing else _needed(job)
         lost = startup_backoff.given_up(workers, needed=needed, trains=trains, timeout_s=rules.timeout_s, now=now)

@@ -32,7 +32,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `attempt` counts its starts, and marks the workers of each. `managed`: its workers have joined a membership, so that
     it loses and gains workers without a restart. `completing`: a worker has finished, so that it gets no more.
     `generation_high` is the highest generation number used, `size` the GPUs it last ran with, `members` the workers of
-    the generation in force. `incident_at` is when its last restart was counted, in seconds since the epoch.
+    `generation`, which is in force. `incident_at` is when its last restart was counted, in seconds since the epoch.
     `growth_failed` is why it is not expanded again in this run. `promised` are the placements of its next workers, for
     which plans made room since `promised_at`. `updated_at` is when its sizes were last changed.
     """
@@ -48,6 +48,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completing: bool = False
     generation_high: int = 0
     size: int = 0
+    generation: int = 0
     members: tuple[str, ...] = ()
     lease_holder: str = ""
     lease_s: float = 0.0
@@ -68,7 +69,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `released`: it was asked to leave, so that its exit does not affect the job; `released_at` in seconds since the
     epoch. `started_for` and `released_for` are the reasons of these decisions, `killed_for` is why its membership had
-    it killed. `lost_with`: it ended with its machine, for this cause, and not by itself.
+    it killed. `lost_with`: it ended with its machine, for this cause, and not by itself. `unseen`: it ended with
+    0 while no process of the cluster ran, so that it may have been released.
     """
 
     worker: Worker
@@ -79,6 +81,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     released_for: Reason | None = None
     killed_for: str = ""
     lost_with: str = ""
+    unseen: bool = False
 
     @property
     def alive(self) -> bool:

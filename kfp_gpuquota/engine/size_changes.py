@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Reason, ReasonCode, Resize
+from kfp_gpuquota.api import Reason, ReasonCode, Resize, WorkerPhase
 from kfp_gpuquota.api.quantity import show_gpus
-from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def after_commit(
         before = {record.worker.id for record in workers if record.worker.rank is not None}
     # Until its first generation a job's size was that of its processes, which is not what it trained with.
     size = job.size if job.managed else 0
-    job = msgspec.structs.replace(job, managed=True, size=size, members=commit.members)
+    job = msgspec.structs.replace(job, managed=True, size=size, generation=commit.generation, members=commit.members)
     change = Resize(
         at=now,
         from_gpus=size,
@@ -49,6 +49,20 @@ def after_commit(
     joined = [record for record in workers if record.worker.id in ranks and record.worker.id not in before]
     left = [record for record in workers if record.worker.id in before and record.worker.id not in ranks]
     return _resized(job, change, joined, left), ranked
+
+
+def unmanaged_size(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """Return the job with the size of its running workers, if it has no membership; `workers` are of its attempt.
+
+    It has no size until all workers that it starts with run: one that is slower than the others is not a growth.
+    """
+    if job.managed or job.intent is not Intent.RUN:
+        return job
+    kept = [record for record in workers if record.alive and not record.released]
+    running = [record for record in kept if record.worker.phase is WorkerPhase.RUNNING]
+    if job.size == 0 and len(running) < len(kept):
+        return job
+    return after_processes_changed(job, workers, running, now)
 
 
 def after_processes_changed(

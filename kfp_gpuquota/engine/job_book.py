@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.jobs.scheduling import job_announced, job_changed, run_recalled, worker_changed
+from kfp_gpuquota.engine.scheduling import job_announced, job_changed, run_recalled, worker_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kfp_gpuquota.api import Node, Project
     from kfp_gpuquota.api.wire import Event
-    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 
 @dataclass
@@ -50,6 +50,10 @@ class JobBook:
     def alive_of(self, uid: str) -> list[WorkerRecord]:
         """Return the workers of a job that may still hold devices."""
         return [worker for worker in self.workers_of(uid) if worker.alive]
+
+    def wanted_of(self, uid: str) -> list[str]:
+        """Return the workers of a job that have not been asked to leave."""
+        return [record.worker.id for record in self.alive_of(uid) if not record.released]
 
     def new_promises(self, plan: scheduler.Plan) -> dict[str, tuple[scheduler.Placement, ...]]:
         """Return the placements that the plan promises otherwise than recorded, by job; () ends a promise."""

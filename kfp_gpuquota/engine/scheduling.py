@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord
+from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -12,7 +12,8 @@
 | killed after the training, others are left   | continues: another worker has or will have its result           |
 | failed by itself after the training          | fails with its exit code, the other workers are stopped         |
 | ended because the machine was restarted      | returns to the queue, also if not managed; not counted          |
-| lost with its node                           | continues while others train, else as above; not counted        |
+| lost with its node, or evicted by it         | continues while others train, else returns to the queue, and    |
+|                                              | the other workers are stopped; not counted                      |
 
 Restarts are counted by incident: workers that are lost within `INCIDENT_S` of each other are one incident, so that the
 failure of a node with several workers counts once. After `WINDOW_S` without an incident the count starts again at 0.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,6 +150,24 @@ def _failed_by_itself(job: JobRecord, exited: WorkerRecord) -> bool:
     return trained and 0 < (exited.worker.exit_code or 0) <= KILLED_ABOVE
 
 
+def members_reported(
+    job: JobRecord, workers: Sequence[WorkerRecord], members: Sequence[str]
+) -> tuple[JobRecord, list[WorkerRecord]]:
+    """Return the job and its `unseen` workers, after a generation's members were reported.
+
+    A worker that ended with 0 while no process of the cluster ran, and is no member, was released: it has not finished.
+    """
+    unseen = {record.worker.id: record for record in workers if record.unseen}
+    judged = [
+        msgspec.structs.replace(record, unseen=False, released=record.released or worker not in members)
+        for worker, record in unseen.items()
+    ]
+    others = (record for record in workers if record.worker.id not in unseen)
+    if any(record.released for record in judged) and not any(finished(record) for record in (*judged, *others)):
+        job = msgspec.structs.replace(job, completing=False)
+    return job, judged
+
+
 def progressed(job: JobRecord, progress: Progress) -> JobRecord:
     """Return the job with the reported progress; a new rank 0 does not report checkpoints that another worker saved."""
     before = job.status.progress
@@ -184,7 +203,7 @@ def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> J
 
 def _requeued(job: JobRecord) -> JobRecord:
     job = msgspec.structs.replace(
-        job, intent=Intent.RUN, completing=False, managed=False, size=0, members=(), growth_failed=None
+        job, intent=Intent.RUN, completing=False, managed=False, size=0, generation=0, members=(), growth_failed=None
     )
     return with_status(job, phase=Phase.PENDING, started_at=None)
 

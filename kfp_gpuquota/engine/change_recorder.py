@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, Occurrence, Phase, Reason, ReasonCode, Worker
+from kfp_gpuquota.api import Eviction, Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.wire import Event, EventKind
-from kfp_gpuquota.cluster.jobs.lifecycle import settled
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
+from kfp_gpuquota.engine.lifecycle import after_worker_exited, settled
+from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import JobSpec
-    from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
+    from kfp_gpuquota.engine.job_book import Change, JobBook
 
 
 @dataclass
@@ -74,8 +74,38 @@ class ChangeRecorder:
             youngest = sorted(alive, key=lambda worker: -worker.index)[:surplus]
             self._release(job, [worker.id for worker in youngest], Reason(code=ReasonCode.USER, message=message))
 
-    def fail(self, job: JobRecord, others: Iterable[str]) -> None:
-        """Record the stop of the remaining workers of a failed job."""
+    def resume(self, job: JobRecord) -> None:
+        """Return a suspended job to the queue with its age, one that is still stopping when it has stopped."""
+        if job.intent is Intent.SUSPEND:
+            job = msgspec.structs.replace(job, intent=Intent.REQUEUE)
+        else:
+            job = with_status(job, phase=Phase.PENDING, reason=None)
+        self.note(job, EventKind.JOB_RESUMED)
+        self.record(job)
+
+    def end(
+        self, record: WorkerRecord, code: int | None, *, why: Reason | None = None, ending: Sequence[WorkerRecord] = ()
+    ) -> None:
+        """Record the end of a worker's process, and what follows for its job; `ending` workers end at the same time."""
+        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=self.now)
+        record = msgspec.structs.replace(record, worker=gone)
+        before = after = self._job(gone.job_uid)
+        ended = {each.worker.id for each in (record, *ending)}
+        staying = [each for each in self.state.attempt_of(before) if each.worker.id not in ended]
+        if record.attempt == before.attempt and not before.status.phase.final:
+            alike = [each for each in ending if each.attempt == before.attempt and each.alive]
+            after = after_worker_exited(before, record, [*staying, *alike, record], self.now)
+        if why is not None:
+            after = with_status(after, reason=why)
+        self.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
+        self.change.workers[gone.id] = record
+        self.record(after)
+        others = [each.worker.id for each in staying if each.alive]
+        if others and after.intent is not before.intent:
+            self._stop_others(after, others)
+
+    def _stop_others(self, job: JobRecord, others: Iterable[str]) -> None:
+        """Record the stop of the remaining workers of a job that fails, or that starts again as a whole."""
         assert job.status.reason is not None
         self._release(with_status(job, phase=Phase.STOPPING), others, job.status.reason)
 

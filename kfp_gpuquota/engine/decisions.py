@@ -1,0 +1,109 @@
+"""Carries out decisions about jobs, and records what becomes of their workers; the same for every kind of cluster.
+
+    plans, users ──► records, committed ──► workers started and asked to leave, targets of memberships
+    ends of workers ──► records, committed ──► targets of memberships
+
+Invariant: a decision is committed before it is carried out, so that a restarted process finds it and carries it out.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.engine.change_recorder import ChangeRecorder
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.size_changes import unmanaged_size
+from kfp_gpuquota.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kfp_gpuquota import scheduler
+    from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.engine.protocols import Memberships, Store, Workers
+    from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord
+
+
+class Decisions:
+    """Decisions about the jobs of a store. A commit that fails raises StateFileError, and nothing is carried out."""
+
+    def __init__(self, store: Store, memberships: Memberships, workers: Workers) -> None:
+        self._store, self._memberships, self._workers = store, memberships, workers
+
+    @contextmanager
+    def decide(self) -> Iterator[ChangeRecorder]:
+        """Record decisions; when the block ends, commit them, then carry them out."""
+        change = Change()
+        recorder = ChangeRecorder(self._store, change, self._store.clock())
+        yield recorder
+        self._store.commit(change)
+        self._start(recorder.started)
+        self.release(recorder.stopped)
+        for uid in [uid for uid, job in change.jobs.items() if job is None]:
+            self._memberships.close(uid)
+            self._workers.forget_job(uid)
+
+    def plan(self, plan: scheduler.Plan) -> None:
+        """Carry out a plan, and note why jobs wait."""
+        for uid, reason in plan.waiting.items():
+            self._store.note_waiting(uid, reason)
+        if not plan.empty or self._store.new_promises(plan):
+            with self.decide() as recorder:
+                recorder.plan(plan)
+
+    def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
+        """Stop the job with this intent."""
+        with self.decide() as recorder:
+            recorder.stop(job, intent, reason)
+
+    def release(self, workers: Iterable[str]) -> None:
+        """Ask workers to leave that are recorded as leaving."""
+        records = [self._store.workers[worker] for worker in workers]
+        for uid in dict.fromkeys(record.worker.job_uid for record in records):
+            self.update_target(uid)
+        for record in records:
+            self._workers.ask_to_leave(record)
+
+    def worker_ended(
+        self, record: WorkerRecord, code: int | None, *, why: Reason | None = None, ending: Sequence[WorkerRecord] = ()
+    ) -> None:
+        """Record that a worker's process has ended, `why` if that is known better than by its exit code.
+
+        `ending` are workers whose ends are recorded next: they count as alive until then, and are not asked to leave.
+        """
+        with self.decide() as recorder:
+            recorder.end(record, code, why=why, ending=ending)
+        uid, worker = record.worker.job_uid, record.worker.id
+        self._memberships.worker_exited(uid, worker, finished=code == 0 and not record.released)
+        if uid in self._store.jobs:
+            self.workers_changed(uid)
+
+    def workers_changed(self, uid: str) -> None:
+        """Pass the job's workers to its membership, and record the size that a job without one has."""
+        if not self._store.alive_of(uid):
+            self._memberships.close(uid)
+            return
+        self.update_target(uid)
+        job = self._store.jobs[uid]
+        after = unmanaged_size(job, self._store.attempt_of(job), self._store.clock())
+        if after != job:
+            with self._store.noting(uid) as recorder:
+                recorder.record(after)
+
+    def update_target(self, uid: str) -> None:
+        """Set the target of the job's membership: all workers that have not been asked to leave."""
+        with suppress(NotFoundError):
+            self._memberships.set_target(uid, self._store.wanted_of(uid))
+
+    def _start(self, workers: Iterable[str]) -> None:
+        by_job: dict[str, list[WorkerRecord]] = {}
+        for record in (self._store.workers[worker] for worker in workers):
+            by_job.setdefault(record.worker.job_uid, []).append(record)
+        for uid, started in by_job.items():
+            job = self._store.jobs[uid]
+            if len(started) == len(self._store.attempt_of(job)):
+                self._memberships.close(uid)  # that of an earlier start: `start_workers` opens another one
+            else:
+                self.update_target(uid)
+            self._workers.start_workers(job, started)
