@@ -37,6 +37,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
@@ -44,6 +45,7 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
@@ -51,7 +53,6 @@ from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
-from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
@@ -145,7 +146,7 @@ class Controller:
         cluster.feed = self._planner.feed
         self._repulsions = PodRepulsions()
         self.unpinned = UnpinnedPods(
-            cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self._put_pod
+            cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self
         )
         self.reservations = Reservations(
             cluster.allocator,
@@ -163,6 +164,7 @@ class Controller:
             self._writer,
             settings,
             self.reservations,
+            self.unpinned,
             limits=self.limits,
             volumes=self.volumes,
             rules=self.rules,
@@ -180,6 +182,7 @@ class Controller:
             self.evictions,
             self.events,
             self.pods,
+            self.unpinned,
         )
         self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
@@ -197,7 +200,7 @@ class Controller:
             self.unpinned,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
-        self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
+        self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
@@ -357,9 +360,18 @@ class Controller:
         else:
             self.quarantine.release(view.uid)
         if (joined := self.gangs.join(view)) is not None:
-            self._put_pod(joined)
+            self.put_pod(joined)
 
-    def _put_pod(self, view: PodView) -> None:
+    # As `PodOwners`
+
+    def holder_of(self, pod: PodView) -> str:
+        """Return by which name the pod's devices are held."""
+        if self.elastic.owns(pod):
+            return worker_id(pod.job_uid, pod.index)
+        return self.ray.pods.holder_of(pod.uid) or pod.uid
+
+    def put_pod(self, view: PodView) -> None:
+        """Process a pod that has changed, or whose reservation has moved."""
         view = self.unpinned.apply(view)
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
         self.unpinned.note_bound(view)
@@ -379,7 +391,7 @@ class Controller:
             return
         here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
         for pod in list(here):
-            self._put_pod(pod)
+            self.put_pod(pod)
         self.elastic.limits_changed(namespace)
 
     # As `ElasticJobEvents`

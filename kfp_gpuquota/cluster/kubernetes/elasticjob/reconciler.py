@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 
@@ -66,6 +67,7 @@ class ElasticJobs:
         writer: Writer,
         settings: PodSettings,
         reservations: Reservations,
+        unpinned: UnpinnedPods,
         *,
         limits: LimitRanges,
         volumes: Volumes,
@@ -84,6 +86,7 @@ class ElasticJobs:
             writer,
             settings,
             reservations,
+            unpinned,
             rules=rules,
             written_pods=written_pods,
             statuses=statuses,

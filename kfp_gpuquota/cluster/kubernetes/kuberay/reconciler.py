@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.decisions import PodEvictions
+    from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 
 
 class RayUnits:
@@ -41,11 +42,12 @@ class RayUnits:
         evictions: PodEvictions,
         recorder: Recorder,
         written_pods: WrittenPods,
+        unpinned: UnpinnedPods,
     ) -> None:
         self._set = UnitSet(owners, ledger)
         self._events = RayEvents(recorder)
         self._patches = OwnerPatches(self._set, writer, self.put_cluster, self.put_job)
-        admissions = Admissions(writer, written_pods)
+        admissions = Admissions(writer, written_pods, unpinned)
         self.pods = UnitPods(self._set, admissions, self._patches)
         self.decisions = Decisions(self._set, admissions, self._patches, writer, evictions, self._events)
         self._started = False

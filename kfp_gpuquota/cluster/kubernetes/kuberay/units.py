@@ -7,6 +7,7 @@ A slot is a worker: it holds devices from the plan that assigned them until its 
 | planned                                | new, without a pod                          | WorkerStarted           |
 | a gated pod of its group waits         | has the pod, which is admitted to its node  |                         |
 | an admitted pod without a slot is seen | new (after a restart)                       | WorkerStarted           |
+| its pod is bound or reserved elsewhere | on that node                                | WorkerMoved             |
 | asked to leave, or its pod is deleted  | leaves                                      | WorkerLeaving           |
 | its pod has ended; none appeared       | removed                                     | WorkerGone              |
 """
@@ -130,6 +131,13 @@ class Unit:
         self.waiting.pop(pod.uid, None)
         slot.pod = pod
         self._by_pod[pod.uid] = slot
+
+    def follow(self, slot: Slot, pod: PodView) -> None:
+        """Update the slot's pod, and hold devices of the node that was chosen for it since, if it is another one."""
+        slot.pod = pod
+        if (node := pod.located) and node != slot.node:
+            slot.node, slot.devices = node, self.ledger.allocator.move(slot.id, node, pod.devices)
+            self.ledger.emit(scheduler.WorkerMoved(slot.id, node, slot.devices))
 
     def detach(self, slot: Slot) -> None:
         """Take the slot's pod, which was not admitted, from it."""
