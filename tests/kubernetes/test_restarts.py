@@ -260,7 +260,7 @@ async def compare(history: list[tuple[Any, ...]]) -> None:
 
 def deepcopy_of(world: World) -> World:
     other = World()
-    other.objects = deepcopy(world.objects)
+    other.objects, other.seconds = deepcopy(world.objects), world.seconds
     return other
 
 

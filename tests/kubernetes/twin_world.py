@@ -58,7 +58,7 @@ class Twin(Detached):
     """A controller whose requests the world answers."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(clock=lambda: EPOCH + 40_000.0)
+        super().__init__(clock=lambda: float(EPOCH + world.seconds))
         self.connection = Answering(world)
         self.controller._connection = self.connection
         self.controller._writer._connection = self.connection
@@ -92,7 +92,7 @@ class World:
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Object]] = {path: {} for path in ORDER}
         self.twin: Twin | None = None
-        self._uids, self._seconds = itertools.count(1), itertools.count(EPOCH)
+        self._uids, self.seconds = itertools.count(1), 0
 
     # Objects
 
@@ -112,9 +112,9 @@ class World:
 
     def now(self) -> str:
         """Return a later time each time it is called."""
-        seconds = next(self._seconds) - EPOCH
-        hours, minutes = seconds // 3600, seconds // 60 % 60
-        return f"2026-01-01T{hours:02}:{minutes:02}:{seconds % 60:02}Z"
+        self.seconds += 1
+        hours, minutes = self.seconds // 3600, self.seconds // 60 % 60
+        return f"2026-01-01T{hours:02}:{minutes:02}:{self.seconds % 60:02}Z"
 
     def _send(self, path: str, body: Object, event: str) -> None:
         if self.twin is not None:

@@ -56,6 +56,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
+from kfp_gpuquota.cluster.kubernetes.quota.deleted_quotas import record_deletion
 from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
@@ -177,7 +178,7 @@ class Controller:
         self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
         self.ray = RayUnits(
             Owners(self.limits, self.volumes),
-            Ledger(cluster.emit, cluster.allocator),
+            Ledger(cluster.emit, cluster.allocator, self._now),
             self._writer,
             self.evictions,
             self.events,
@@ -384,6 +385,7 @@ class Controller:
 
     def _limits_changed(self, namespace: str) -> None:
         self.elastic.limits_changed(namespace)
+        self.ray.limits_changed(namespace)
 
     def _volume_changed(self, namespace: str, claim: str) -> None:
         """Update pods after their claim was bound to a volume that restricts their nodes."""
@@ -392,7 +394,7 @@ class Controller:
         here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
         for pod in list(here):
             self.put_pod(pod)
-        self.elastic.limits_changed(namespace)
+        self._limits_changed(namespace)
 
     # As `ElasticJobEvents`
 
@@ -445,9 +447,12 @@ class Controller:
         self.wake()
 
     def _quota_deleted(self, uid: str) -> None:
-        name = next((n for n, q in self.snapshot.quotas.items() if q.metadata.uid == uid), "")
+        quota = next((q for q in self.snapshot.quotas.values() if q.metadata.uid == uid), None)
         self.snapshot.drop_quota(uid)
-        self.profiles.quota_changed(name)
+        if quota is not None:
+            self.profiles.quota_changed(quota.metadata.name)
+            if not self.profiles.asks(quota.metadata.name):
+                record_deletion(quota, self.snapshot.pods.values(), self.events)
         self.wake()
 
     def _rules_changed(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
@@ -96,6 +95,13 @@ class RayUnits:
             if not unit.ended:
                 self._set.ledger.emit(scheduler.NodesBarred(unit.uid, nodes))
 
+    def limits_changed(self, namespace: str) -> None:
+        """Update the namespace's units after its default requests or volumes have changed."""
+        owners = (*self._set.owners.jobs.values(), *self._set.owners.clusters.values())
+        for owner in [owner for owner in owners if owner.metadata.namespace == namespace] if self._started else ():
+            if isinstance(owner, RayJob) or not job_of(owner):
+                self._refresh(owner)
+
     def _refresh(self, owner: RayCluster | RayJob) -> None:
         """Submit or update the owner's units."""
         if isinstance(owner, RayJob) and owner.finished:
@@ -110,7 +116,7 @@ class RayUnits:
             unit = self._set.units.get(uid)
             if unit is None:
                 meta = owner.metadata
-                at = meta.creation_timestamp.timestamp() if meta.creation_timestamp else time.time()
+                at = meta.creation_timestamp.timestamp() if meta.creation_timestamp else self._set.ledger.now()
                 movable = not isinstance(owner, RayJob)
                 unit = Unit(uid, meta.uid, meta.namespace, at, request, self._set.ledger, movable)
                 self._set.units[uid] = unit

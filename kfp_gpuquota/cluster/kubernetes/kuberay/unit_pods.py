@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -116,7 +115,7 @@ class UnitPods:
             return
         planned = (one for one in unit.pods(slot.group) if one.leaving and one.by_kuberay and not one.terminating)
         instead = next(planned, None)
-        unit.leave(slot, time.time())
+        unit.leave(slot, self._set.ledger.now())
         if instead is not None:
             unit.stay(instead)
 

@@ -52,10 +52,11 @@ class Slot:
 
 @dataclass(slots=True)
 class Ledger:
-    """Where slots are accounted: the scheduler's state and the devices of nodes."""
+    """Where slots are accounted: the scheduler's state and the devices of nodes. `now` is in seconds since 1970."""
 
     emit: Callable[[scheduler.Event], None]
     allocator: DeviceAllocator
+    now: Callable[[], float]
 
 
 @dataclass
@@ -94,6 +95,7 @@ class Unit:
         if request != self.request and not self.ended:
             self.request = request
             self.ledger.emit(scheduler.JobUpdated(self.uid, request.spec))
+            self.ledger.emit(scheduler.ConstraintsChanged(self.uid, request.spec))
 
     def pause(self, *, paused: bool) -> None:
         """Exclude it from planning, or include it again."""
@@ -115,10 +117,21 @@ class Unit:
 
     # Slots
 
-    def plan(self, placements: tuple[scheduler.Placement, ...], now: float) -> list[Slot]:
-        """Return a new slot for each placement."""
-        only = next(iter(self.request.gpus))
-        return [self._slot(one.part or only, one.node, one.devices, now) for one in placements]
+    def plan(self, placements: tuple[scheduler.Placement, ...]) -> list[Slot]:
+        """Return a new slot for each placement.
+
+        It counts from the creation of the pod that gets it, which is all that a restarted controller sees.
+        """
+        only, waiting = next(iter(self.request.gpus)), self.waiting_in_order()
+        slots = []
+        for one in placements:
+            group = one.part or only
+            pod = next((pod for pod in waiting if pod.ray_group == group), None)
+            if pod is not None:
+                waiting.remove(pod)
+            at = self.ledger.now() if pod is None else pod.created
+            slots.append(self._slot(group, one.node, one.devices, at))
+        return slots
 
     def adopt(self, pod: PodView) -> Slot:
         """Return a new slot for a pod that was admitted before."""
