@@ -23,7 +23,6 @@ from tests.kubernetes.twin_world import EPOCH, NODE_NAMES, Twin, World, plan_of,
 
 Object = dict[str, Any]
 TEAMS = "abc"
-PROMISES_KEPT_IN = 4
 ZONES = ("a", "b")
 REQUIRED = requests.REQUIRED
 
@@ -242,10 +241,6 @@ async def compare(history: list[tuple[Any, ...]]) -> None:
             if what != "plan":
                 player.apply(what, *how)
             await settle(world, lasting)
-        for _ in range(PROMISES_KEPT_IN):  # what was promised to pods is kept in memory, until its holders have ended
-            if lasting.controller.snapshot.state.promised:
-                player.end()
-                await settle(world, lasting)
         world.twin = None
         lasting.controller._stop_timers()
         lasting.controller.snapshot.complete = False  # it plans no more, so that both see the same objects
@@ -254,8 +249,7 @@ async def compare(history: list[tuple[Any, ...]]) -> None:
             lasting.controller.snapshot.complete = True
             assert records_of(restarted) == records_of(lasting)
             now = EPOCH + 86_400.0
-            if not lasting.controller.snapshot.state.promised:
-                assert plan_of(restarted, now) == plan_of(lasting, now)
+            assert plan_of(restarted, now) == plan_of(lasting, now)
 
 
 def deepcopy_of(world: World) -> World:

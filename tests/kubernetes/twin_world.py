@@ -74,10 +74,10 @@ class Twin(Detached):
         quiet = 0
         for _ in range(SETTLE_STEPS):
             controller = self.controller
-            statuses = controller.elastic.statuses
-            for job, timer in list(statuses._dirty.items()):  # they wait for a moment in which nothing changes
-                timer.cancel()
-                statuses._look(job)
+            for statuses in (controller.elastic.statuses, controller._quota_status):
+                for key, timer in list(statuses._dirty.items()):  # they wait for a moment in which nothing changes
+                    timer.cancel()
+                    statuses._look(key)
             busy = controller._planning is not None or controller._writer._tasks
             quiet = 0 if busy else quiet + 1
             if quiet > 3:
@@ -140,6 +140,8 @@ class World:
             found["metadata"].setdefault("deletionTimestamp", self.now())
         elif verb == "PATCH" and isinstance(body, list):
             found = patched(found, body)
+        elif verb == "PATCH" and part == "status":
+            found["status"] = body["status"]
         elif verb == "PATCH":
             _merge(found, {key: value for key, value in body.items() if key != "metadata"})
             _merge(found["metadata"], {"annotations": body.get("metadata", {}).get("annotations", {})})
@@ -298,7 +300,8 @@ def records_of(twin: Twin) -> list[str]:
             continue
         pods = sorted(plain[job.uid].members) if job.uid in plain else job.uid
         sizes = job.gang, job.wanted, job.most, job.active
-        life = job.submitted_at, job.suspended, job.removed
+        promise = job.promised and (job.promised, job.promised_at)
+        life = job.submitted_at, job.suspended, job.removed, promise
         found.append(repr((rank, pods, sizes, life, held, [task.request for task in job.pending])))
     return sorted(found)
 

@@ -557,6 +557,8 @@ class Controller:
         self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), again)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
+        state = self.snapshot.state
+        promised = scheduler.changed_promises(state.promises, plan)
         self.elastic.decisions.plan(plan)
         self.ray.decisions.carry_out(plan)
         self._waiting.note(plan.waiting)
@@ -570,10 +572,10 @@ class Controller:
         for bind in plan.bind:
             self.metrics.started(self.snapshot.state.jobs[bind.job], self._now())
             self.actions.start(bind.job, bind.placements, bind.reason)
-        state = self.snapshot.state
-        for uid, placements in scheduler.changed_promises(state.promises, plan).items():
-            if uid in state.jobs and uid not in self.elastic.book.jobs:  # whose records have their own
-                self.snapshot.emit(scheduler.PlacementsPromised(uid, placements, self._now()))
+        for uid in promised.keys() & state.jobs.keys():
+            if uid not in self.elastic.book.jobs:  # whose records have their own
+                self.snapshot.emit(scheduler.PlacementsPromised(uid, promised[uid], self._now()))
+            self._quota_status.decided(state.jobs[uid].queue.name)
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):
                 self.metrics.decisions.labels(kind).inc(decided)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node
+    from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
@@ -48,6 +51,10 @@ class Book(JobBook):
         self.apply_change(change)
         for event in events:
             self.emit(event)
+
+    def promise(self, uid: str, placements: tuple[Placement, ...], at: float) -> None:
+        """Record the placements of the job's next workers that an earlier controller has promised."""
+        self.record(msgspec.structs.replace(self.jobs[uid], promised=placements, promised_at=at))
 
     def put_worker(self, record: WorkerRecord) -> None:
         """Add or update a worker; it holds its devices until it has exited."""

@@ -97,9 +97,10 @@ class RayUnits:
 
     def limits_changed(self, namespace: str) -> None:
         """Update the namespace's units after its default requests or volumes have changed."""
-        owners = (*self._set.owners.jobs.values(), *self._set.owners.clusters.values())
-        for owner in [owner for owner in owners if owner.metadata.namespace == namespace] if self._started else ():
-            if isinstance(owner, RayJob) or not job_of(owner):
+        jobs, clusters = self._set.owners.jobs.values(), self._set.owners.clusters.values()
+        owners: list[RayCluster | RayJob] = [*jobs, *(cluster for cluster in clusters if not job_of(cluster))]
+        for owner in owners if self._started else ():
+            if owner.metadata.namespace == namespace:
                 self._refresh(owner)
 
     def _refresh(self, owner: RayCluster | RayJob) -> None:
