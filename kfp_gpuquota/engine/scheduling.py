@@ -54,8 +54,10 @@ def _growth(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Ev
 
 
 def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator[scheduler.Event]:
-    """Yield the events for a worker that was started, was asked to leave, or has exited."""
+    """Yield the events for a worker that was started, was moved before it ran, was asked to leave, or has exited."""
     worker = after.worker
+    if before is not None and before.alive and before.worker.node != worker.node:
+        yield scheduler.WorkerMoved(worker.id, worker.node, worker.devices)
     if before is None and after.alive:
         yield scheduler.WorkerStarted(worker.id, worker.job_uid, worker.node, worker.devices, worker.started_at)
     if after.alive and after.released and not (before is not None and before.released):

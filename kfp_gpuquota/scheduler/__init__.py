@@ -29,6 +29,7 @@ from kfp_gpuquota.scheduler.state.events import (
     UsageRecalled,
     WorkerGone,
     WorkerLeaving,
+    WorkerMoved,
     WorkerStarted,
 )
 from kfp_gpuquota.scheduler.state.state import State
@@ -64,6 +65,7 @@ __all__ = [
     "WhatIf",
     "WorkerGone",
     "WorkerLeaving",
+    "WorkerMoved",
     "WorkerStarted",
     "changed_promises",
     "plan",

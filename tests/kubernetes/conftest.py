@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH
 from tests.kubernetes.controlled import LEASE, Controlled
 from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, jobs_of, live_webhook
+from tests.kubernetes.kuberay import RAY
 from tools.devcluster import DevCluster, Options, binaries, built_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
+RAY_DEFINITIONS = "GPUQUOTA_KUBERAY_CRDS"
 HERE = Path(__file__).parent
 GROUPS = {
     "kubelet_cluster": "kubelet",
@@ -141,6 +144,20 @@ def system_cluster(crds_cluster: DevCluster) -> DevCluster:
     crds_cluster.make_namespace("gpuquota-system")
     crds_cluster.make_namespace("gpuquota-reservations", RESTRICTED)
     return crds_cluster
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(system_cluster: DevCluster) -> DevCluster:
+    """The control plane with KubeRay's kinds."""
+    folder = os.environ.get(RAY_DEFINITIONS)
+    if not folder:
+        pytest.skip(f"{RAY_DEFINITIONS} does not name KubeRay's definitions (CONTRIBUTING.md)")
+    for name in ("rayclusters", "rayjobs", "rayservices"):
+        definition = yaml.load((Path(folder) / f"{name}.yaml").read_text(), yaml.CSafeLoader)
+        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        system_cluster.api.apply(f"{path}/{definition['metadata']['name']}", definition)
+        system_cluster.api.until_served(f"{RAY}/{name}")
+    return system_cluster
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ PROFILES = "/apis/kubeflow.org/v1/profiles"
 POLICIES = f"/apis/{labels.API_VERSION}/quotapolicies"
 CLAIMS = "/api/v1/persistentvolumeclaims"
 VOLUMES = "/api/v1/persistentvolumes"
+RAY_CLUSTERS = "/apis/ray.io/v1/rayclusters"
 LIMIT_RANGES = "/api/v1/limitranges"
 Object = dict[str, Any]
 

@@ -80,8 +80,8 @@ class RealOperator:
 class Repeating:
     """Repeats `_reconcile` for one namespace in a thread; `close` ends it."""
 
-    def __init__(self, api: Api, team: str) -> None:
-        self._api, self._team = api, team
+    def __init__(self, api: Api, team: str, pause_s: float = PAUSE_S) -> None:
+        self._api, self._team, self._pause_s = api, team, pause_s
         self._stop, self._round, self._paused = threading.Event(), threading.Lock(), False
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -100,7 +100,7 @@ class Repeating:
             self._paused = True
 
     def _run(self) -> None:
-        while not self._stop.wait(PAUSE_S):
+        while not self._stop.wait(self._pause_s):
             try:
                 with self._round:
                     if not self._paused:
@@ -139,10 +139,10 @@ class Autoscaler(Repeating):
 class Operator(Repeating):
     """A double of KubeRay's operator. `arbitrary` are workers that it chose itself to delete."""
 
-    def __init__(self, api: Api, team: str) -> None:
+    def __init__(self, api: Api, team: str, pause_s: float = PAUSE_S) -> None:
         self._heads: set[str] = set()
         self.arbitrary: list[str] = []
-        super().__init__(api, team)
+        super().__init__(api, team, pause_s)
 
     def _reconcile(self) -> None:
         for job in self._api.items(ray_path(self._team, "rayjobs")):

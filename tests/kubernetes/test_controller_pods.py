@@ -191,6 +191,32 @@ def test_a_restarted_controller_knows_from_the_api_alone_who_holds_what(controll
     assert len(controlled.waiting(other)) == 1
 
 
+def test_another_leader_keeps_what_was_promised_until_it_is_carried_out(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    lender, borrower = controlled.team(guaranteed=2), controlled.team(guaranteed=0)
+    controlled.start()
+    for name in ("b0", "b1"):
+        path = controlled.pod(borrower, name)
+        controlled.until_bound(path)
+        controlled.cluster.api.patch(path, {"metadata": {"finalizers": ["example.com/keeps"]}})
+    owner = controlled.pod(lender, "owner", gpus=2)
+    quota = controlled.until(f"{QUOTAS}/{lender}", lambda one: one.get("status", {}).get("promises"))
+    (promise,) = quota["status"]["promises"]
+    assert promise["job"] == controlled.cluster.api.get(owner)["metadata"]["uid"]
+    assert [sorted(one["devices"]) for one in promise["placements"]] == [[0, 1]]
+    controlled.kill()
+    controlled.start()
+    controlled.pod(lender, "later")
+    assert controlled.cluster.api.get(f"{QUOTAS}/{lender}")["status"]["promises"] == [promise]
+    for name in ("b0", "b1"):
+        pod = f"/api/v1/namespaces/{borrower}/pods/{name}"
+        controlled.until(pod, is_leaving)
+        controlled.cluster.api.patch(pod, {"metadata": {"finalizers": []}})
+    controlled.until_bound(owner)
+    controlled.until(f"{QUOTAS}/{lender}", lambda one: not one["status"].get("promises"))
+    assert controlled.waiting(lender) == {"later"}
+
+
 def test_a_disruption_budget_delays_a_reclaim_and_no_longer_than_it_forbids(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=1)
     borrower, lender = controlled.team(guaranteed=0), controlled.team(guaranteed=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.api.wire import ShareView
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import QUIET_S, Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import (
@@ -222,3 +224,57 @@ def test_what_is_urgent_is_not_held_up_by_what_can_wait(monkeypatch: pytest.Monk
         return writer.bodies
 
     assert asyncio.run(write()) == [0, 2]
+
+
+class Refusing:
+    """A writer whose every write is refused, until `accepts`."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+        self.accepts = False
+
+    def submit(self, write: Write, done: Callable[[bytes], None], failed: Callable[[Exception], None]) -> None:
+        self.bodies.append(write.body)
+        if self.accepts:
+            done(b"")
+        else:
+            failed(ApiError(422, "Invalid", 'status.phase: Unsupported value: "Later"'))
+
+
+def test_a_status_that_is_refused_is_written_after_growing_pauses_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def write() -> list[Any]:
+        loop, writer, status = asyncio.get_running_loop(), Refusing(), Built("/path", "a", 0, urgent="runs")
+        statuses = StatusWriter(cast("Writer", writer), lambda _: status)
+
+        def pass_time() -> float:
+            """Do what is due next, and return after which pause."""
+            (timer,) = statuses._dirty.values()
+            timer.cancel()
+            pause_s = timer.when() - loop.time()
+            for refusal in statuses._refused.values():
+                refusal.until -= max(0.0, pause_s)
+            statuses._look("a")
+            return pause_s
+
+        statuses.changed("a")
+        pauses = [pass_time() for _ in range(9)]
+        assert [round(pause) for pause in pauses] == [0, 5, 10, 20, 40, 80, 160, 300, 300]
+        statuses.decided("a")  # what has not changed is not written before its time
+        assert pass_time() < 1
+        assert len(writer.bodies) == 9
+        status = Built("/path", "a", 1, urgent="ends")
+        statuses.decided("a")
+        assert pass_time() < 1
+        assert [round(pass_time()) for _ in range(2)] == [5, 10]
+        writer.accepts = True
+        pass_time()
+        statuses.close()
+        return writer.bodies
+
+    with caplog.at_level(logging.INFO):
+        bodies = asyncio.run(write())
+    assert bodies == [0] * 9 + [1] * 4
+    logged = [record.message for record in caplog.records if "status of a" in record.message]
+    assert [message.split()[5] for message in logged] == ["refused,", "accepted"]

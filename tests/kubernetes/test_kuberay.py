@@ -8,15 +8,13 @@ rayservices.yaml, which are not part of this repository.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.controlled import Controlled, is_leaving
-from tests.kubernetes.kuberay import RAY, Autoscaler, Operator, RealOperator, cluster_spec, elastic, group, ray_path
+from tests.kubernetes.kuberay import Autoscaler, Operator, RealOperator, cluster_spec, elastic, group, ray_path
 from tools import kuberay_check
 
 if TYPE_CHECKING:
@@ -24,23 +22,8 @@ if TYPE_CHECKING:
 
     from tools.devcluster import DevCluster
 
-DEFINITIONS = "GPUQUOTA_KUBERAY_CRDS"
 PROGRAM = os.environ.get("GPUQUOTA_KUBERAY", "")
 Object = dict[str, Any]
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(system_cluster: DevCluster) -> DevCluster:
-    """The control plane with KubeRay's kinds."""
-    folder = os.environ.get(DEFINITIONS)
-    if not folder:
-        pytest.skip(f"{DEFINITIONS} does not name KubeRay's definitions (CONTRIBUTING.md)")
-    for name in ("rayclusters", "rayjobs", "rayservices"):
-        definition = yaml.load((Path(folder) / f"{name}.yaml").read_text(), yaml.CSafeLoader)
-        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        system_cluster.api.apply(f"{path}/{definition['metadata']['name']}", definition)
-        system_cluster.api.until_served(f"{RAY}/{name}")
-    return system_cluster
 
 
 @pytest.fixture

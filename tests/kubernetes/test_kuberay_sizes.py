@@ -106,7 +106,7 @@ def running(*names: str, cluster: RayCluster) -> Unit:
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=8)))
     allocator.resize("n", 8)
     ((uid, request),) = owners().requests_of(cluster).items()
-    unit = Unit(uid, "c", "team", 0.0, request, Ledger(state.apply, allocator), movable=True)
+    unit = Unit(uid, "c", "team", 0.0, request, Ledger(state.apply, allocator, lambda: 0.0), movable=True)
     unit.submit()
     for name in names:
         unit.adopt(pod(name, Stage.ASSIGNED, "n"))
@@ -144,9 +144,9 @@ def test_a_second_shrink_names_the_workers_that_are_still_there() -> None:
 def test_a_group_grows_by_replicas_only_beyond_those_that_kuberay_creates_anyway() -> None:
     cluster = ray_cluster(group("g", 2, minReplicas=1, maxReplicas=4))
     unit = running("a", cluster=cluster)
-    unit.plan((scheduler.Placement("n", (4,)),), 1.0)
+    unit.plan((scheduler.Placement("n", (4,)),))
     assert scaling.size_of(unit, cluster, 0) is None
-    unit.plan((scheduler.Placement("n", (5,)),), 1.0)
+    unit.plan((scheduler.Placement("n", (5,)),))
     write = scaling.size_of(unit, cluster, 0)
     assert values(write)["replicas"] == 3
     assert values(write)["annotations"] == {labels.RAY_GROUPS: '{"g":{"replicas":2,"wrote":3}}'}

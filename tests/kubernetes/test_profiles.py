@@ -11,6 +11,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, PROFILES, QUOTAS
+from tests.kubernetes.test_client import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,3 +128,27 @@ def test_an_elastic_job_runs_under_the_shipped_rights_and_policies(controlled: C
     controlled.cluster.api.patch(job, {"spec": {"suspend": True}})
     controlled.until_phase(job, "Suspended")
     assert "Forbidden" not in controlled.log()
+
+
+def test_a_deleted_profile_is_explained_on_the_pods_that_run_and_by_explain(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    controlled.start()
+    name = profile(controlled, {"guaranteed": 2})
+    controlled.until(f"{QUOTAS}/{name}", lambda q: q["spec"]["guaranteed"] == 2)
+    runs = controlled.until_bound(controlled.pod(name, "runs"))
+    job = controlled.job(name, "train", gpus=1, gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    assert "no quota any more" not in run(controlled.cluster, name, "explain", "train").stdout
+    controlled.cluster.api.delete(f"{PROFILES}/{name}")
+    controlled.cluster.api.until_gone(f"{QUOTAS}/{name}")
+
+    def explained() -> dict[str, str]:
+        events = controlled.cluster.api.items(f"/api/v1/namespaces/{name}/events")
+        found = [event for event in events if event["reason"] == "QuotaDeleted"]
+        return {event["involvedObject"]["name"]: event["message"] for event in found}
+
+    controlled.wait(lambda: set(explained()) == {"runs", "train-0"}, controlled.log)
+    assert f"with its Profile {name}" in explained()["runs"]
+    assert "no quota any more" in run(controlled.cluster, name, "explain", "train").stdout
+    now = controlled.pods(name)["runs"]
+    assert (now["metadata"]["uid"], controlled.bound(name)) == (runs["metadata"]["uid"], {"runs", "train-0"})

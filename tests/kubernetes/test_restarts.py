@@ -17,12 +17,12 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from tests.effort import effort
 from tests.kubernetes import detached as watches
+from tests.kubernetes.kuberay import elastic
 from tests.kubernetes.test_admission import patched
-from tests.kubernetes.twin_world import EPOCH, NODE_NAMES, World, plan_of, records_of, running
+from tests.kubernetes.twin_world import EPOCH, NODE_NAMES, Twin, World, plan_of, records_of, running
 
 Object = dict[str, Any]
 TEAMS = "abc"
-PROMISES_KEPT_IN = 4
 ZONES = ("a", "b")
 REQUIRED = requests.REQUIRED
 
@@ -41,14 +41,16 @@ def _affinity(terms: list[Object] | None, preferred: bool) -> Object:
     return {"nodeAffinity": node} if terms is not None or preferred else {"podAntiAffinity": {}}
 
 
-affinities = st.none() | st.builds(
+node_affinities = st.builds(
     _affinity, st.none() | st.lists(zone_terms | name_terms, min_size=1, max_size=2), st.booleans()
 )
+APART = {"podAntiAffinity": {REQUIRED: [{"labelSelector": {}, "topologyKey": "kubernetes.io/hostname"}]}}
+affinities = node_affinities | node_affinities.map(lambda affinity: {**affinity, **APART})
 constraints = st.fixed_dictionaries(
     {},
     optional={
         "nodeSelector": st.sampled_from([{}, {"zone": "a"}, {"zone": "b"}]),
-        "affinity": affinities.filter(lambda affinity: affinity is not None),
+        "affinity": affinities,
         "tolerations": st.just([{"key": "slow", "operator": "Exists"}]),
         "volumes": st.just([{"name": "v", "persistentVolumeClaim": {"claimName": "claim"}}]),
     },
@@ -92,8 +94,10 @@ operations = st.lists(
         st.tuples(st.just("gang"), st.sampled_from(TEAMS), constraints, st.integers(1, 2)),
         st.tuples(st.just("share"), st.sampled_from(TEAMS), constraints, st.sampled_from(["0.25", "0.5"])),
         st.tuples(st.just("job"), st.sampled_from(TEAMS), constraints, st.integers(1, 3)),
+        st.tuples(st.just("ray"), st.sampled_from(TEAMS), constraints, st.integers(1, 3)),
         st.tuples(st.just("plan")),
-        st.tuples(st.just("run")),
+        st.tuples(st.just("run"), st.integers(0, 2)),
+        st.tuples(st.just("refuse"), st.integers(0, 5)),
         st.tuples(st.just("end")),
         st.tuples(st.just("delete"), st.integers(0, 20)),
         st.tuples(st.just("finish"), st.integers(0, 20)),
@@ -164,8 +168,21 @@ class History:
             },
         )
 
-    def run(self) -> None:
-        self.world.run_pods()
+    def ray(self, team: str, spec: Object, replicas: int) -> None:
+        self.made += 1
+        template = {"spec": pod_body(spec)["spec"]}
+        sizes = {"replicas": replicas, "minReplicas": 1, "maxReplicas": replicas + 1}
+        meta = {"name": f"r{self.made}", "namespace": team, "uid": f"ray-{self.made}", "labels": elastic()}
+        groups = [{"groupName": "g", **sizes, "template": template}]
+        spec = {"headGroupSpec": {"template": {"spec": {}}}, "workerGroupSpecs": groups}
+        self.world.put(watches.RAY_CLUSTERS, {"metadata": meta, "spec": spec})
+
+    def run(self, choice: int = 0) -> None:
+        self.world.run_pods(choice=choice)
+
+    def refuse(self, number: int) -> None:
+        if pods := self.world.unpinned():
+            self.world.refuse(pods[number % len(pods)])
 
     def end(self) -> None:
         self.world.end_terminating()
@@ -204,6 +221,13 @@ class History:
         self.world.drop(watches.CLAIMS, f"{team}/claim")
 
 
+async def settle(world: World, twin: Twin) -> None:
+    """Return when neither the controller nor KubeRay has anything left to do."""
+    await twin.settle()
+    while world.run_kuberay():
+        await twin.settle()
+
+
 async def compare(history: list[tuple[Any, ...]]) -> None:
     world = World()
     for node in NODE_NAMES:
@@ -216,11 +240,7 @@ async def compare(history: list[tuple[Any, ...]]) -> None:
         for what, *how in history:
             if what != "plan":
                 player.apply(what, *how)
-            await lasting.settle()
-        for _ in range(PROMISES_KEPT_IN):  # what was promised to pods is kept in memory, until its holders have ended
-            if lasting.controller.snapshot.state.promised:
-                player.end()
-                await lasting.settle()
+            await settle(world, lasting)
         world.twin = None
         lasting.controller._stop_timers()
         lasting.controller.snapshot.complete = False  # it plans no more, so that both see the same objects
@@ -229,13 +249,12 @@ async def compare(history: list[tuple[Any, ...]]) -> None:
             lasting.controller.snapshot.complete = True
             assert records_of(restarted) == records_of(lasting)
             now = EPOCH + 86_400.0
-            if not lasting.controller.snapshot.state.promised:
-                assert plan_of(restarted, now) == plan_of(lasting, now)
+            assert plan_of(restarted, now) == plan_of(lasting, now)
 
 
 def deepcopy_of(world: World) -> World:
     other = World()
-    other.objects = deepcopy(world.objects)
+    other.objects, other.seconds = deepcopy(world.objects), world.seconds
     return other
 
 

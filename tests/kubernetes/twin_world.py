@@ -1,4 +1,4 @@
-"""A cluster in memory: it keeps objects, applies the controller's requests to them, and plays kubelets and users.
+"""A cluster in memory: it keeps objects, applies the controller's requests to them, and plays its other programs.
 
 The test double of an API server that a detached controller writes to, so that thousands of restarts take seconds. It
 does only what the plan depends on: patches of pods and jobs, evictions, deletions, creations. Everything is sent to the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,12 +18,14 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.pods.recovery import is_not_bindable
 from tests.kubernetes import detached as watches
+from tests.kubernetes.controlled import gpus_of, is_over
 from tests.kubernetes.detached import Detached, Object, Unanswered
 from tests.kubernetes.test_admission import patched
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
 SETTLE_STEPS = 2000
 NODE_NAMES = ("n0", "n1", "n2")
@@ -34,6 +37,7 @@ ORDER = (
     watches.CLAIMS,
     watches.VOLUMES,
     watches.JOBS,
+    watches.RAY_CLUSTERS,
     watches.PODS,
 )
 
@@ -54,7 +58,7 @@ class Twin(Detached):
     """A controller whose requests the world answers."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(clock=lambda: EPOCH + 40_000.0)
+        super().__init__(clock=lambda: float(EPOCH + world.seconds))
         self.connection = Answering(world)
         self.controller._connection = self.connection
         self.controller._writer._connection = self.connection
@@ -70,10 +74,10 @@ class Twin(Detached):
         quiet = 0
         for _ in range(SETTLE_STEPS):
             controller = self.controller
-            statuses = controller.elastic.statuses
-            for job, timer in list(statuses._dirty.items()):  # they wait for a moment in which nothing changes
-                timer.cancel()
-                statuses._look(job)
+            for statuses in (controller.elastic.statuses, controller._quota_status):
+                for key, timer in list(statuses._dirty.items()):  # they wait for a moment in which nothing changes
+                    timer.cancel()
+                    statuses._look(key)
             busy = controller._planning is not None or controller._writer._tasks
             quiet = 0 if busy else quiet + 1
             if quiet > 3:
@@ -88,7 +92,7 @@ class World:
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Object]] = {path: {} for path in ORDER}
         self.twin: Twin | None = None
-        self._uids, self._seconds = itertools.count(1), itertools.count(EPOCH)
+        self._uids, self.seconds = itertools.count(1), 0
 
     # Objects
 
@@ -108,9 +112,9 @@ class World:
 
     def now(self) -> str:
         """Return a later time each time it is called."""
-        seconds = next(self._seconds) - EPOCH
-        hours, minutes = seconds // 3600, seconds // 60 % 60
-        return f"2026-01-01T{hours:02}:{minutes:02}:{seconds % 60:02}Z"
+        self.seconds += 1
+        hours, minutes = self.seconds // 3600, self.seconds // 60 % 60
+        return f"2026-01-01T{hours:02}:{minutes:02}:{self.seconds % 60:02}Z"
 
     def _send(self, path: str, body: Object, event: str) -> None:
         if self.twin is not None:
@@ -136,6 +140,8 @@ class World:
             found["metadata"].setdefault("deletionTimestamp", self.now())
         elif verb == "PATCH" and isinstance(body, list):
             found = patched(found, body)
+        elif verb == "PATCH" and part == "status":
+            found["status"] = body["status"]
         elif verb == "PATCH":
             _merge(found, {key: value for key, value in body.items() if key != "metadata"})
             _merge(found["metadata"], {"annotations": body.get("metadata", {}).get("annotations", {})})
@@ -143,16 +149,91 @@ class World:
             return found
         return self.put(collection, found)
 
-    # What kubelets and users do
+    # What kube-scheduler, kubelets, KubeRay and users do
 
-    def run_pods(self, *, start: bool = True) -> None:
-        """Bind all admitted pods to their nodes, and run them."""
-        for pod in [p for p in self.objects[watches.PODS].values() if not p["spec"].get("nodeName")]:
-            node = _pinned_to(pod)
-            if node and not pod["spec"].get("schedulingGates"):
-                pod["spec"]["nodeName"] = node
-                pod["status"] = {"phase": "Running" if start else "Pending"}
-                self.put(watches.PODS, pod)
+    def run_pods(self, *, start: bool = True, choice: int = 0) -> None:
+        """Bind all admitted pods, and run them; of the nodes of those without a pin, `choice` selects one."""
+        for pod in [pod for pod in self._unbound() if labels.RESERVED_ON not in _notes(pod)]:
+            if node := _pinned_to(pod):
+                self._bind(pod, node, start)
+        for pod in self.unpinned():
+            if nodes := [node for node in NODE_NAMES if self._fits(pod, node)]:
+                self._bind(pod, nodes[choice % len(nodes)], start)
+
+    def unpinned(self) -> list[Object]:
+        """Return the pods that were released without a pin, and are not bound."""
+        return [pod for pod in self._unbound() if labels.RESERVED_ON in _notes(pod)]
+
+    def refuse(self, pod: Object) -> None:
+        """Report that no node fits the pod, for longer than the controller waits."""
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0 nodes fit"}
+        pod["status"] = {"phase": "Pending", "conditions": [condition]}
+        self.put(watches.PODS, pod)
+        if self.twin is not None:
+            view = self.twin.controller.snapshot.pods[pod["metadata"]["uid"]]
+            if is_not_bindable(view):
+                self.twin.controller._recovery._not_bindable(view)
+
+    def run_kuberay(self) -> bool:
+        """Delete and create the pods of Ray clusters as their groups request; return whether any was."""
+        return any(self._size(cluster, cluster["spec"]["workerGroupSpecs"][0]) for cluster in self._ray_clusters())
+
+    def _unbound(self) -> list[Object]:
+        pods = self.objects[watches.PODS].values()
+        admitted = (pod for pod in pods if not pod["spec"].get("schedulingGates") and not pod["spec"].get("nodeName"))
+        return [pod for pod in admitted if "deletionTimestamp" not in pod["metadata"]]
+
+    def _bind(self, pod: Object, node: str, start: bool) -> None:
+        pod["spec"]["nodeName"] = node
+        pod["status"] = {"phase": "Running" if start else "Pending"}
+        self.put(watches.PODS, pod)
+
+    def _fits(self, pod: Object, node: str) -> bool:
+        """Return whether kube-scheduler's filters of labels, taints, volumes and GPUs admit the pod."""
+        if self.twin is None or node not in self.twin.controller.snapshot.emitted_nodes:
+            return False
+        snapshot = self.twin.controller.snapshot
+        view, found = snapshot.pods[pod["metadata"]["uid"]], snapshot.emitted_nodes[node]
+        here = (p for p in self.objects[watches.PODS].values() if p["spec"].get("nodeName") == node)
+        held = sum(gpus_of(p) for p in here if not is_over(p))
+        free = int(self.objects[watches.NODES][node]["status"]["allocatable"][labels.GPU_RESOURCE]) - held
+        return found.ready and free >= view.gpus and view.constraints.within(view.volume_terms).admit(found)
+
+    def _ray_clusters(self) -> list[Object]:
+        return list(self.objects[watches.RAY_CLUSTERS].values())
+
+    def _size(self, cluster: Object, group: Object) -> bool:
+        uid, pods = cluster["metadata"]["uid"], list(self.objects[watches.PODS].values())
+        own = [p for p in pods if any(o["uid"] == uid for o in p["metadata"].get("ownerReferences", ()))]
+        own = [pod for pod in own if "deletionTimestamp" not in pod["metadata"]]
+        named = group.get("scaleStrategy", {}).get("workersToDelete", ())
+        surplus = [pod for pod in own if is_over(pod) or pod["metadata"]["name"] in named]
+        for pod in surplus:
+            pod["metadata"]["deletionTimestamp"] = self.now()
+            self.put(watches.PODS, pod)
+        wanted = min(max(group["replicas"], group["minReplicas"]), group["maxReplicas"])
+        missing = wanted - (len(own) - len(surplus))
+        for _ in range(missing):
+            self._add_worker(cluster, group)
+        return bool(surplus) or missing > 0
+
+    def _add_worker(self, cluster: Object, group: Object) -> None:
+        meta = cluster["metadata"]
+        owner = {"kind": "RayCluster", "apiVersion": "ray.io/v1", "name": meta["name"], "uid": meta["uid"]}
+        written = {"ray.io/cluster": meta["name"], "ray.io/group": group["groupName"], "ray.io/node-type": "worker"}
+        number = next(self._uids)
+        pod = {
+            "metadata": {
+                "name": f"{meta['name']}-worker-{number}",
+                "namespace": meta["namespace"],
+                "uid": f"ray-pod-{number}",
+                "labels": written,
+                "ownerReferences": [{**owner, "controller": True}],
+            },
+            "spec": deepcopy(group["template"]["spec"]),
+            "status": {"phase": "Pending"},
+        }
+        self.put(watches.PODS, pod)
 
     def end_terminating(self) -> None:
         """Remove the pods that are being deleted."""
@@ -182,16 +263,21 @@ def plan_of(twin: Twin, now: float) -> dict[str, list[str]]:
     state = controller.current_state()
     assert state is not None
     plan = scheduler.plan(state, now)
-    plain = controller.snapshot.plain
+    plain, names = controller.snapshot.plain, _pods_of_slots(twin)
+
+    def workers(ids: Iterable[str]) -> list[str]:
+        return sorted(names.get(one, one) for one in ids)
 
     def pods(job: str) -> object:
         return sorted(plain.jobs[job].members) if job in plain.jobs else job
 
     return {
         "bind": sorted(repr((pods(one.job), one.placements, one.reason.message)) for one in plan.bind),
-        "evict": sorted(repr((sorted(one.workers), one.reason.message)) for one in plan.evict),
-        "move": sorted(repr((one.worker, one.to, one.reason.message)) for one in plan.move),
-        "resize": sorted(repr((pods(one.job), one.add, sorted(one.remove), one.reason.message)) for one in plan.resize),
+        "evict": sorted(repr((workers(one.workers), one.reason.message)) for one in plan.evict),
+        "move": sorted(repr((workers([one.worker]), one.to, one.reason.message)) for one in plan.move),
+        "resize": sorted(
+            repr((pods(one.job), one.add, workers(one.remove), one.reason.message)) for one in plan.resize
+        ),
         "nominate": sorted(repr((pods(one.job), one.placements, one.reason.message)) for one in plan.nominate),
         "waiting": sorted(repr((pods(job), reason.message)) for job, reason in plan.waiting.items()),
     }
@@ -203,19 +289,27 @@ def records_of(twin: Twin) -> list[str]:
     A job that gets no more workers is what its workers hold: which of them once started together decides nothing.
     """
     controller = twin.controller
-    plain = controller.snapshot.plain.jobs
+    plain, names = controller.snapshot.plain.jobs, _pods_of_slots(twin)
     found = []
     for job in controller.snapshot.state.jobs.values():
         rank = job.priority, job.preemptible, job.movable
-        held = sorted((t.id, t.status.name, t.node and t.node.name, t.devices, t.request) for t in job.tasks.values())
+        tasks = ((names.get(t.id, t.id), t) for t in job.tasks.values())
+        held = sorted((name, t.status.name, t.node and t.node.name, t.devices, t.request) for name, t in tasks)
         if job.completing or (job.uid in plain and job.wanted == job.active == 1):
             found += [repr((rank, one)) for one in held]
             continue
         pods = sorted(plain[job.uid].members) if job.uid in plain else job.uid
         sizes = job.gang, job.wanted, job.most, job.active
-        life = job.submitted_at, job.suspended, job.removed
+        promise = job.promised and (job.promised, job.promised_at)
+        life = job.submitted_at, job.suspended, job.removed, promise
         found.append(repr((rank, pods, sizes, life, held, [task.request for task in job.pending])))
     return sorted(found)
+
+
+def _pods_of_slots(twin: Twin) -> dict[str, str]:
+    """Return the pods of Ray clusters' workers by their slots, which a restarted controller names otherwise."""
+    units = twin.controller.ray._set.units.values()
+    return {slot.id: slot.pod.uid for unit in units for slot in unit.slots.values() if slot.pod is not None}
 
 
 def _created(namespace: str, body: Object) -> Object:
@@ -258,13 +352,18 @@ def _merge(into: Object, changes: Object) -> None:
 def _pinned_to(pod: Object) -> str:
     affinity = pod["spec"].get("affinity") or {}
     required = affinity.get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    if labels.DEVICES not in pod["metadata"].get("annotations", {}):
+    if labels.DEVICES not in _notes(pod):
         return ""
     for term in required.get("nodeSelectorTerms", []):
         nodes = [node for node in NODE_NAMES if all(_admits(match, node) for match in term.get("matchFields", []))]
         if len(nodes) == 1:  # kube-scheduler would bind it there, whatever the rest of the terms says
             return nodes[0]
     return ""
+
+
+def _notes(pod: Object) -> dict[str, str]:
+    found: dict[str, str] = pod["metadata"].get("annotations") or {}
+    return found
 
 
 def _admits(match: Object, node: str) -> bool:

@@ -13,6 +13,7 @@ from kfp_gpuquota.scheduler import (
     QuotaRemoved,
     WorkerGone,
     WorkerLeaving,
+    WorkerMoved,
     WorkerStarted,
 )
 from tests.scheduler.world import World
@@ -40,6 +41,20 @@ def test_what_was_never_announced_is_refused(world: World) -> None:
 def test_a_job_is_submitted_once(world: World) -> None:
     with pytest.raises(AlreadyExistsError):
         world.state.apply(JobSubmitted("j", world.specs["j"], 9.0))
+
+
+def test_a_worker_that_is_bound_elsewhere_holds_devices_there_and_those_of_its_node_are_free(world: World) -> None:
+    worker, *_ = world.of("j")
+    world.node("n1", 2)
+    hosts, before = world.state.ledger.hosts, world.state.ledger.hosts["n0"].future_whole
+    world.state.apply(WorkerMoved(worker, "nowhere", (0,)))
+    assert hosts["nowhere"].tasks, "a node that was not reported gives no devices: they only count against the quota"
+    assert hosts["n0"].future_whole == before + 1
+    world.state.apply(WorkerLeaving(worker))
+    world.state.apply(WorkerMoved(worker, "n1", (1,)))
+    assert "nowhere" not in hosts
+    task = world.state.workers[worker]
+    assert (task.node and task.node.name, task.devices, task.status.name) == ("n1", (1,), "LEAVING")
 
 
 def test_a_job_is_kept_off_nodes_that_are_barred_until_they_are_so_no_more(world: World) -> None:

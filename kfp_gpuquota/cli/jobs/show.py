@@ -26,7 +26,7 @@ from kfp_gpuquota.cli.display.output import Format, age, show, table
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import last_lines
-from kfp_gpuquota.errors import UnauthorizedError
+from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,11 +107,27 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
         echo(hint)
     if place := _place_in_queue(reached, found):
         echo(place)
+    if status.gpus and not status.phase.final and _lacks_quota(reached, found.spec.project):
+        echo(
+            f"project {found.spec.project} has no quota any more: the job keeps its GPUs until another project needs"
+            " them, and gets no others"
+        )
     if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:
         echo(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
     for what, happened in (("lost a worker", status.last_failure), ("was moved", status.last_move)):
         if happened is not None and happened.reason != status.reason:
             echo(f"it last {what} {age(happened.at)} ago: {happened.reason.message}")
+
+
+def _lacks_quota(reached: ClusterClient, project: str) -> bool:
+    """Return whether the project has no quota, as after its Profile was deleted; False if that may not be read."""
+    try:
+        reached.get_project(project)
+    except NotFoundError:
+        return True
+    except GpuQuotaError:
+        return False
+    return False
 
 
 def _throughput(job: Job) -> str:

@@ -149,6 +149,14 @@ class WorkerStarted(Event, frozen=True, tag=True):
     part: str = ""
 
 
+class WorkerMoved(Event, frozen=True, tag=True):
+    """The worker holds these devices instead of those that it held: another node was chosen before it was bound."""
+
+    worker: str
+    node: str
+    devices: tuple[int, ...]
+
+
 class WorkerLeaving(Event, frozen=True, tag=True):
     """The worker was asked to leave, and still holds its devices.
 

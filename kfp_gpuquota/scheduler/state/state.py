@@ -196,10 +196,7 @@ class State:
     @_apply.register
     def _(self, event: events.WorkerStarted) -> None:
         job = self._job(event.job)
-        host = self.ledger.hosts.get(event.node)
-        if host is None:
-            host = Host(name=event.node, devices=(), ready=False)
-            self.ledger.put_host(host)
+        host = self._host(event.node)
         self._note_usage(job, event.at)
         task = _take_pending(job, event.part) or Task(job=job, request=job.request, index=0, group=event.part)
         progress.note_started(job, event.at)
@@ -209,6 +206,15 @@ class State:
         status = Status.LEAVING if job.removed else Status.HELD
         self.ledger.set(task, status, host, event.devices)
         self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.WorkerMoved) -> None:
+        task = self._worker(event.worker)
+        before = task.node
+        self.ledger.set(task, task.status, self._host(event.node), event.devices)
+        self._changed(task.job)
+        if before is not None:
+            self._forget_empty(before.name)
 
     @_apply.register
     def _(self, event: events.WorkerLeaving) -> None:
@@ -305,6 +311,12 @@ class State:
             if name in self.projects:
                 self._configure(self.projects[name], pool)
         return self.ledger.queues[key]
+
+    def _host(self, name: str) -> Host:
+        """Return the node; one that was not reported has no devices to give."""
+        if name not in self.ledger.hosts:
+            self.ledger.put_host(Host(name=name, devices=(), ready=False))
+        return self.ledger.hosts[name]
 
     def _forget_empty(self, name: str) -> None:
         host = self.ledger.hosts[name]

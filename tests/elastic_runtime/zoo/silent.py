@@ -39,7 +39,7 @@ class Attending(nn.Module):
         self.recurrent = nn.GRU(16, 16, num_layers=2, dropout=0.2, batch_first=True)
         self.dropout_prob, self.last = 0.1, nn.Linear(16, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         found = self.first(x).reshape(-1, 4, 4).repeat(1, 1, 4)
         found = self.recurrent(self.attention(found, found, found)[0])[0].mean(1)
         return self.last(dropout(found, self.dropout_prob, self.training))

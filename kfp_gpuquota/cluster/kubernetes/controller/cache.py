@@ -31,6 +31,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.pods.unseen_pods import UnseenPods
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
+from kfp_gpuquota.cluster.kubernetes.quota.promises import stored_promises
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 from kfp_gpuquota.scheduler.state.model import GPU
@@ -114,8 +115,18 @@ class Snapshot:
         for _ in self.plain.settling():
             await slices.yield_if_due()
         self.elastic.start()
+        self._restore_promises()
         self.complete = True
         self._wake()
+
+    def _restore_promises(self) -> None:
+        """Emit what an earlier controller promised to jobs that still exist."""
+        for name in sorted(self.quotas):
+            for uid, placements, at in stored_promises(self.quotas[name], self.state):
+                if uid in self.elastic.book.jobs:
+                    self.elastic.book.promise(uid, placements, at)
+                else:
+                    self.emit(scheduler.PlacementsPromised(uid, placements, at))
 
     @staticmethod
     def _safely(emit: Callable[[T], None], what: T) -> None:

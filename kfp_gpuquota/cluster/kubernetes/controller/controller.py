@@ -37,6 +37,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
@@ -44,6 +45,7 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
@@ -51,10 +53,10 @@ from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
-from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
+from kfp_gpuquota.cluster.kubernetes.quota.deleted_quotas import record_deletion
 from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
@@ -145,7 +147,7 @@ class Controller:
         cluster.feed = self._planner.feed
         self._repulsions = PodRepulsions()
         self.unpinned = UnpinnedPods(
-            cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self._put_pod
+            cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self
         )
         self.reservations = Reservations(
             cluster.allocator,
@@ -163,6 +165,7 @@ class Controller:
             self._writer,
             settings,
             self.reservations,
+            self.unpinned,
             limits=self.limits,
             volumes=self.volumes,
             rules=self.rules,
@@ -175,11 +178,12 @@ class Controller:
         self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
         self.ray = RayUnits(
             Owners(self.limits, self.volumes),
-            Ledger(cluster.emit, cluster.allocator),
+            Ledger(cluster.emit, cluster.allocator, self._now),
             self._writer,
             self.evictions,
             self.events,
             self.pods,
+            self.unpinned,
         )
         self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
@@ -197,7 +201,7 @@ class Controller:
             self.unpinned,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
-        self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
+        self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
@@ -357,9 +361,18 @@ class Controller:
         else:
             self.quarantine.release(view.uid)
         if (joined := self.gangs.join(view)) is not None:
-            self._put_pod(joined)
+            self.put_pod(joined)
 
-    def _put_pod(self, view: PodView) -> None:
+    # As `PodOwners`
+
+    def holder_of(self, pod: PodView) -> str:
+        """Return by which name the pod's devices are held."""
+        if self.elastic.owns(pod):
+            return worker_id(pod.job_uid, pod.index)
+        return self.ray.pods.holder_of(pod.uid) or pod.uid
+
+    def put_pod(self, view: PodView) -> None:
+        """Process a pod that has changed, or whose reservation has moved."""
         view = self.unpinned.apply(view)
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
         self.unpinned.note_bound(view)
@@ -372,6 +385,7 @@ class Controller:
 
     def _limits_changed(self, namespace: str) -> None:
         self.elastic.limits_changed(namespace)
+        self.ray.limits_changed(namespace)
 
     def _volume_changed(self, namespace: str, claim: str) -> None:
         """Update pods after their claim was bound to a volume that restricts their nodes."""
@@ -379,8 +393,8 @@ class Controller:
             return
         here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
         for pod in list(here):
-            self._put_pod(pod)
-        self.elastic.limits_changed(namespace)
+            self.put_pod(pod)
+        self._limits_changed(namespace)
 
     # As `ElasticJobEvents`
 
@@ -433,9 +447,12 @@ class Controller:
         self.wake()
 
     def _quota_deleted(self, uid: str) -> None:
-        name = next((n for n, q in self.snapshot.quotas.items() if q.metadata.uid == uid), "")
+        quota = next((q for q in self.snapshot.quotas.values() if q.metadata.uid == uid), None)
         self.snapshot.drop_quota(uid)
-        self.profiles.quota_changed(name)
+        if quota is not None:
+            self.profiles.quota_changed(quota.metadata.name)
+            if not self.profiles.asks(quota.metadata.name):
+                record_deletion(quota, self.snapshot.pods.values(), self.events)
         self.wake()
 
     def _rules_changed(self) -> None:
@@ -540,6 +557,8 @@ class Controller:
         self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), again)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
+        state = self.snapshot.state
+        promised = scheduler.changed_promises(state.promises, plan)
         self.elastic.plan(plan)
         self.ray.decisions.carry_out(plan)
         self._waiting.note(plan.waiting)
@@ -553,10 +572,10 @@ class Controller:
         for bind in plan.bind:
             self.metrics.started(self.snapshot.state.jobs[bind.job], self._now())
             self.actions.start(bind.job, bind.placements, bind.reason)
-        state = self.snapshot.state
-        for uid, placements in scheduler.changed_promises(state.promises, plan).items():
-            if uid in state.jobs and uid not in self.elastic.book.jobs:  # whose records have their own
-                self.snapshot.emit(scheduler.PlacementsPromised(uid, placements, self._now()))
+        for uid in promised.keys() & state.jobs.keys():
+            if uid not in self.elastic.book.jobs:  # whose records have their own
+                self.snapshot.emit(scheduler.PlacementsPromised(uid, promised[uid], self._now()))
+            self._quota_status.decided(state.jobs[uid].queue.name)
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):
                 self.metrics.decisions.labels(kind).inc(decided)

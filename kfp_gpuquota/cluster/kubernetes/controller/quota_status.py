@@ -13,6 +13,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import with_co
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuotaStatus
+from kfp_gpuquota.cluster.kubernetes.quota.promises import promises_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
@@ -38,6 +39,7 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         requested=held.requested,
         waiting=held.waiting,
         conditions=known,
+        promises=promises_of(snapshot.state, name),
     )
     body = {
         "apiVersion": labels.API_VERSION,
@@ -46,4 +48,4 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         "status": {"gpus": 0, "borrowed": 0, "waiting": 0, **msgspec.to_builtins(status)},
     }
     path = join(f"/apis/{labels.API_VERSION}/gpuquotas", name)
-    return Built(path, name, body, (accepted.status, accepted.message))
+    return Built(path, name, body, (accepted.status, accepted.message, status.promises))

@@ -104,6 +104,8 @@ class DeviceAllocator:
     ) -> tuple[int, ...]:
         """Assign devices to `holder`: the `wanted` ones if they are free, else any free ones. Return the devices.
 
+        Annotated devices beyond the node's count are given as well: a controller that never stopped counts them.
+
         With `part` it holds a part of each, and others may hold the rest; the plan ensures that the parts fit.
         """
         state = self._node(node)
@@ -135,6 +137,11 @@ class DeviceAllocator:
             self._notify(holder, held[0], shared)
         return held
 
+    def move(self, holder: str, node: str, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Assign as many devices of another node to a holder instead of those that it holds; return them."""
+        _, devices = self.release(holder) or ("", ())
+        return self.take(holder, node, len(devices), wanted)
+
     def _notify(self, holder: str, node: str, devices: tuple[int, ...]) -> None:
         for observer in self._observers:
             observer.shared_changed(holder, node, devices)
@@ -157,7 +164,7 @@ def _leave(state: NodeDevices, device: int, holder: str) -> bool:
 
 
 def _all_free(state: NodeDevices, devices: tuple[int, ...], *, part: bool) -> bool:
-    fits = all(device < state.count and device not in state.taken for device in devices)
+    fits = all(device not in state.taken for device in devices)
     return fits and (part or not any(device in state.parts for device in devices))
 
 

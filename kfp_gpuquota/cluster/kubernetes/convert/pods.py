@@ -117,7 +117,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is the group of its Ray cluster that it belongs to.
 
     `unmodelled` are its constraints that only kube-scheduler checks. `reserved_on` is the annotated node of a pod that
-    was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pods/unpinned.py).
+    was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pinning/unpinned.py).
     `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
     a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
     devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not.
@@ -176,6 +176,16 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def holds(self) -> bool:
         """Return whether the pod holds devices."""
         return self.stage in {Stage.ASSIGNED, Stage.TERMINATING}
+
+    @property
+    def located(self) -> str:
+        """Return the node on which its devices count from now on; "" if they stay where they are."""
+        return self.node if self.bound or self.stage is Stage.ASSIGNED else ""
+
+    @property
+    def chosen_node(self) -> str:
+        """Return the node that the pod is bound or pinned to; "" while kube-scheduler may choose another one."""
+        return "" if self.reserved_on and not self.bound else self.node
 
     @property
     def leaving(self) -> bool:

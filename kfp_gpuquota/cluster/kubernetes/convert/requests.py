@@ -81,7 +81,7 @@ def reservation_note(pod: PodView, node: str, devices: tuple[int, ...]) -> Write
     """Return the patch that annotates where a pod that is not pinned holds devices; "" for no node."""
     notes = {labels.RESERVED_ON: node, labels.DEVICES: ",".join(map(str, devices))}
     body = {"metadata": {"uid": pod.uid, "annotations": notes}}
-    path = f"{pods_path(pod.namespace)}/{pod.name}"
+    path = join(pods_path(pod.namespace), pod.name)
     return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
@@ -108,6 +108,11 @@ def node_term(node: str) -> dict[str, Any]:
     return {"key": "metadata.name", "operator": "In", "values": [node]}
 
 
+def preference(node: str) -> dict[str, Any]:
+    """Return a preference of this node, with the greatest weight."""
+    return {"weight": 100, "preference": {"matchFields": [node_term(node)]}}
+
+
 def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
     """Return operations that add the node to every required term: they are alternatives, and only extensible."""
     if gate.terms is None:
@@ -126,8 +131,8 @@ def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
 
 
 def _preferred(gate: GateShape, node: str) -> list[dict[str, Any]]:
-    """Return the operation that adds the node to the preferred ones, with the greatest weight."""
-    term = {"weight": 100, "preference": {"matchFields": [node_term(node)]}}
+    """Return the operation that adds the node to the preferred ones."""
+    term = preference(node)
     if gate.prefers:
         return [_operation("add", f"{_AFFINITY}/nodeAffinity/{PREFERRED}/-", term)]
     if gate.affinity == 2:

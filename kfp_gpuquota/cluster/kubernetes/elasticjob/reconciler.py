@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
@@ -69,6 +70,7 @@ class ElasticJobs:
         writer: Writer,
         settings: PodSettings,
         reservations: Reservations,
+        unpinned: UnpinnedPods,
         *,
         limits: LimitRanges,
         volumes: Volumes,
@@ -88,6 +90,7 @@ class ElasticJobs:
             writer,
             settings,
             reservations,
+            unpinned,
             rules=rules,
             written_pods=written_pods,
             statuses=statuses,

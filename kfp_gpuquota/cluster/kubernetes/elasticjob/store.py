@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store
 from kfp_gpuquota.engine.records import with_status
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node, Reason
+    from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
@@ -92,6 +95,10 @@ class Book(Store):
             state.ran_s += max(0.0, self.clock() - before.status.started_at)
             state.ended.clear()
         super().put_job(job)
+
+    def promise(self, uid: str, placements: tuple[Placement, ...], at: float) -> None:
+        """Record the placements of the job's next workers that an earlier controller has promised."""
+        self.record(msgspec.structs.replace(self.jobs[uid], promised=placements, promised_at=at))
 
     def put_worker(self, record: WorkerRecord) -> None:
         """Add or update a worker; it holds its devices until it has exited."""

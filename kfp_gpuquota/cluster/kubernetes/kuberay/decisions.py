@@ -13,7 +13,6 @@ began with the decision (it is annotated on the pods).
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota import scheduler
@@ -78,7 +77,7 @@ class Decisions:
     def _start(self, unit: Unit, placements: tuple[scheduler.Placement, ...]) -> None:
         if not placements:
             return
-        for slot in unit.plan(placements, time.time()):
+        for slot in unit.plan(placements):
             asyncio.get_running_loop().call_later(APPEARS_WITHIN_S, self._check_appeared, unit, slot.id)
         self._set.stops.pop(unit.uid, None)
         self._admissions.admit(unit)
@@ -110,7 +109,7 @@ class Decisions:
 
     def _leaving(self, unit: Unit, workers: Iterable[str], reason: Reason) -> list[Slot]:
         """Mark the workers as leaving, and announce it on their pods; return those that have pods."""
-        now, leaving = time.time(), []
+        now, leaving = self._set.ledger.now(), []
         for slot in [unit.slots[worker] for worker in workers if worker in unit.slots]:
             if slot.pod is None or slot.pod.stage is Stage.WAITING:
                 self._withdraw(unit, slot)
@@ -146,7 +145,7 @@ class Decisions:
         if slot is None or slot.pod is not None:
             return
         why = f"KubeRay created no pod for it in {APPEARS_WITHIN_S:g} s; its GPUs are released"
-        now = time.time()
+        now = self._set.ledger.now()
         unit.release(slot)
         reason = Reason(code=ReasonCode.PODS_NOT_READY, message=why)
         self._set.ledger.emit(scheduler.JobDeferred(unit.uid, now + DEFERRED_S, reason))

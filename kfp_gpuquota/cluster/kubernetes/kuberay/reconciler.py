@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.decisions import PodEvictions
+    from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 
 
 class RayUnits:
@@ -41,11 +41,12 @@ class RayUnits:
         evictions: PodEvictions,
         recorder: Recorder,
         written_pods: WrittenPods,
+        unpinned: UnpinnedPods,
     ) -> None:
         self._set = UnitSet(owners, ledger)
         self._events = RayEvents(recorder)
         self._patches = OwnerPatches(self._set, writer, self.put_cluster, self.put_job)
-        admissions = Admissions(writer, written_pods)
+        admissions = Admissions(writer, written_pods, unpinned)
         self.pods = UnitPods(self._set, admissions, self._patches)
         self.decisions = Decisions(self._set, admissions, self._patches, writer, evictions, self._events)
         self._started = False
@@ -94,6 +95,14 @@ class RayUnits:
             if not unit.ended:
                 self._set.ledger.emit(scheduler.NodesBarred(unit.uid, nodes))
 
+    def limits_changed(self, namespace: str) -> None:
+        """Update the namespace's units after its default requests or volumes have changed."""
+        jobs, clusters = self._set.owners.jobs.values(), self._set.owners.clusters.values()
+        owners: list[RayCluster | RayJob] = [*jobs, *(cluster for cluster in clusters if not job_of(cluster))]
+        for owner in owners if self._started else ():
+            if owner.metadata.namespace == namespace:
+                self._refresh(owner)
+
     def _refresh(self, owner: RayCluster | RayJob) -> None:
         """Submit or update the owner's units."""
         if isinstance(owner, RayJob) and owner.finished:
@@ -108,7 +117,7 @@ class RayUnits:
             unit = self._set.units.get(uid)
             if unit is None:
                 meta = owner.metadata
-                at = meta.creation_timestamp.timestamp() if meta.creation_timestamp else time.time()
+                at = meta.creation_timestamp.timestamp() if meta.creation_timestamp else self._set.ledger.now()
                 movable = not isinstance(owner, RayJob)
                 unit = Unit(uid, meta.uid, meta.namespace, at, request, self._set.ledger, movable)
                 self._set.units[uid] = unit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -82,6 +81,12 @@ class UnitPods:
         unit = self._set.units.get(unit_uid)
         return [] if unit is None else unit.waiting_in_order()
 
+    def holder_of(self, pod_uid: str) -> str:
+        """Return the slot of a unit's worker, which holds its devices; "" for other pods."""
+        unit = self._set.by_pod.get(pod_uid)
+        slot = None if unit is None else unit.slot_of(pod_uid)
+        return "" if slot is None else slot.id
+
     def leave(self, pod_uid: str) -> bool:
         """Record that a pod is evicted because it does not start; return whether it is a worker of a unit."""
         unit = self._set.by_pod.get(pod_uid)
@@ -100,7 +105,7 @@ class UnitPods:
         elif slot is None:
             slot = unit.adopt(pod)
         else:
-            slot.pod = pod
+            unit.follow(slot, pod)
         if slot is not None and pod.stage is Stage.TERMINATING:
             self._terminating(unit, slot)
 
@@ -110,7 +115,7 @@ class UnitPods:
             return
         planned = (one for one in unit.pods(slot.group) if one.leaving and one.by_kuberay and not one.terminating)
         instead = next(planned, None)
-        unit.leave(slot, time.time())
+        unit.leave(slot, self._set.ledger.now())
         if instead is not None:
             unit.stay(instead)
 

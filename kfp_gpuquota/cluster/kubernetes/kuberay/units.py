@@ -7,6 +7,7 @@ A slot is a worker: it holds devices from the plan that assigned them until its 
 | planned                                | new, without a pod                          | WorkerStarted           |
 | a gated pod of its group waits         | has the pod, which is admitted to its node  |                         |
 | an admitted pod without a slot is seen | new (after a restart)                       | WorkerStarted           |
+| its pod is bound or reserved elsewhere | on that node                                | WorkerMoved             |
 | asked to leave, or its pod is deleted  | leaves                                      | WorkerLeaving           |
 | its pod has ended; none appeared       | removed                                     | WorkerGone              |
 """
@@ -51,10 +52,11 @@ class Slot:
 
 @dataclass(slots=True)
 class Ledger:
-    """Where slots are accounted: the scheduler's state and the devices of nodes."""
+    """Where slots are accounted: the scheduler's state and the devices of nodes. `now` is in seconds since 1970."""
 
     emit: Callable[[scheduler.Event], None]
     allocator: DeviceAllocator
+    now: Callable[[], float]
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Unit:
         if request != self.request and not self.ended:
             self.request = request
             self.ledger.emit(scheduler.JobUpdated(self.uid, request.spec))
+            self.ledger.emit(scheduler.ConstraintsChanged(self.uid, request.spec))
 
     def pause(self, *, paused: bool) -> None:
         """Exclude it from planning, or include it again."""
@@ -114,10 +117,21 @@ class Unit:
 
     # Slots
 
-    def plan(self, placements: tuple[scheduler.Placement, ...], now: float) -> list[Slot]:
-        """Return a new slot for each placement."""
-        only = next(iter(self.request.gpus))
-        return [self._slot(one.part or only, one.node, one.devices, now) for one in placements]
+    def plan(self, placements: tuple[scheduler.Placement, ...]) -> list[Slot]:
+        """Return a new slot for each placement.
+
+        It counts from the creation of the pod that gets it, which is all that a restarted controller sees.
+        """
+        only, waiting = next(iter(self.request.gpus)), self.waiting_in_order()
+        slots = []
+        for one in placements:
+            group = one.part or only
+            pod = next((pod for pod in waiting if pod.ray_group == group), None)
+            if pod is not None:
+                waiting.remove(pod)
+            at = self.ledger.now() if pod is None else pod.created
+            slots.append(self._slot(group, one.node, one.devices, at))
+        return slots
 
     def adopt(self, pod: PodView) -> Slot:
         """Return a new slot for a pod that was admitted before."""
@@ -130,6 +144,13 @@ class Unit:
         self.waiting.pop(pod.uid, None)
         slot.pod = pod
         self._by_pod[pod.uid] = slot
+
+    def follow(self, slot: Slot, pod: PodView) -> None:
+        """Update the slot's pod, and hold devices of the node that was chosen for it since, if it is another one."""
+        slot.pod = pod
+        if (node := pod.located) and node != slot.node:
+            slot.node, slot.devices = node, self.ledger.allocator.move(slot.id, node, pod.devices)
+            self.ledger.emit(scheduler.WorkerMoved(slot.id, node, slot.devices))
 
     def detach(self, slot: Slot) -> None:
         """Take the slot's pod, which was not admitted, from it."""

@@ -25,14 +25,31 @@ class GpuQuotaSpec(Struct, frozen=True):
     pools: Any = None
 
 
+class PromisedPlacement(Struct, frozen=True):
+    """The node and the devices of one worker; `part` is that of a job whose workers differ."""
+
+    node: str
+    devices: tuple[int, ...] = ()
+    part: str = ""
+
+
+class Promise(Struct, frozen=True):
+    """Placements for which room is made. `job` names the scheduler's job, `at` is in seconds since 1970."""
+
+    job: str
+    at: float = 0
+    placements: tuple[PromisedPlacement, ...] = ()
+
+
 class GpuQuotaStatus(Struct, frozen=True):
-    """The status of a GpuQuota: GPUs that the team holds, borrows and requests."""
+    """The status of a GpuQuota: GPUs that the team holds, borrows and requests, and what its jobs are promised."""
 
     gpus: float = 0
     borrowed: float = 0
     requested: float = 0
     waiting: int = 0
     conditions: tuple[Condition, ...] = ()
+    promises: tuple[Promise, ...] = ()
 
 
 class GpuQuota(Struct, frozen=True):

@@ -371,8 +371,9 @@ class PlainPods:
         """Hold devices of another node after kube-scheduler has chosen it, or the reservation has moved there."""
         held = self._allocator.held(member.view.uid)
         if member.reported is Stage.ASSIGNED and member.sent_to is None and held and held[0] != member.view.node:
-            self._release(member)
-            self._hold(member, Stage.WAITING)
+            view = member.view
+            devices = self._allocator.move(view.uid, view.node, view.devices)
+            self._emit(scheduler.WorkerMoved(view.uid, view.node, devices))
 
     def _release(self, member: Member) -> None:
         self._release_holder(member.view.uid)

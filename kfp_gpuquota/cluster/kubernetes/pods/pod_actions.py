@@ -13,7 +13,6 @@ import msgspec
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
-from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
+    from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
-    from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
@@ -72,12 +71,10 @@ class PodActions:
         self.watch_rest(job)
         for pod, placement in assigned:
             self._pods.assume_sent(pod.uid, placement.node, placement.devices)
-            pinned = self._unpinned.may_be_pinned(pod)
+            pinned = self._unpinned.is_pinned(pod, placement.node)
             admission = requests.admission(pod, placement.node, placement.devices, reason.message, pinned=pinned)
             if gang := self._pods.gang_of(pod.uid).text:
                 admission = requests.with_annotations(admission, {labels.GANG: gang})
-            if not pinned and not pool_of(placement.node):
-                self._unpinned.release(pod.uid)
             if pod.share:
                 self._prepare(pod, admission)
             else:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
+    from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
-    from kfp_gpuquota.cluster.kubernetes.pods.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 STUCK_S: Final = 15.0  # longer than a node needs to free capacity, and than an autoscaler's first steps

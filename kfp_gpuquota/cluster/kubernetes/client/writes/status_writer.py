@@ -5,6 +5,9 @@ seconds; a change of phase at once.
 
 While the cluster's kinds are older than this release, they lack fields that it writes, and server-side apply refuses
 an object with such a field. These fields are left out until this process ends: the rest of the status is written.
+
+A status that is refused for another reason (an older kind lacks a value) is written again after growing pauses, which
+end with a change of an urgent field or a success. Rejected: to give up, since the kinds may be updated at any time.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.request_paths import join, with_query
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -29,9 +33,26 @@ if TYPE_CHECKING:
 QUIET_S: Final = 0.05
 SELDOM_S: Final = 5.0
 AGAIN_S: Final = 5.0
+LONGEST_AGAIN_S: Final = 300.0
 UNDECLARED: Final = re.compile(r"\.status\.(\w+): field not declared in schema")
 
 log = logging.getLogger(__name__)
+
+
+class _Refusal:
+    """Why a status is refused, its urgent part, and when it is written again, in seconds of the event loop's clock."""
+
+    def __init__(self) -> None:
+        self._pauses = Backoff(AGAIN_S, LONGEST_AGAIN_S)
+        self.message, self.urgent, self.until = "", None, 0.0
+
+    def repeat(self, message: str, urgent: Any, now: float) -> bool:
+        """Set the next pause; return whether it is refused for another reason than before."""
+        if urgent != self.urgent:
+            self._pauses.reset()
+        new, self.message, self.urgent = message != self.message, message, urgent
+        self.until = now + self._pauses.next_s()
+        return new
 
 
 class StatusWriter:
@@ -43,6 +64,7 @@ class StatusWriter:
         self._written: dict[str, tuple[float, bytes, Any]] = {}
         self._under_way: set[str] = set()
         self._undeclared: set[str] = set()  # fields that the cluster's kind lacks
+        self._refused: dict[str, _Refusal] = {}
 
     def changed(self, key: str) -> None:
         """Write the status soon, if it has changed."""
@@ -60,6 +82,7 @@ class StatusWriter:
     def forget(self, key: str) -> None:
         """Drop a deleted object."""
         self._written.pop(key, None)
+        self._refused.pop(key, None)
         if timer := self._dirty.pop(key, None):
             timer.cancel()
 
@@ -82,21 +105,27 @@ class StatusWriter:
         if encoded == body:
             return
         loop = asyncio.get_running_loop()
-        wait = 0.0 if built.urgent != urgent else at + SELDOM_S - loop.time()
+        refusal = self._refused.get(key)
+        if refusal is not None and refusal.urgent == built.urgent:
+            wait = refusal.until - loop.time()
+        else:
+            wait = 0.0 if built.urgent != urgent else at + SELDOM_S - loop.time()
         if wait > 0:
             self._dirty[key] = loop.call_later(wait, self._look, key)
             return
         self._written[key] = (loop.time(), encoded, built.urgent)
         self._under_way.add(key)
-        self._writer.submit(_apply(built), partial(self._done, key, built), partial(self._failed, key))
+        self._writer.submit(_apply(built), partial(self._done, key, built), partial(self._failed, key, built.urgent))
 
     def _done(self, key: str, built: Built, _answer: bytes) -> None:
         self._under_way.discard(key)
+        if self._refused.pop(key, None):
+            log.info("the status of %s is accepted again", key)
         if built.stored is not None:
             built.stored()
         self.changed(key)  # it may have changed in the meantime
 
-    def _failed(self, key: str, error: Exception) -> None:
+    def _failed(self, key: str, urgent: Any, error: Exception) -> None:
         self._under_way.discard(key)
         self._written.pop(key, None)
         if isinstance(error, ApiError) and error.status == 404:
@@ -104,8 +133,12 @@ class StatusWriter:
         if self._leave_out(set(UNDECLARED.findall(str(error)))):
             self.changed(key)
             return
-        log.warning("the status of %s is written again in %g s: %s", key, AGAIN_S, error)
-        self._dirty[key] = asyncio.get_running_loop().call_later(AGAIN_S, self._look, key)
+        loop = asyncio.get_running_loop()
+        refusal = self._refused.setdefault(key, _Refusal())
+        if refusal.repeat(str(error), urgent, loop.time()):
+            pauses = f"written again after pauses of {AGAIN_S:g} to {LONGEST_AGAIN_S:g} s"
+            log.warning("the status of %s is refused, and %s: %s", key, pauses, error)
+        self._dirty[key] = loop.call_at(refusal.until, self._look, key)
 
     def _leave_out(self, fields: set[str]) -> bool:
         """Write these fields no more; return whether one of them was written until now."""

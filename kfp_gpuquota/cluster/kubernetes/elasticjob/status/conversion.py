@@ -93,19 +93,25 @@ def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
 
 
 def worker_record(
-    pod: PodView, devices: tuple[int, ...], share: float, before: WorkerRecord | None, now: float
+    pod: PodView, held: tuple[str, tuple[int, ...]], share: float, before: WorkerRecord | None, now: float
 ) -> WorkerRecord:
-    """Return the record of a worker's pod; `before` is the previous one. A pod that is being deleted was released."""
+    """Return the record of a worker's pod; `before` is the previous one. A pod that is being deleted was released.
+
+    `held` are the node and the devices that it holds at present.
+    """
+    node, devices = held
     worker = Worker(
         id=worker_id(pod.job_uid, pod.index),
         job_uid=pod.job_uid,
         index=pod.index,
-        node=pod.node,
+        node=node,
         devices=devices,
         share=share,
         started_at=pod.created,
     )
     known = before.worker if before is not None else worker
+    if known.node != node:
+        known = msgspec.structs.replace(known, node=node, devices=devices)
     released = before is not None and before.released
     if pod.leaving and not released:
         return leaving(_recorded(before, known, pod.attempt), now)

@@ -19,14 +19,18 @@ import msgspec
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
-from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, node_term
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.requests import PREFERRED, REQUIRED, node_term, preference
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Pod, PodSpec
+from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.engine.records import JobRecord
 
@@ -105,7 +109,7 @@ def secret_digest(job_uid: str, settings: PodSettings) -> str:
 
 
 def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: PodSettings) -> Body:
-    """Return the worker's pod, pinned to its node."""
+    """Return the worker's pod; `located` determines its node."""
     template: Body = msgspec.json.decode(job.spec.template)
     spec: Body = dict(template.get("spec") or {})
     containers = [dict(container) for container in spec.get("containers") or []]
@@ -121,7 +125,6 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
         "containers": [main, *(hidden_in_template(one) for one in containers[1:])],
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": max(1, int(record.spec.grace_period_s)),
-        **_located(spec, worker.node),
     }
     if spec.get("initContainers"):
         spec["initContainers"] = [hidden_in_template(one) for one in spec["initContainers"]]
@@ -146,7 +149,6 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
             ISTIO_INJECT: "false",
-            **({labels.OPENED: worker.node} if pool_of(worker.node) else {}),
         },
         "ownerReferences": [owner_of(job)],
     }
@@ -245,11 +247,32 @@ def _runtime_copy(image: str) -> Body:
     }
 
 
-def _located(spec: Body, node: str) -> Body:
-    """Return the fields that pin the pod to its node, or select its autoscaled pool."""
+def view_of(body: Body, worker: Worker) -> PodView:
+    """Return what of a worker's pod decides whether it is pinned; its uid is the worker's id.
+
+    The API server refuses a pod whose fields have other types, so it does not matter what is returned for it.
+    """
+    try:
+        view = pod_view(msgspec.convert(body, Pod))
+    except (msgspec.ValidationError, GpuQuotaError):
+        view = pod_view(Pod(metadata=Metadata(name=body["metadata"]["name"]), spec=PodSpec()))
+    return msgspec.structs.replace(view, uid=worker.id)
+
+
+def located(body: Body, node: str, *, pinned: bool) -> Body:
+    """Return the pod with its node, or its autoscaled pool; if it is not `pinned`, it only prefers that node."""
+    meta, spec = body["metadata"], body["spec"]
+    affinity = spec.get("affinity") or {}
+    notes = {}
     if pool := pool_of(node):
-        return {"nodeSelector": {**(spec.get("nodeSelector") or {}), labels.POOL: pool}}
-    return {"affinity": _pinned(spec.get("affinity") or {}, node)}
+        spec = {**spec, "nodeSelector": {**(spec.get("nodeSelector") or {}), labels.POOL: pool}}
+        notes = {labels.OPENED: node}
+    elif pinned:
+        spec = {**spec, "affinity": _pinned(affinity, node)}
+    else:
+        spec = {**spec, "affinity": _preferring(affinity, node)}
+        notes = {labels.RESERVED_ON: node}
+    return {**body, "metadata": {**meta, "annotations": {**meta["annotations"], **notes}}, "spec": spec}
 
 
 def _pinned(affinity: Body, node: str) -> Body:
@@ -258,3 +281,10 @@ def _pinned(affinity: Body, node: str) -> Body:
     terms = (node_affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     pinned = [{**term, "matchFields": [*(term.get("matchFields") or []), node_term(node)]} for term in terms]
     return {**affinity, "nodeAffinity": {**node_affinity, REQUIRED: {"nodeSelectorTerms": pinned}}}
+
+
+def _preferring(affinity: Body, node: str) -> Body:
+    """Return the affinity with the node as the most preferred one."""
+    node_affinity = affinity.get("nodeAffinity") or {}
+    preferred = [*(node_affinity.get(PREFERRED) or []), preference(node)]
+    return {**affinity, "nodeAffinity": {**node_affinity, PREFERRED: preferred}}

@@ -89,7 +89,7 @@ class WorkerPodEvents:
         if worker in self._workers.killed and pod.stage is Stage.TERMINATING:
             pod = msgspec.structs.replace(pod, stage=Stage.ASSIGNED)  # its exit is a failure, not a release
         job, state = self._book.jobs[pod.job_uid], self._book.runtime_states[pod.job_uid]
-        after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, self._book.clock())
+        after = worker_record(pod, self._held_by(pod, worker), self._share_of(pod), before, self._book.clock())
         if before is None:
             after = with_rank(after, job.members)
         self._note_trouble(state, worker, pod)
@@ -107,13 +107,17 @@ class WorkerPodEvents:
         if before is None and self.started and (job.status.phase.final or job.ending):
             self._workers.delete(worker, job.spec.grace_period_s)
 
-    def _devices_of(self, pod: PodView, worker: str) -> tuple[int, ...]:
+    def _held_by(self, pod: PodView, worker: str) -> tuple[str, tuple[int, ...]]:
+        """Return the node and the devices that the worker holds, which are where its pod was bound or is reserved."""
         held = self._allocator.held(worker)
         if held is None:
             wanted = pod.devices or ()
             shared = self._book.jobs[pod.job_uid].spec.shared
-            return self._allocator.take(worker, pod.node, max(1, pod.gpus, len(wanted)), pod.devices, part=shared)
-        return held[1]
+            count = max(1, pod.gpus, len(wanted))
+            return pod.node, self._allocator.take(worker, pod.node, count, pod.devices, part=shared)
+        if pod.located in {"", held[0]}:
+            return held
+        return pod.located, self._allocator.move(worker, pod.located, pod.devices)
 
     def _share_of(self, pod: PodView) -> float:
         spec, node = self._book.jobs[pod.job_uid].spec, self._book.nodes.get(pod.node)
@@ -161,7 +165,7 @@ class WorkerPodEvents:
         if known := self._book.workers.get(worker_id(pod.job_uid, pod.index)):
             return known
         members = self._book.jobs[pod.job_uid].members
-        record = with_rank(worker_record(pod, (), 1.0, None, self._book.clock()), members)
+        record = with_rank(worker_record(pod, (pod.node, ()), 1.0, None, self._book.clock()), members)
         if pod.exit_code != 0 or record.released:
             return record
         if members and record.worker.id not in members:

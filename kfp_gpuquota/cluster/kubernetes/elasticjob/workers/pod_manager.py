@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
@@ -55,13 +56,15 @@ class WorkerPods:
         writer: Writer,
         settings: pod_builder.PodSettings,
         reservations: Reservations,
+        unpinned: UnpinnedPods,
         *,
         rules: RulesBook,
         written_pods: WrittenPods,
         statuses: StatusRequests,
         events: JobPartEvents,
     ) -> None:
-        self._book, self._writer, self._settings, self._reservations = book, writer, settings, reservations
+        self._book, self._writer, self._settings = book, writer, settings
+        self._reservations, self._unpinned = reservations, unpinned
         self._written_pods, self._statuses, self._events = written_pods, statuses, events
         self._pod = msgspec.json.Decoder(Pod)
         self._secrets = JobSecrets(book, writer, settings, statuses)
@@ -112,6 +115,8 @@ class WorkerPods:
         if settings.shards:
             settings = msgspec.structs.replace(settings, coordinator=settings.shards[state.shard])
         body = pod_builder.worker_pod(state.object, job, worker, settings)
+        pinned = job.spec.shared or self._unpinned.is_pinned(pod_builder.view_of(body, worker), worker.node)
+        body = pod_builder.located(body, worker.node, pinned=pinned)
         if assignment is not None:
             body = with_assignment(body, job.spec, assignment)
         namespace = body["metadata"]["namespace"]
@@ -142,12 +147,14 @@ class WorkerPods:
 
     def _made(self, worker: Worker, answer: bytes) -> None:
         self._written_pods.note(self._pod.decode(answer))
+        self._unpinned.drop(worker.id)  # tracked by its pod's uid from now on
         record = self._book.workers.get(worker.id)
         if record is not None and record.released:  # released while its pod was being created
             self.delete(worker.id, self._book.jobs[worker.job_uid].spec.grace_period_s)
 
     def _not_made(self, worker: Worker, error: Exception) -> None:
         """Give up the worker if its pod's name exists (409); after any other refusal hold the job back as well."""
+        self._unpinned.drop(worker.id)
         if worker.id in self.pods:
             return  # an earlier attempt of the same write succeeded, and the watch has reported the pod
         taken = isinstance(error, ApiError) and error.status == 409

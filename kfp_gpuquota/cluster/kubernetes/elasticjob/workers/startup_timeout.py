@@ -143,10 +143,10 @@ class Readiness:
         if pod.start_failure:
             since = before[index][0] if index in before else now
             state.complaints[index] = since, pod.start_failure
-            return StartingWorker(index, pod.node, up=False, since=since, start_failure=pod.start_failure)
+            return StartingWorker(index, pod.chosen_node, up=False, since=since, start_failure=pod.start_failure)
         silent_since = None if pod.prepared else pod.created
         reported = state.last_warnings.get(worker, "") if pod.bound else "kube-scheduler has not bound it"
-        return StartingWorker(index, pod.node, up=False, since=silent_since, start_failure=reported)
+        return StartingWorker(index, pod.chosen_node, up=False, since=silent_since, start_failure=reported)
 
     def _reset_retries(self, job: JobRecord, state: RuntimeState, workers: list[StartingWorker]) -> None:
         """Reset the retries after workers have started."""
@@ -252,7 +252,7 @@ class Readiness:
         if count < AT_FAULT_FROM and not any(pod.running for pod in pods):
             return
         nodes = [node for node in self._book.nodes.values() if node.ready]
-        for pod in (pod for pod in pods if not pod.running and pod.node):
+        for pod in (pod for pod in pods if not pod.running and pod.chosen_node):
             left = [node for node in nodes if node.name != pod.node and node.name not in state.excluded_nodes]
             try:
                 check_fits(job.spec, Project(name=job.spec.project), left)

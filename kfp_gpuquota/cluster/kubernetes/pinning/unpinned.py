@@ -1,4 +1,4 @@
-"""Tracks pods that were released without a pin, because kube-scheduler checks more of them than the plan models.
+"""Decides which pods are pinned, and tracks those without a pin: kube-scheduler checks more of them than is planned.
 
     released ──────────────► bound                      counted on the node that kube-scheduler has chosen
        │ refused for STUCK_S   ▲
@@ -19,15 +19,16 @@ at all, since kube-scheduler spreads pods where the plan packs them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
@@ -36,8 +37,18 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 
 
+class PodOwners(Protocol):
+    """The parts that account for pods; implemented by the controller."""
+
+    def put_pod(self, pod: PodView, /) -> None:
+        """Process a pod whose reservation has moved."""
+
+    def holder_of(self, pod: PodView, /) -> str:
+        """Return by which name the pod's devices are held."""
+
+
 class UnpinnedPods:
-    """Reservations of unbound pods without a pin. `nodes` are those of the plan, `put` receives pods that moved."""
+    """Reservations of unbound pods without a pin. `nodes` are those of the plan."""
 
     def __init__(
         self,
@@ -46,25 +57,31 @@ class UnpinnedPods:
         volumes: Volumes,
         repulsions: PodRepulsions,
         writer: Writer,
-        put: Callable[[PodView], None],
+        owners: PodOwners,
     ) -> None:
         self._nodes, self._allocator, self._volumes, self._repulsions = nodes, allocator, volumes, repulsions
-        self._writer, self._put = writer, put
-        self._unbound: dict[str, PodView | None] = {}  # by uid; None: released, and not seen since
+        self._writer, self._owners = writer, owners
+        self._unbound: dict[str, PodView | None] = {}  # by uid; None: released or being created, and not seen since
         self._reserved_on: dict[str, str] = {}  # by uid, until the pod's annotation names it
         self._refused: dict[str, set[str]] = {}  # nodes by uid
 
-    def may_be_pinned(self, pod: PodView) -> bool:
+    def is_pinned(self, pod: PodView, node: str) -> bool:
+        """Return whether the pod is pinned to its planned node; if not, it is tracked from now on.
+
+        A worker that is being created has no uid yet: it is tracked by another one until it is dropped.
+        """
+        pinned = self._may_be_pinned(pod)
+        if not pinned and not pool_of(node):
+            self._unbound[pod.uid] = None
+        return pinned
+
+    def _may_be_pinned(self, pod: PodView) -> bool:
         """Return whether the plan models all that decides where the pod can run."""
         if pod.share:
             return True  # its part is of a device of that node
         if self._unbound or pod.unmodelled or self._volumes.unmodelled(pod.namespace, pod.claims):
             return False
         return not self._repulsions.keeps_away(pod.namespace, pod.labels)
-
-    def release(self, uid: str) -> None:
-        """Record that the pod is released without a pin."""
-        self._unbound[uid] = None
 
     def drop(self, uid: str) -> None:
         """Forget a pod that was deleted, or whose release has failed."""
@@ -121,9 +138,9 @@ class UnpinnedPods:
         if node == pod.node:
             return
         self._reserved_on[pod.uid] = node
-        self._put(msgspec.structs.replace(pod, node=node, devices=None))
+        self._owners.put_pod(msgspec.structs.replace(pod, node=node, devices=None))
         self._annotate(pod, "" if node == NOWHERE else node)
 
     def _annotate(self, pod: PodView, node: str) -> None:
-        _, devices = self._allocator.held(pod.uid) or (node, ())
+        _, devices = self._allocator.held(self._owners.holder_of(pod)) or (node, ())
         self._writer.submit(requests.reservation_note(pod, node, devices), lambda _: None, lambda _: None)
