@@ -1,7 +1,10 @@
 """What workers of pytest-xdist report, and how a run ends.
 
-A report is sent as UTF-8, which has no lone surrogates: a failure that shows hostile text would end the worker with an
-internal error, and the failure itself would be lost. They are escaped here.
+An error while a failure is reported ends the worker with an internal error, and the failure itself is lost:
+
+- A report is sent as UTF-8, which has no lone surrogates. They are escaped here.
+- pytest parses the source of a failed test, and CPython 3.11.7 may answer "SystemError: AST constructor recursion depth
+  mismatch" where another thread, or a finalizer, parses meanwhile (cpython#106905). Such a report is a plain traceback.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +40,20 @@ class Reporting:
 
     def __init__(self) -> None:
         self._internal = ""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Report a failure whose report fails as a plain traceback, with the reason."""
+        try:
+            return (yield)
+        except Exception as error:
+            if call.excinfo is None or isinstance(call.excinfo.value, pytest.skip.Exception):
+                raise
+            plain = [*traceback.format_exception(call.excinfo.value), f"(as plain text because of {error!r})"]
+            when, spent = call.when, {"duration": call.duration, "start": call.start, "stop": call.stop}
+            return pytest.TestReport(item.nodeid, item.location, {}, "failed", "".join(plain), when, **spent)  # type: ignore[arg-type]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_to_serializable(self) -> Generator[None, dict[str, Any] | None, dict[str, Any] | None]:

@@ -41,6 +41,26 @@ def test_a_failure_with_text_that_has_no_utf_8_arrives(tmp_path: Path) -> None:
     assert "\\ud800 hostile" in printed
 
 
+PARSING = """
+import ast, gc
+
+def test_lost():
+    gc.set_threshold(10)
+    gc.callbacks.append(lambda *_: (lambda: (lambda: ast.parse("1"))())())
+    assert [] == ["a difference"]
+
+def test_after():
+    gc.callbacks.clear()
+
+""" + "\n".join(f"value_{number} = [{number}, ({number},)]" for number in range(200))
+
+
+def test_a_failure_arrives_though_a_finalizer_parses_meanwhile(tmp_path: Path) -> None:
+    printed = run(tmp_path, PARSING)
+    assert "1 failed, 1 passed" in printed, printed
+    assert "a difference" in printed
+
+
 def test_an_internal_error_is_printed_last(tmp_path: Path) -> None:
     printed = run(tmp_path, "def test_internal():\n    pass\n")
     assert "a defect of a plugin" in printed.rpartition("internal error:")[2], printed
