@@ -67,6 +67,20 @@ def test_a_token_opens_a_ray_cluster_that_is_closed_without_it(address: str, tok
         cluster.wait_for_phase("hello", "Succeeded")
 
 
+def test_rays_own_token_is_used_for_the_cluster_that_is_found(
+    address: str, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(token_file.read_text())  # where `ray.init()` and `ray get-auth-token` store it
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    nodes: Any = SimpleNamespace(address="auto")
+    with cluster_on(nodes) as cluster:
+        cluster.project("team-a", 1)
+        cluster.submit("hello", "true")
+        cluster.wait_for_phase("hello", "Succeeded")
+
+
 READ = f"""
 import os, sys
 from ray._raylet import GcsClient  # before root's rights are given up

@@ -78,13 +78,30 @@ def connect(config: RayConfig) -> str:
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise Refused(f"Ray {ray.__version__} is too old; run: pip install 'ray>={oldest}' on every node")
+    if config.address == "auto" and not config.token_file:
+        _use_own_token()
     address = _found(config.address)
     _check_answers(address)
     try:
         context: Any = ray.init(address=address, namespace="gpuquota", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        raise Refused(_sentence(config, error), final=isinstance(error, RuntimeError)) from error
+        raise Refused(_sentence(config, address, error), final=isinstance(error, RuntimeError)) from error
     return str(context.address_info["gcs_address"])
+
+
+def _use_own_token() -> None:
+    """Authenticate with the token that Ray itself has for this user, if there is one and RAY_AUTH_MODE is not set.
+
+    Since 2.60 `ray.init()` creates one, and `ray start` uses it from then on; Ray's look-up of "auto" does not. As with
+    `ray.init()`, a cluster that is named by its address is not sent it.
+    """
+    try:
+        from ray._private.authentication.authentication_token_setup import (  # noqa: PLC0415
+            maybe_enable_token_auth_if_token_available,
+        )
+    except ImportError:
+        return
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _found(address: str) -> str:
@@ -116,14 +133,13 @@ def _check_answers(address: str) -> None:
         ) from None
 
 
-def _sentence(config: RayConfig, error: Exception) -> str:
-    if isinstance(error, ConnectionError) and config.address != "auto":
-        token = "its token is another one" if config.token_file else "it may want a token: --ray-token-file FILE"
-        return f"Ray at {config.address} does not accept the connection; {token}"
-    if isinstance(error, ConnectionError):
-        return f"no Ray cluster was found at {config.address!r}; start one with: ray start --head"
+def _sentence(config: RayConfig, address: str, error: Exception) -> str:
+    if isinstance(error, ConnectionError):  # though a server listens there
+        wanted = "it may want a token: --ray-token-file ~/.ray/auth_token"
+        token = "its token is another one" if config.token_file else wanted
+        return f"Ray at {address} does not accept the connection; {token}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"Ray at {config.address!r} cannot be used: {first}"
+    return f"Ray at {address} cannot be used: {first}"
 
 
 async def _with_ray(config: RayConfig, cluster: str, described: str, link: messages.Link, address: str) -> None:
