@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 STEP_FILE: Final = "step.json"
+_LOGS: Final = "executor-logs"
 PRIVATE_DIRECTORY: Final = 0o700
 PRIVATE_FILE: Final = 0o600
 
@@ -52,6 +53,11 @@ class Staging:
     def exists(self) -> bool:
         """Return whether there may be outputs to publish."""
         return self.root.exists()
+
+    def declared(self) -> list[str]:
+        """Return the names of the outputs that the step's command writes. KFP writes the log's own."""
+        outputs = self._executor_input["outputs"]
+        return sorted({*outputs.get("parameters", {}), *outputs.get("artifacts", {})} - {_LOGS})
 
     def publish_outputs(self, worker: str) -> None:
         """Move this worker's outputs to their final paths, and remove the files of all workers. Idempotent."""
