@@ -130,7 +130,15 @@ class Staging:
 
 
 def _move_into(source: Path, target: Path) -> None:
-    """Move all entries of a directory into another one on the same file system, replacing existing entries."""
+    """Move all entries of a directory into another one on the same file system, replacing existing entries.
+
+    Absolute links from one to another of them lead to where that was moved.
+    """
+    for folder, folders, files in os.walk(source):
+        for link in (path for name in (*folders, *files) if (path := Path(folder, name)).is_symlink()):
+            if (leads_to := link.readlink()).is_relative_to(source):
+                link.unlink()
+                link.symlink_to(target / leads_to.relative_to(source))
     for entry in sorted(source.iterdir()) if source.is_dir() else ():
         destination = target / entry.name
         if destination.is_dir() and not destination.is_symlink():
