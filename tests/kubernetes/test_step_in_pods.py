@@ -555,7 +555,7 @@ def test_a_plain_step_whose_borrowed_gpu_is_reclaimed_runs_again(controlled: Con
     holder = controlled.team(guaranteed=2)
     session = controlled.pod(holder, "session", 2, labels_={labels.KIND: "build"}, containers=[session_container(2)])
     controlled.until_bound(session)
-    assert steps.node(run)["message"] == "pod deleted"
+    controlled.wait(lambda: steps.node(run).get("message") == "pod deleted", lambda: steps.node(run))
     controlled.cluster.api.delete(session, grace_s=1)
     steps.open_gate()
     phase, log = steps.until_ended(run, attempt=1)
