@@ -15,7 +15,6 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
-from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.run_watch import RunWatch
 from kfp_gpuquota.dsl.spec import step_pod
 from kfp_gpuquota.dsl.spec.pod_template import PROGRAM, worker_template
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
+    from kfp_gpuquota.dsl.launcher.relay import Relay
     from kfp_gpuquota.dsl.launcher.staging import Staging
     from kfp_gpuquota.dsl.launcher.step import Step
 
@@ -81,6 +81,8 @@ class PodWorkers:
         The step file is written first: the pod of an attempt that takes a job over begins with an empty directory,
         and workers that start later (expansion or replacement) read it.
         """
+        from kfp_gpuquota.dsl.launcher.relay import Relay  # noqa: PLC0415 (imported while the workers' pods start)
+
         staging.create(step.argv, {})  # the workers' environment is in their pod template
         token = self._client.secret_value(job.spec.project, secret_name(job.spec.name), "token")
         self._relay = Relay(
