@@ -126,7 +126,7 @@ def _route_container(step: str, container: Json, project: str | None, launcher_i
     if is_routed(container.get("command")):
         _check_agreement(step, container, accelerator)
         container.get("resources", {}).pop("accelerator", None)
-    elif accelerator is None:
+    elif accelerator is None or str(accelerator["count"]) == "0":
         return
     else:
         _wrap(step, container, str(accelerator["count"]))
