@@ -77,10 +77,13 @@ def build(
 ) -> list[Built]:
     """Build all images into `target`, which has our wheels; `sources` are apt's lines, by default this machine's.
 
-    Raises BuildError where this machine cannot build them, and where something cannot be downloaded.
+    Raises BuildError or UnavailableError where this machine cannot build them, and BuildError where something cannot be
+    downloaded.
     """
     if lack := debian.missing():
         raise distributions.BuildError(lack)
+    for architecture in architectures:
+        worker_program.provide(architecture)  # before minutes of downloads: without Go it cannot be built
     listed = debian.host_sources() if sources is None else sources
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(architectures)) as pool:
         futures = [pool.submit(_parts, target, one, listed, Path(folder) / one, epoch) for one in architectures]
