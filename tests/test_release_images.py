@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.dsl.spec.pod_template import PROGRAM
 from kfp_gpuquota.version import __version__
 from tests.kubernetes.conftest import skip_or_fail
 from tests.polling import until
@@ -366,6 +367,7 @@ class TestBuiltImages:
             architectures = {one.architecture for one in image.packages if one.kind == "deb"}
             assert {"amd64", "arm64"} <= architectures <= {"amd64", "arm64", "all"}
         assert {"kfp-gpuquota", "elastic-runtime", "numpy"} <= {one.name for one in built.built[0].packages}
+        assert "golang" in {one.kind for one in built.built[1].packages}
 
     def test_containers_run_without_privileges_on_a_read_only_root(self, built: Release, tmp_path: Path) -> None:
         with containerd(tmp_path / "containerd") as run:
@@ -378,11 +380,9 @@ class TestBuiltImages:
             python = ("/opt/gpuquota/bin/python", "-c", STARTED)
             started = run(*start, f"{REGISTRY}/controller:v1", "started", *python)
             assert started.split(maxsplit=3)[::3] == ["65532", "Read-only file system"]
-            script = (
-                "python3 -c 'import kubernetes, kfp_gpuquota.dsl.launcher' && cp -r /opt/gpuquota/runtime/. /dev/shm"
-            )
+            script = f"python3 -c 'import kubernetes, kfp_gpuquota.dsl.launcher' && {PROGRAM} install /dev/shm"
             copied = run(*start, f"{REGISTRY}/launcher:v1", "copied", "sh", "-c", f"{script} && ls /dev/shm; id -u")
-            assert copied.split() == ["elastic_runtime", "65532"]
+            assert copied.split() == ["gpuquota-worker", "runtime", "65532"]
             held = run(
                 *start, f"{REGISTRY}/reservation:v1", "held", "sh", "-c", "id -u; touch /written || echo refused"
             )

@@ -13,16 +13,17 @@ from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Seconds, check_range
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A lease on a job: its holder must renew it within `duration_s`, or the job is cancelled.
 
-    Only its holder renews it; 0 s releases the job. With `take_over` the requester becomes the holder; the one
-    before can then neither renew nor shorten it.
+    Only its holder renews it; 0 s releases the job, and `reason` says why. With `take_over` the requester becomes the
+    holder; the one before can then neither renew nor shorten it.
     """
 
     holder: str
     duration_s: Seconds
     take_over: bool = False
+    reason: str = ""
 
     def __post_init__(self) -> None:
         check_range("duration_s", self.duration_s, 0, MAX_SECONDS, "s")

@@ -276,7 +276,9 @@ def _no_problems(found: PipelineCheck, unchecked: str) -> str:
 
 
 def _row(step: StepCheck) -> list[object]:
-    sizes = [_UNKNOWN if size is None else size for size in (step.gpus, step.min_gpus, step.max_gpus)]
+    shared = step.gpus is not None and step.request != str(step.gpus)  # a part of GPUs has one size
+    bounds = [step.request] * 2 if shared else [step.min_gpus, step.max_gpus]
+    sizes = [_UNKNOWN if size is None else size for size in (step.request or None, *bounds)]
     limit = "none" if step.quota is None or step.quota.limit is None else step.quota.limit
     quota = [step.quota.guaranteed, limit] if step.quota else ["", ""]
     return [step.step, step.project, *sizes, step.kind.value, *quota]

@@ -10,6 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import Device, Node, Project
+from kfp_gpuquota.cli.pipeline import _row
 from kfp_gpuquota.dsl.pipelines.check import Cluster, PipelineCheck, check_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
@@ -53,6 +54,16 @@ def test_steps_inside_loops_conditions_and_nested_pipelines_are_named_by_their_w
 
 def test_a_size_that_only_the_run_knows_is_not_made_up() -> None:
     assert _sizes(_check("accelerators", cluster=_cluster(limit=1)))["train-2"] == (None, None, None)
+
+
+def test_a_part_of_a_gpu_is_shown_as_such() -> None:
+    spec = _spec("sizes")
+    container = spec["deploymentSpec"]["executors"]["exec-train"]["container"]
+    container["env"] = [{"name": "GPUQUOTA_FRACTION", "value": "0.5"}]
+    found = check_pipeline(spec, "team-a")
+    assert [step.request for step in found.routed] == ["0.5", "4", "2"]
+    assert _row(found.routed[0])[2:5] == ["0.5", "0.5", "0.5"]
+    assert _row(found.routed[1])[2:5] == ["4", 4, 8]
 
 
 def test_an_interactive_step_is_of_another_kind() -> None:

@@ -64,6 +64,15 @@ def test_a_pipeline_that_somebody_else_compiled_can_be_routed(tmp_path: Path) ->
     assert "resources" not in container
 
 
+def test_a_step_with_an_accelerator_limit_of_0_is_one_without_gpus(tmp_path: Path) -> None:
+    @dsl.pipeline(name="none")
+    def none() -> None:
+        pipelines.plain_train(epochs=1).set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(0)
+
+    (tmp_path / "routed").mkdir()
+    assert compiled(gpuquota.pipeline(project="team-a")(none), tmp_path / "routed") == compiled(none, tmp_path)
+
+
 def test_a_component_loaded_from_yaml_can_be_decorated(tmp_path: Path) -> None:
     loaded = pipelines.loaded_from_yaml(compiled(pipelines.plain_train, tmp_path))
     decorated = gpuquota.component(gpus=1, min_gpus=1, max_gpus=2)(loaded)

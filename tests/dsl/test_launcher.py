@@ -68,6 +68,15 @@ def test_a_number_of_gpus_that_only_the_run_knows(cluster: EmbeddedCluster, tmp_
     assert (code, step.result.read_text()) == (0, "2\n"), log
 
 
+def test_a_step_whose_run_asks_for_no_gpu_runs_on_the_cpu_without_a_job(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    step = Step(cluster, tmp_path, 'echo "devices:$CUDA_VISIBLE_DEVICES" > "$0"; exit 7')
+    code, log = step.run("--gpus=0")
+    assert (code, step.result.read_text(), _names(cluster)) == (7, "devices:\n", []), log
+    assert "gpuquota: the step asks for 0 GPUs: it runs on the CPU, without quota" in log
+
+
 def test_the_users_environment_reaches_the_worker_and_our_constants_do_not(
     cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import LogChunk
 from kfp_gpuquota.dsl.launcher.log_stream import (
+    ENDED,
     LogFollower,
     lines_of,
     ran_beside,
@@ -19,7 +20,6 @@ from kfp_gpuquota.dsl.launcher.log_stream import (
     to_follow,
     unfollowed_leader,
 )
-from kfp_gpuquota.dsl.worker.remote import ENDED
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient

@@ -75,6 +75,7 @@ def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: 
         ({"gpus": "2"}, "gpus is '2', but it must be a whole number"),
         ({"gpus": True}, "gpus is True, but it must be a whole number"),
         ({"gpus": 1.5}, "gpus is 1.5, but it must be a whole number"),
+        ({"gpus": 0.5}, "gpus is 0.5, but it must be a whole number; for a part of a GPU write fraction=0.5"),
         ({"gpus": 3, "gpus_per_worker": 2}, "gpus is 3, but it must be a multiple of gpus_per_worker, which is 2"),
         ({"interactive": "yes"}, "interactive is 'yes', but it must be True or False"),
         (

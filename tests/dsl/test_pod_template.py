@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfp_gpuquota.dsl.spec.pod_template import BOOTSTRAP, MOUNT, worker_template
+from kfp_gpuquota.dsl.spec.pod_template import MOUNT, PROGRAM, PROGRAM_MOUNT, worker_template
+from kfp_gpuquota.dsl.worker.start import folders_of
 
 
 def step_pod(**spec: Any) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def test_workers_run_in_the_steps_own_image_with_what_its_author_asked_for() -> 
         "imagePullSecrets": [{"name": "pull"}],
         "serviceAccountName": "default-editor",
     }
-    template = worker_template(step_pod(**asked), "trainer:7", "job-relay", ["python", "train.py"])
+    template = worker_template(step_pod(**asked), "trainer:7", "job-relay")
     assert container(template)["image"] == "trainer:7"
     assert container(template)["resources"] == {"limits": {"memory": "8Gi"}}
     assert {name: template["spec"][name] for name in asked} == asked
@@ -59,17 +60,56 @@ def test_workers_run_in_the_steps_own_image_with_what_its_author_asked_for() -> 
 
 
 def test_without_a_launcher_image_workers_run_in_the_pods_image() -> None:
-    assert container(worker_template(step_pod(), "", "s", ["true"]))["image"] == "launcher:1"
+    assert container(worker_template(step_pod(), "", "s"))["image"] == "launcher:1"
 
 
-def test_what_kfp_and_argo_added_for_themselves_is_left_out() -> None:
-    template = worker_template(step_pod(), "trainer:7", "job-relay", ["true"])
-    assert [volume["name"] for volume in template["spec"]["volumes"]] == ["data", "minio-scratch", "gpuquota-relay"]
-    assert [mount["mountPath"] for mount in container(template)["volumeMounts"]] == ["/data", "/minio", MOUNT]
-    assert [entry["name"] for entry in container(template)["env"]] == ["HF_TOKEN", "GPUQUOTA_POD_NAME"]
+def test_what_argo_and_kfp_added_for_themselves_is_left_out() -> None:
+    template = worker_template(step_pod(), "trainer:7", "job-relay")
+    ours = ["gpuquota-relay", "gpuquota-program"]
+    assert [volume["name"] for volume in template["spec"]["volumes"]] == ["data", "minio-scratch", *ours]
+    mounts = [mount["mountPath"] for mount in container(template)["volumeMounts"]]
+    assert mounts == ["/data", "/minio", MOUNT, PROGRAM_MOUNT]
+    assert [entry["name"] for entry in container(template)["env"]] == ["KFP_POD_NAME", "HF_TOKEN", "GPUQUOTA_POD_NAME"]
 
 
-def test_an_image_without_python_runs_the_command_itself() -> None:
-    command = container(worker_template(step_pod(), "i", "s", ["train", "--fast"]))["command"]
-    assert command[:2] == ["sh", "-c"]
-    assert command[3:] == [BOOTSTRAP, MOUNT, "train", "--fast"]
+def test_the_image_needs_nothing_but_the_command() -> None:
+    template = worker_template(step_pod(), "scratch:1", "s")
+    assert container(template)["command"] == [f"{PROGRAM_MOUNT}/gpuquota-worker", "run", MOUNT]
+    (copy,) = template["spec"]["initContainers"]
+    assert (copy["image"], copy["command"]) == ("launcher:1", [PROGRAM, "install", PROGRAM_MOUNT])
+    (mount,) = copy["volumeMounts"]
+    assert mount == {"name": "gpuquota-program", "mountPath": PROGRAM_MOUNT}
+
+
+def test_the_program_is_copied_under_the_restrictions_and_with_the_resources_of_the_steps_own_container() -> None:
+    pod = step_pod()
+    main = pod["spec"]["containers"][1]
+    restricted = {"allowPrivilegeEscalation": False, "runAsUser": 1000}
+    main |= {"securityContext": restricted, "imagePullPolicy": "Always"}
+    template = worker_template(pod, "trainer:7", "s", resources={"limits": {"memory": "64Gi"}})
+    (copy,) = template["spec"]["initContainers"]
+    assert {name: copy[name] for name in ("securityContext", "imagePullPolicy", "resources")} == {
+        "securityContext": restricted,
+        "imagePullPolicy": "Always",
+        "resources": {"limits": {"memory": "8Gi"}},
+    }
+    assert container(template)["resources"] == {"limits": {"memory": "64Gi"}}
+
+
+def test_kfps_folders_are_volumes_unless_they_are_on_one() -> None:
+    executor_input = {
+        "inputs": {"artifacts": {"weights": {"artifacts": [{"uri": "oci://registry/model:1"}]}}},
+        "outputs": {
+            "outputFile": "/tmp/kfp_outputs/output_metadata.json",
+            "parameters": {"x": {"outputFile": "/tmp/kfp/outputs/x"}, "y": {"outputFile": "/tmp/kfp/outputs/deep/y"}},
+            "artifacts": {"model": {"artifacts": [{"uri": "minio://b/model", "customPath": "/home/me/model"}]}},
+        },
+    }
+    template = worker_template(step_pod(), "scratch:1", "s", folders=folders_of(executor_input))
+    mounts = [mount for mount in container(template)["volumeMounts"] if mount["name"] == "gpuquota-folders"]
+    assert mounts == [
+        {"name": "gpuquota-folders", "mountPath": "/oci", "subPath": "0"},
+        {"name": "gpuquota-folders", "mountPath": "/tmp/kfp/outputs", "subPath": "1"},
+        {"name": "gpuquota-folders", "mountPath": "/tmp/kfp_outputs", "subPath": "2"},
+    ]
+    assert {"name": "gpuquota-folders", "emptyDir": {}} in template["spec"]["volumes"]

@@ -119,6 +119,22 @@ def test_artifacts_of_a_command_that_knows_nothing_of_kfp_are_named_for_it(
     }
 
 
+def test_links_among_outputs_lead_to_where_those_were_moved(tmp_path: Path, executor_input: dict[str, Any]) -> None:
+    staging = Staging(executor_input, "job-1")
+    staging.create([], {})
+    mine = redirected(executor_input, f"{staging.tag}/w0")
+    model = Path(mine["outputs"]["artifacts"]["model"]["artifacts"][0]["uri"])
+    (model / "step-2").mkdir(parents=True)
+    (model / "step-2" / "weights").write_text("w")
+    (model / "latest").symlink_to(model / "step-2")
+    (model / "best").symlink_to("step-2")
+    (model / "elsewhere").symlink_to(tmp_path)
+    staging.publish_outputs("w0")
+    final = Path(executor_input["outputs"]["artifacts"]["model"]["artifacts"][0]["uri"])
+    assert [(final / name / "weights").read_text() for name in ("latest", "best")] == ["w", "w"]
+    assert (final / "elsewhere").readlink() == tmp_path
+
+
 def test_a_worker_that_wrote_nothing_brings_nothing(tmp_path: Path) -> None:
     staging = Staging({"outputs": {"outputFile": str(tmp_path / "train" / "executor_output.json")}}, "train-1")
     staging.create(["true"], {})

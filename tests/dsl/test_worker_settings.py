@@ -64,7 +64,7 @@ def test_what_kfp_kubernetes_sets_reaches_the_workers(names: tuple[str, ...], st
     added = facts(configured(steps_pod, config)) - facts(steps_pod)
     assert len({kind for kind, _ in added}) >= 1
     launcher, volumes = moved(steps_pod, config)
-    workers = facts(worker_template(launcher, "", "secret", ["true"], volumes=volumes))
+    workers = facts(worker_template(launcher, "", "secret", volumes=volumes))
     missing = added - workers
     assert {text for _, text in missing} == ({'["activeDeadlineSeconds", 60]'} if _LAUNCHERS & set(names) else set())
     assert not [one for one in launcher["spec"]["volumes"] if {"persistentVolumeClaim", "ephemeral"} & one.keys()]
@@ -94,20 +94,21 @@ def moved(pod: Json, config: Json) -> tuple[Json, Json]:
 )
 def test_fields_that_admission_sets_on_the_pod_reach_the_workers(field: str, value: object, steps_pod: Json) -> None:
     pod = {**steps_pod, "spec": {**steps_pod["spec"], field: value}}
-    assert worker_template(pod, "", "s", ["true"])["spec"][field] == value
+    assert worker_template(pod, "", "s")["spec"][field] == value
 
 
 def test_what_admission_hides_from_the_launcher_is_not_hidden_from_workers(steps_pod: Json) -> None:
     main = next(one for one in steps_pod["spec"]["containers"] if one["name"] == "main")
     pod = {**steps_pod, "spec": {**steps_pod["spec"], "containers": [{**main, "env": [*main["env"], NO_DEVICES]}]}}
-    (container,) = worker_template(pod, "", "s", ["true"])["spec"]["containers"]
-    assert [entry["name"] for entry in container["env"]] == ["MY_ENV", "GPUQUOTA_POD_NAME"]
+    (container,) = worker_template(pod, "", "s")["spec"]["containers"]
+    names = [entry["name"] for entry in container["env"]]
+    assert names == ["MY_ENV", "KFP_POD_NAME", "KFP_POD_UID", "GPUQUOTA_POD_NAME"]
 
 
 def test_a_ca_bundle_that_kfp_names_at_run_time_is_named_for_workers_that_mount_it(steps_pod: Json) -> None:
     pod = configured(steps_pod, config_of(lambda task: kubernetes.use_config_map_as_volume(task, "ca", "/kfp/certs")))
     environment = {"SSL_CERT_FILE": "/kfp/certs/ca.crt", "REQUESTS_CA_BUNDLE": "/etc/ssl/launchers-own.pem"}
-    (container,) = worker_template(pod, "", "s", ["true"], environment=environment)["spec"]["containers"]
+    (container,) = worker_template(pod, "", "s", environment=environment)["spec"]["containers"]
     assert {"name": "SSL_CERT_FILE", "value": "/kfp/certs/ca.crt"} in container["env"]
     assert "REQUESTS_CA_BUNDLE" not in {entry["name"] for entry in container["env"]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,13 +16,14 @@ import yaml  # type: ignore[import-untyped]
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.dsl.pipelines.route import route_documents
 from kfp_gpuquota.version import __version__
-from tests.kfp_backend.backend import RUNNER, Backend, Run
+from tests.kfp_backend.backend import ARGOS_REQUEUE_S, RUNNER, Backend, Run
 from tests.kfp_backend.shapes import Step
-from tests.kubernetes.conftest import address_of, built_or_skip
+from tests.kubernetes.conftest import RESTRICTED, address_of, built_or_skip
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import jobs_of
 from tests.polling import until
 from tools.devcluster import built_images
+from tools.devcluster import image as image_archive
 from tools.devcluster.api import ApiError
 from tools.devcluster.node import host_python
 
@@ -40,8 +42,8 @@ DATA, MODEL = "/minio/mlpipeline/v2/data", "/minio/mlpipeline/v2/model"
 SCRIPT = """
 import os, sys, pathlib
 data, model = sys.argv[1:]
-assert "KFP_POD_NAME" not in os.environ, "this is the launcher's pod"
-print("reading", data, "as worker", os.environ["POD_INDEX"])
+assert os.environ["KFP_POD_NAME"] == os.uname().nodename, "the variables of KFP are those of the worker's own pod"
+print("reading", data, "as worker", os.environ.get("POD_INDEX"))
 pathlib.Path(model).parent.mkdir(parents=True, exist_ok=True)
 pathlib.Path(model).write_text(pathlib.Path(data).read_text().upper())
 """
@@ -265,14 +267,19 @@ def test_a_claim_that_one_pod_alone_may_use_is_the_workers(controlled: Controlle
     assert (folder / "model").read_text() == "kept"
 
 
+def launchers_image(controlled: Controlled) -> str:
+    """Load the image that images/launcher describes, and return its name."""
+    controlled.cluster.import_image(built_or_skip("launcher"))
+    return f"docker.io/kfp-gpuquota/launcher:{__version__}"
+
+
 def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_python_only(
     controlled: Controlled,
 ) -> None:
-    for name in ("launcher", "base"):
-        controlled.cluster.import_image(built_or_skip(name))
+    controlled.cluster.import_image(built_or_skip("base"))
     image = built_images.base_name()
     seen = "import importlib.util; print('runtime', importlib.util.find_spec('elastic_runtime') is not None)"
-    steps = Steps(controlled, shout(seen, python="python3"), image, f"docker.io/kfp-gpuquota/launcher:{__version__}")
+    steps = Steps(controlled, shout(seen, python="python3"), image, launchers_image(controlled))
     controlled.start()
     phase, log = steps.until_ended(steps.run())
     assert phase == "Succeeded", log
@@ -282,12 +289,74 @@ def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_pyt
     assert worker["spec"]["containers"][0]["image"] == image
 
 
-def test_a_step_whose_pod_is_drained_goes_on_in_another_one_whenever_argo_looks(controlled: Controlled) -> None:
+class RestrictedSteps(Steps):
+    """Steps of a user without rights; `read_only`: on a root file system that is read-only, with the author's /tmp."""
+
+    read_only = False
+
+    def dressed(self, pod: dict[str, Any]) -> dict[str, Any]:
+        """The pod as pod-security `restricted` demands it."""
+        made = super().dressed(pod)
+        (main,) = made["spec"]["containers"]
+        main["securityContext"] |= {"runAsNonRoot": True, "runAsUser": 1000, "readOnlyRootFilesystem": self.read_only}
+        if self.read_only:
+            made["spec"]["volumes"].append({"name": "tmp", "emptyDir": {}})
+            main["volumeMounts"].append({"name": "tmp", "mountPath": "/tmp"})
+        return made
+
+
+@pytest.mark.parametrize(
+    ("read_only", "command"),
+    [(False, ("/cp", DATA)), (True, ("/bin/busybox", "cp", DATA))],
+    ids=["scratch", "busybox"],
+)
+def test_a_step_in_an_image_without_python_has_its_inputs_and_its_outputs(
+    controlled: Controlled, tmp_path: Path, read_only: bool, command: tuple[str, ...]
+) -> None:
+    image = IMAGE
+    if not read_only:
+        image = "localhost/scratch:1"
+        program = Path(shutil.which("busybox") or "/bin/busybox")  # and no folder, no shell and no user
+        image_archive.write(tmp_path / "scratch.tar", image, {"cp": program}, [])
+        controlled.cluster.import_image(tmp_path / "scratch.tar")
+    model = "{{$.outputs.artifacts['model'].path}}"
+    steps = RestrictedSteps(controlled, [*command, model], image, launchers_image(controlled))
+    steps.read_only = read_only
+    controlled.start()
+    phase, log = steps.until_ended(steps.run())
+    assert phase == "Succeeded", log
+    assert f"{MODEL}: hello" in log, log
+    worker = steps.result_worker()
+    assert worker["spec"]["containers"][0]["image"] == image
+    restricted = controlled.cluster.make_namespace(f"{steps.team}-restricted", RESTRICTED)
+    volumes = [one for one in worker["spec"]["volumes"] if "hostPath" not in one]  # the gate of these tests
+    names = {volume["name"] for volume in volumes}
+    for container in (*worker["spec"]["containers"], *worker["spec"]["initContainers"]):
+        container["volumeMounts"] = [one for one in container["volumeMounts"] if one["name"] in names]
+    spec = {**worker["spec"], "volumes": volumes, "nodeName": None, "serviceAccountName": None, "serviceAccount": None}
+    steps.api.create(f"/api/v1/namespaces/{restricted}/pods", {"metadata": {"name": "w"}, "spec": spec}, dryRun="All")
+
+
+def test_a_step_whose_run_asks_for_no_gpu_runs_in_a_pod_without_a_job(controlled: Controlled) -> None:
+    steps = Steps(controlled, shout())
+    steps.container["args"].insert(0, "--gpus=0")
+    controlled.start()
+    phase, log = steps.until_ended(steps.run())
+    assert phase == "Succeeded", log
+    assert "gpuquota: the step asks for 0 GPUs" in log
+    assert f"{MODEL}: HELLO" in log, log
+    assert steps.jobs() == {}
+
+
+@pytest.mark.parametrize("requeue_s", [0.02, ARGOS_REQUEUE_S])
+def test_a_step_whose_pod_is_drained_goes_on_in_another_one_whenever_argo_looks(
+    controlled: Controlled, requeue_s: float
+) -> None:
     steps = Steps(controlled, shout(WAIT))
     controlled.start()
     run = steps.run()
     path = steps.until_working(run)
-    steps.backend.requeue_s = 0.02  # a pod that was Failed for a moment would be seen, and the run would fail
+    steps.backend.requeue_s = requeue_s  # at 0.02 a pod that was Failed for a moment would be seen
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": path.rpartition("/")[2]}}
     steps.api.create(f"{path}/eviction", eviction)
     steps.until_said(run, "gpuquota: job", attempt=1)
@@ -388,7 +457,9 @@ def test_a_step_that_reaches_set_timeout_fails_and_its_job_is_cancelled(controll
     assert phase == "Failed", log
     assert "deadline" in steps.node(run)["message"]
     (name,) = steps.jobs()
-    controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
+    cancelled = controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
+    assert "the step has reached its timeout of 15 s" in cancelled["status"]["message"]
+    assert "gpuquota: cancelled: the step has reached its timeout of 15 s" in log
     controlled.wait(lambda: not workers_of(steps), lambda: workers_of(steps))
 
 
@@ -447,3 +518,46 @@ def test_a_run_that_is_terminated_cancels_its_job_before_argo_has_looked_at_it(c
     assert cancelled["status"]["reason"] == "user"
     (status,) = ended["status"]["containerStatuses"]
     assert "cancelled" in status["state"]["terminated"]["message"]
+
+
+def test_a_step_whose_image_is_missing_says_so_and_ends_with_its_run(controlled: Controlled) -> None:
+    steps = Steps(controlled, shout(), image="localhost/missing:1")
+    controlled.start()
+    run = steps.run()
+    steps.until_said(run, "gpuquota: a worker does not start: ")
+    log = steps.log(run)
+    assert "localhost/missing:1" in log, log
+    steps.backend.terminate(run)
+    assert steps.backend.until_ended(run)["status"]["phase"] == "Failed"
+    controlled.wait(lambda: not workers_of(steps), lambda: workers_of(steps))
+
+
+class PlainSteps(Steps):
+    """Steps that are not routed, and wait at the gate for their GPU."""
+
+    def __init__(self, controlled: Controlled, argv: list[str], **more: Any) -> None:
+        super().__init__(controlled, argv, **more)
+        self.container = {"image": IMAGE, "command": argv, "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
+
+    def dressed(self, pod: dict[str, Any]) -> dict[str, Any]:
+        """The pod as the webhook lets it in."""
+        made = super().dressed(pod)
+        return {**made, "spec": {**made["spec"], "schedulingGates": [{"name": labels.QUOTA_GATE}]}}
+
+
+def test_a_plain_step_whose_borrowed_gpu_is_reclaimed_runs_again(controlled: Controlled) -> None:
+    steps = PlainSteps(
+        controlled, [sys.executable, "-u", "-c", f"import pathlib; print('begun')\n{WAIT}"], guaranteed=0
+    )
+    controlled.start()
+    run = steps.run()
+    steps.until_said(run, "begun")
+    holder = controlled.team(guaranteed=2)
+    session = controlled.pod(holder, "session", 2, labels_={labels.KIND: "build"}, containers=[session_container(2)])
+    controlled.until_bound(session)
+    controlled.wait(lambda: steps.node(run).get("message") == "pod deleted", lambda: steps.node(run))
+    controlled.cluster.api.delete(session, grace_s=1)
+    steps.open_gate()
+    phase, log = steps.until_ended(run, attempt=1)
+    assert phase == "Succeeded", log
+    assert "begun" in log

@@ -41,6 +41,8 @@ def missing(environment: Mapping[str, str] = os.environ, *, kubelet: bool = Fals
         return ""
     if os.geteuid() != 0:
         return "a kubelet with real containers needs root"
+    if shutil.which("go") is None:
+        return "a program in a kubelet's containers is built with Go: install Go 1.26 or newer"
     absent = [name for name in ON_A_NODE if shutil.which(name) is None]
     if absent or not PLUGINS.is_dir():
         return f"a kubelet with real containers needs: apt-get install {PACKAGES}"

@@ -96,6 +96,11 @@ def _build(name: str, archive: Path, folder: Path) -> None:
     if name != "base":
         tag = f"docker.io/kfp-gpuquota/{name}:{__version__}"
         given = [f"--volume={place}:{place}:ro" for place in _PIP if Path(place).exists()]
+        if name == "launcher":  # this machine's Go, where the image has it
+            given += [
+                f"--volume={_run('go', 'env', 'GOROOT').strip()}:/usr/local/go:ro",
+                f"--build-arg=GO={base_name()}",
+            ]
         dockerfile = REPOSITORY / "images" / name / "Dockerfile"
         store.run(
             "bud", "--pull-never", "--isolation=chroot", *given, f"--file={dockerfile}", f"--tag={tag}", str(REPOSITORY)

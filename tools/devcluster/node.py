@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tools import worker_program
 from tools.devcluster import image
 from tools.devcluster.api import JSON_PATCH
 from tools.devcluster.binaries import PLUGINS
@@ -77,8 +78,10 @@ def prepare(layout: Layout, ports: Ports, bridge: str, prefix: str) -> None:
     (layout.root / "cni" / "10-bridge.conflist").write_text(network)
     (layout.root / "kubelet.yaml").write_text(json.dumps(_kubelet_configuration(layout, ports)))
     busybox = Path(shutil.which("busybox") or "/bin/busybox")
-    image.write(layout.root / "pause.tar", image.PAUSE, busybox, ["/bin/busybox", "sleep", "2147483647"])
-    image.write(layout.root / "base.tar", image.BASE, busybox, ["/bin/sh"])
+    programs = {image.BUSYBOX: busybox}
+    image.write(layout.root / "pause.tar", image.PAUSE, programs, ["/bin/busybox", "sleep", "2147483647"])
+    launchers = {worker_program.PATH: worker_program.provide()}  # of a launcher that runs this machine's Python in it
+    image.write(layout.root / "base.tar", image.BASE, programs | launchers, ["/bin/sh"])
 
 
 def runtime(layout: Layout) -> Program:

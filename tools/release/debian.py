@@ -74,7 +74,7 @@ _APPLETS: Final = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class Package:
-    """A package of an image: `kind` is that of its package URL (deb, pypi), `architecture` "" where it has none."""
+    """A package of an image: `kind` is that of its package URL (deb, golang, pypi); `architecture` may be ""."""
 
     kind: str
     name: str

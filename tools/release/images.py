@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.version import __version__
+from tools import worker_program
 from tools.release import debian, distributions, oci, wheels
+from tools.release.debian import Package
 from tools.release.layer import Layer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tools.release.debian import Package
     from tools.release.layer import Blob
 
 ARCHITECTURES: Final = ("amd64", "arm64")
@@ -76,10 +77,13 @@ def build(
 ) -> list[Built]:
     """Build all images into `target`, which has our wheels; `sources` are apt's lines, by default this machine's.
 
-    Raises BuildError where this machine cannot build them, and where something cannot be downloaded.
+    Raises BuildError or UnavailableError where this machine cannot build them, and BuildError where something cannot be
+    downloaded.
     """
     if lack := debian.missing():
         raise distributions.BuildError(lack)
+    for architecture in architectures:
+        worker_program.provide(architecture)  # before minutes of downloads: without Go it cannot be built
     listed = debian.host_sources() if sources is None else sources
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(architectures)) as pool:
         futures = [pool.submit(_parts, target, one, listed, Path(folder) / one, epoch) for one in architectures]
@@ -154,8 +158,10 @@ def _program(
     layer = Layer()
     environment.create(layer)
     packages = environment.install(wheels.download(wheel, extra, architecture, folder), layer)
-    if environment is _LAUNCHER:  # from where pods of training images without elastic_runtime copy it
+    if environment is _LAUNCHER:  # from where workers' pods copy the program, and elastic_runtime where they lack it
         _copy(layer, f"{environment.packages}/elastic_runtime", f"{_RUNTIME}/elastic_runtime")
+        layer.add(worker_program.PATH, worker_program.provide(architecture).read_bytes(), 0o755)
+        packages.append(Package("golang", "std", worker_program.version()))
     return _Part([layer.pack(epoch)], packages)
 
 

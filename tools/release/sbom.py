@@ -106,11 +106,13 @@ def _inside(package: Package, listed: Iterable[Json]) -> Json:
         one = _package(package.name, package.version, "NOASSERTION", f"-{package.version}")
         same = (one["name"], one["versionInfo"])
         return next((other for other in listed if (other["name"], other["versionInfo"]) == same), one)
-    suffix = f"-{package.version}-{package.architecture}"
+    suffix = f"-{package.version}-{package.architecture or package.kind}"
     one = _package(package.name, package.version, "NOASSERTION", suffix)
     version = urllib.parse.quote(package.version, safe="")
     locator = (
         f"pkg:deb/debian/{urllib.parse.quote(package.name)}@{version}?arch={package.architecture}&distro={RELEASE}"
+        if package.kind == "deb"
+        else f"pkg:{package.kind}/{package.name}@{version}"
     )
     one["externalRefs"][0]["referenceLocator"] = locator
     return one

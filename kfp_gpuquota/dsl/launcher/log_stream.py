@@ -11,7 +11,6 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import WorkerPhase
-from kfp_gpuquota.dsl.worker.remote import ENDED
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Worker
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
+ENDED: Final = "gpuquota: the step's command has ended with exit code "
+"""The last line of a worker's log in a pod (`images/launcher/worker`), followed by the code: a reader of the log need
+not wait for the end of the pod."""
 TAIL_LINES: Final = 20
 _LONG_POLL_S: Final = 10.0
 _SHORT_POLL_S: Final = 0.5

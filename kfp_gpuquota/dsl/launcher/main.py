@@ -16,18 +16,19 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.wire import Lease
-from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.connect import connect, kube_context
 from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion, progress_of, succeeded
 from kfp_gpuquota.dsl.launcher.log_stream import LogFollower, tail
 from kfp_gpuquota.dsl.launcher.step import Step, step_from
 from kfp_gpuquota.dsl.launcher.submission import claim
 from kfp_gpuquota.dsl.launcher.worker_location import worker_location
 from kfp_gpuquota.dsl.spec.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
-from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError
+from kfp_gpuquota.dsl.worker import start
+from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import JobList
+    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
     from kfp_gpuquota.dsl.launcher.staging import Staging
     from kfp_gpuquota.dsl.launcher.worker_location import WorkerLocation
     from kfp_gpuquota.server.cluster_client import ClusterClient
@@ -43,6 +45,7 @@ LONG_POLL_S: Final = 20.0
 # A restart or an upgrade of the cluster takes less than this; the job keeps running meanwhile.
 CLUSTER_TIMEOUT_S: Final = 600.0
 _LOG_ENDS_WITHIN_S: Final = 60.0
+_NO_DEVICES: Final = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 _MESSAGE_LENGTH: Final = 1000  # of the 4,096 bytes that the kubelet reads
 # Neither success, because this attempt does not publish the job's outputs, nor the job's failure.
@@ -67,32 +70,32 @@ class _CurrentLease:
 
     def __init__(self) -> None:
         self._keeper: LeaseKeeper | None = None
-        self._run_has_ended = False
+        self._ended = ""
         self._lock = threading.Lock()
 
     def keep(self, keeper: LeaseKeeper) -> LeaseKeeper:
         """Start renewing this lease, and return its keeper."""
         with self._lock:
             self._keeper = keeper
-            ended = self._run_has_ended
+            ended = self._ended
         keeper.start()
         if ended:
-            keeper.shorten(0.0)
+            keeper.shorten(0.0, ended)
         return keeper
 
-    def end(self) -> None:
-        """Release the lease because the run was terminated: the cluster stops the job's workers at once."""
+    def end(self, reason: str) -> None:
+        """Release the lease because the run is over: the cluster stops the job's workers at once."""
         with self._lock:
-            self._run_has_ended = True
-        log_line("the pipeline's run was terminated: the job is cancelled")
-        self.shorten(0.0)
+            self._ended = reason
+        log_line(f"{reason}: the job is cancelled")
+        self.shorten(0.0, reason)
 
-    def shorten(self, after_s: float) -> None:
+    def shorten(self, after_s: float, reason: str = "") -> None:
         """Let the job live only `after_s` seconds longer, unless another attempt takes it over."""
         with self._lock:
             keeper = self._keeper
         if keeper is not None:
-            keeper.shorten(after_s)
+            keeper.shorten(after_s, reason)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,6 +124,8 @@ def log_line(text: str) -> None:
 
 
 def _run(step: Step) -> int:
+    if step.on_cpu:
+        return _run_on_cpu(step)
     client = connect()
     lease = Lease(holder=os.environ.get("KFP_POD_UID") or uuid.uuid4().hex, duration_s=step.lease_s)
     location = worker_location(client)
@@ -132,13 +137,46 @@ def _run(step: Step) -> int:
             log_line("the job or its outputs were lost before this launcher took it over: submitting a new job")
     except _StoppedError as stopped:
         # Ctrl-C is the user's wish to end the job. After the stop of a pod, a new pod may take the job over.
-        follows = stopped.number != signal.SIGINT and location.prepare_next_attempt()
-        held.shorten(AFTER_STOP_S if follows else 0.0)
+        timeout = location.timeout()
+        follows = stopped.number != signal.SIGINT and not timeout and location.prepare_next_attempt()
+        held.shorten(AFTER_STOP_S if follows else 0.0, timeout)
+        if timeout:
+            _report_failure(f"cancelled: {timeout}")
         raise
     location.close()
     code = _exit_code(job)
     (_report_failure if code else log_line)(conclusion(job))
     return code
+
+
+def _run_on_cpu(step: Step) -> int:
+    """Run a step that asks for no GPU, without a job."""
+    log_line("the step asks for 0 GPUs: it runs on the CPU, without quota")
+    if not step.image or kube_context() is None:
+        _run_here(step)
+    from kfp_gpuquota.dsl.launcher import cpu_pod  # noqa: PLC0415 (on one machine none of it is needed)
+
+    client = connect()
+    location = worker_location(client)
+    try:
+        code = cpu_pod.run(cast("KubernetesClient", client), location.with_identity(step), _write)
+    except _StoppedError as stopped:
+        if stopped.number != signal.SIGINT and not location.timeout():
+            location.prepare_next_attempt()
+        raise
+    (_report_failure if code else log_line)(f"failed with exit code {code}" if code else "succeeded")
+    return code
+
+
+def _run_here(step: Step) -> NoReturn:
+    """Replace this process, which runs in the step's image, by the step's command."""
+    argv = [start.resolved(element, step.executor_input) for element in step.argv]
+    for folder in start.output_folders(step.executor_input):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        os.execvpe(argv[0], argv, {**step.environment, **_NO_DEVICES})
+    except OSError as error:
+        raise UsageError(f"cannot run {argv[0]!r}: {error.strerror}") from None
 
 
 def _job_of(

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api import WorkerPhase
@@ -14,12 +15,11 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
-from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.run_watch import RunWatch
 from kfp_gpuquota.dsl.spec import step_pod
-from kfp_gpuquota.dsl.spec.pod_template import worker_template
+from kfp_gpuquota.dsl.spec.pod_template import PROGRAM, worker_template
 from kfp_gpuquota.dsl.worker import start as worker
-from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, UsageError
+from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, JobFailedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
+    from kfp_gpuquota.dsl.launcher.relay import Relay
     from kfp_gpuquota.dsl.launcher.staging import Staging
     from kfp_gpuquota.dsl.launcher.step import Step
 
@@ -40,6 +41,7 @@ STATE: Final = "kfp.gpuquota.dev/state"
 # The training survives the eviction of its launcher, but autoscalers should not evict one without need. A
 # PodDisruptionBudget was rejected: it would block every drain of the node until the step ends.
 DO_NOT_EVICT: Final = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+_RUN_IS_OVER: Final = "its pipeline's run was terminated, or has ended"
 _PROGRESS_FILE: Final = "ARGO_PROGRESS_FILE"
 
 
@@ -48,7 +50,7 @@ class PodWorkers:
 
     def __init__(self, client: KubernetesClient) -> None:
         self._client = client
-        self._own = self._read_own_pod()
+        self._own = own_pod(client)
         self._relay: Relay | None = None
         self._watch: RunWatch | None = None
         self._shown = ""
@@ -63,16 +65,7 @@ class PodWorkers:
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
         """Submit the step's job under this name; its workers wait for the relay, which `serve` opens."""
         del staging
-        untouched = [worker.resolved(element, step.executor_input) for element in step.argv]
-        template = worker_template(
-            self._own,
-            step.image,
-            secret_name(name),
-            untouched,
-            resources=step.worker_resources,
-            volumes=step.volumes,
-            environment=os.environ,
-        )
+        template = template_of(self._own, step, name)
         spec = step.options.job_spec(name=name, project=step.project, command=("step",), labels=step.labels)
         metadata: Json = {"annotations": {labels.STEP: step.task}}
         owner = step_pod.owner(self._own)
@@ -88,35 +81,33 @@ class PodWorkers:
         The step file is written first: the pod of an attempt that takes a job over begins with an empty directory,
         and workers that start later (expansion or replacement) read it.
         """
+        from kfp_gpuquota.dsl.launcher.relay import Relay  # noqa: PLC0415 (imported while the workers' pods start)
+
         staging.create(step.argv, {})  # the workers' environment is in their pod template
-        address = self._own.get("status", {}).get("podIP")
-        if not address:
-            raise UsageError("the step's pod has no IP address yet, which its workers need; try again")
-        path = join("/api/v1/namespaces", job.spec.project, "secrets")
         token = self._client.secret_value(job.spec.project, secret_name(job.spec.name), "token")
-        self._relay = Relay(step.executor_input, staging, address, token, partial(self._note_outputs, job))
-        content = {"url": self._relay.url, "token": self._relay.token, "ca.crt": self._relay.authority}
-        owner = {"apiVersion": "gpuquota.dev/v1alpha1", "kind": "ElasticJob", "name": job.spec.name, "uid": job.uid}
-        metadata = {"name": secret_name(job.spec.name), "ownerReferences": [owner]}
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": content}
-        try:
-            self._client.calls.create(path, secret)
-        except AlreadyExistsError:
-            change = {"stringData": content, "metadata": {"ownerReferences": [owner]}}
-            self._client.calls.patch(join(path, secret_name(job.spec.name)), change)
+        self._relay = Relay(
+            step.executor_input, staging, address_of(self._own), token, partial(self._note_outputs, job)
+        )
+        owner = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": job.spec.name, "uid": job.uid}
+        publish(self._client.calls, self._relay, job.spec.project, job.spec.name, owner)
 
     def has_outputs(self, job: Job, staging: Staging) -> bool:
         """Return whether this pod has the outputs of a job that succeeded.
 
         It has not where the worker uploaded them to the pod of an earlier attempt, which was deleted before it had
-        published them. A worker without Python uploads nothing and sets no annotation: it writes to volumes.
+        published them. Raises JobFailedError where no attempt has received them.
         """
-        del staging
-        if not job.status.result_worker or job.status.result_worker in self._delivered:
+        result = job.status.result_worker or ""
+        if result in self._delivered:
             return True
-        path = _job_path(job)
-        annotations: dict[str, str] = self._client.calls.get(path)["metadata"].get("annotations", {})
-        return annotations.get(_outputs_annotation(job.status.result_worker), self._uid) == self._uid
+        annotations: dict[str, str] = self._client.calls.get(_job_path(job))["metadata"].get("annotations", {})
+        uploaded_to = annotations.get(_outputs_annotation(result))
+        if uploaded_to is None and (names := staging.declared()):
+            raise JobFailedError(
+                f"the job succeeded, but its outputs did not arrive: {', '.join(names)}; if its workers run in an "
+                "image without Python and were started by release 0.2, run the step again"
+            )
+        return uploaded_to in {None, self._uid}
 
     def result_worker_of(self, job: Job) -> str:
         """Return the worker of a job of fixed size 1 as soon as it has uploaded its outputs, else "".
@@ -127,12 +118,19 @@ class PodWorkers:
         single = not job.spec.elastic and job.spec.gpus == job.spec.worker_gpus
         return alive[0] if single and len(alive) == 1 and alive[0] in self._delivered else ""
 
-    def watch_run(self, ended: Callable[[], None]) -> None:
-        """Call `ended` from another thread when the run is terminated."""
+    def watch_run(self, ended: Callable[[str], None]) -> None:
+        """Call `ended` from another thread, with the reason, when the run is over."""
         if name := step_pod.workflow(self._own):
             calls = Calls(self._client.calls.connection, retry_for_s=0.0)
-            self._watch = RunWatch(calls, self._client.namespace, name, ended)
+            self._watch = RunWatch(calls, self._client.namespace, name, lambda: ended(self.timeout() or _RUN_IS_OVER))
             self._watch.start()
+
+    def timeout(self) -> str:
+        """Return that the step has reached KFP's time limit, or ""."""
+        if not step_pod.timed_out(self._own, time.time()):
+            return ""
+        limit_s = step_pod.timeout_s(self._own)
+        return f"the step has reached its timeout of {limit_s:g} s, which KFP counts from its pod's start"
 
     def prepare_next_attempt(self) -> bool:
         """Return whether another attempt of the step will follow; then this pod is deleted at once.
@@ -142,7 +140,7 @@ class PodWorkers:
         not.
         """
         calls = Calls(self._client.calls.connection, retry_for_s=0.0)  # there is no time for more attempts
-        if step_pod.timed_out(self._own, time.time()) or self._run_is_over(calls):
+        if self._run_is_over(calls):
             return False
         with contextlib.suppress(GpuQuotaError):  # without permission to delete it, Argo may see it Failed
             calls.delete(self._own_path(), gracePeriodSeconds=0, preconditions={"uid": self._uid})
@@ -189,16 +187,58 @@ class PodWorkers:
     def _own_path(self) -> str:
         return join("/api/v1/namespaces", self._client.namespace, "pods", self._own["metadata"]["name"])
 
-    def _read_own_pod(self) -> Json:
-        name = os.environ.get(POD_NAME) or os.environ.get("HOSTNAME", "")
-        namespace = self._client.namespace
-        try:
-            return self._client.calls.get(join("/api/v1/namespaces", namespace, "pods", name))
-        except GpuQuotaError as error:
-            raise UsageError(
-                f"this step runs on Kubernetes, but its own pod {name!r} in namespace {namespace!r} cannot be read "
-                f"({error.message}); its service account needs the role gpuquota-launcher"
-            ) from error
+
+def own_pod(client: KubernetesClient) -> Json:
+    """Return the pod in which this launcher runs. Raises UsageError where it may not be read."""
+    name, namespace = os.environ.get(POD_NAME) or os.environ.get("HOSTNAME", ""), client.namespace
+    try:
+        return client.calls.get(join("/api/v1/namespaces", namespace, "pods", name))
+    except GpuQuotaError as error:
+        raise UsageError(
+            f"this step runs on Kubernetes, but its own pod {name!r} in namespace {namespace!r} cannot be read "
+            f"({error.message}); its service account needs the role gpuquota-launcher"
+        ) from error
+
+
+def template_of(own: Json, step: Step, job: str) -> Json:
+    """Return the pod template of the workers of a job of this step. Raises UsageError where they lack their program."""
+    if not Path(PROGRAM).exists():
+        raise UsageError(
+            f"the image of the step's pod has no {PROGRAM}, which its workers need: route the pipeline with a "
+            "launcher image (--launcher-image), or copy the file from the launcher's image into this one"
+        )
+    return worker_template(
+        own,
+        step.image,
+        secret_name(job),
+        resources=step.worker_resources,
+        volumes=step.volumes,
+        environment=os.environ,
+        folders=worker.folders_of(step.executor_input),
+    )
+
+
+def address_of(own: Json) -> str:
+    """Return the address of the step's own pod, where its workers find the relay. Raises UsageError."""
+    if address := own.get("status", {}).get("podIP"):
+        return str(address)
+    raise UsageError("the step's pod has no IP address yet, which its workers need; try again")
+
+
+def publish(calls: Calls, relay: Relay, namespace: str, job: str, owner: Json) -> None:
+    """Write the relay's address, token and certificate authority to the Secret that the job's workers mount."""
+    path, name = join("/api/v1/namespaces", namespace, "secrets"), secret_name(job)
+    content = {"url": relay.url, "token": relay.token, "ca.crt": relay.authority}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "ownerReferences": [owner]},
+        "stringData": content,
+    }
+    try:
+        calls.create(path, secret)
+    except AlreadyExistsError:
+        calls.patch(join(path, name), {"stringData": content, "metadata": {"ownerReferences": [owner]}})
 
 
 def _job_path(job: Job) -> str:

@@ -2,18 +2,18 @@
 
 Each relay has a certificate of an authority of its own, made when it starts. Workers read the authority's certificate
 from the job's Secret, as they do the token, and send nothing to a server without such a certificate. Files are sent and
-received in chunks and never whole in memory. A job's token permits reading the step's inputs and the workers' start
-program, and writing below the job's own staging directories. Nothing else of the pod can be reached. A listing names
-all that is below an input or is refused with the name of what a worker cannot have: a link out of the input, a link to
-a folder, a link to nothing, a pipe.
+received in chunks and never whole in memory. A job's token permits reading the step's inputs and the workers' program,
+and writing below the job's own staging directories. Nothing else of the pod can be reached.
+
+The client is `images/launcher/worker`, a static program that this pod's image brings. What KFP's executor input means
+is decided here, so that it need not know.
 
 A connection has a thread. It counts as unproven until it has sent the token, for `PROOF_TIMEOUT_S` at most; so many of
 them are open from one address, and in all, beyond which the oldest one is closed.
 
 | request                    | answer                                                              |
 |----------------------------|---------------------------------------------------------------------|
-| `GET /package`             | a zip with the worker's start program (`gpuquota_remote`) and `elastic_runtime` |
-| `GET /step`                | the step file                                                       |
+| `GET /work?worker=W`       | JSON: a worker's "argv", the paths of its "inputs", the folders of its "outputs" |
 | `GET /list?path=P`         | JSON: [[relative path, size, mode], ...] of an input, a file or a directory |
 | `GET /file?path=P`         | a file of an input                                                  |
 | `PUT /file?path=P&mode=M`  | writes a file of a staged output                                    |
@@ -21,6 +21,9 @@ them are open from one address, and in all, beyond which the oldest one is close
 
 A worker whose command has succeeded sends the last request when it has uploaded all its outputs. The launcher may have
 been replaced by then, in a pod without these files: the worker then uploads all of them again.
+
+Workers of a job that release 0.2 submitted ask for `/step` (the step file), `/package` and `/program` instead
+(`earlier_workers.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +31,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import http.server
-import importlib.util
-import io
 import json
 import os
 import secrets
@@ -38,26 +39,27 @@ import ssl
 import sys
 import threading
 import time
-import zipfile
-from functools import cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
 from kfp_gpuquota.cluster import certificates
-from kfp_gpuquota.dsl.worker import remote, start
+from kfp_gpuquota.dsl.launcher import earlier_workers
+from kfp_gpuquota.dsl.launcher.input_files import CHUNK_SIZE, NotTransferableError, listing, really_within, within
+from kfp_gpuquota.dsl.spec.pod_template import PROGRAM
+from kfp_gpuquota.dsl.worker import start
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import io
+    from collections.abc import Callable
 
     from kfp_gpuquota.dsl.launcher.staging import Staging
 
 Json = dict[str, Any]
 
-CHUNK_SIZE: Final = 1 << 20
 PROOF_TIMEOUT_S: Final = 10.0
 """For the handshake, and for the head of the first request."""
 MAX_CONNECTIONS: Final = 512
@@ -81,12 +83,13 @@ class Relay:
         address: str,
         token: str = "",
         completed: Callable[[str], None] = lambda _worker: None,
+        program: Path = Path(PROGRAM),
     ) -> None:
         self.token = token or secrets.token_urlsafe(32)
         self.inputs = [Path(path) for path in input_paths(executor_input)]
         self.outputs = [Path(directory) for directory in staging.directories()]
         self.step_file = staging.step_file
-        self.completed = completed
+        self.completed, self.program = completed, program
         authority, tls = _identity(address)
         self.authority = authority.decode()
         self._server = _Server((address, 0), self, tls)
@@ -104,13 +107,20 @@ class Relay:
         self._server.shutdown()
         self._server.server_close()
 
+    def work(self, worker: str) -> Json:
+        """Return what a worker runs, downloads and uploads. Raises ValueError for a name that is none."""
+        if worker in {"", ".", ".."} or "/" in worker:
+            raise ValueError(worker)
+        argv, folders = start.work_of(json.loads(self.step_file.read_bytes()), worker)
+        return {"argv": argv, "inputs": [str(path) for path in self.inputs], "outputs": folders}
+
     def readable(self, path: str) -> Path | None:
         """Return the path if it is an input or inside one, also where it leads by links, else None."""
-        return _real_within(path, self.inputs)
+        return really_within(path, self.inputs)
 
     def writable(self, path: str) -> Path | None:
         """Return the path if it is below a staging directory of this job, else None."""
-        found = _within(path, self.outputs)
+        found = within(path, self.outputs)
         return None if found in self.outputs else found
 
 
@@ -131,44 +141,6 @@ def input_paths(executor_input: Json) -> list[str]:
     listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
     artifacts = (artifact for each in listed for artifact in each.get("artifacts", []))
     return [start.input_path(artifact) for artifact in artifacts if "/" in artifact.get("uri", "")]
-
-
-@cache
-def package() -> bytes:
-    """Return a zip with the worker's start program and elastic_runtime, from which Python can import."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("gpuquota_remote/__init__.py", "")
-        for module in (start, remote):
-            path = Path(cast(str, module.__file__))
-            archive.write(path, f"gpuquota_remote/{path.name}")
-        for name, path in _elastic_runtime():
-            archive.write(path, f"elastic_runtime/{name}")
-    return content.getvalue()
-
-
-def _elastic_runtime() -> list[tuple[str, Path]]:
-    """Return elastic_runtime's source files as (relative path, path). Not imported: the launcher has no torch."""
-    found = importlib.util.find_spec("elastic_runtime")
-    assert found is not None
-    assert found.submodule_search_locations
-    root = Path(found.submodule_search_locations[0])
-    return [(str(path.relative_to(root)), path) for path in sorted(root.rglob("*.py"))]
-
-
-def _within(path: str, roots: Iterable[Path]) -> Path | None:
-    asked = Path(os.path.normpath(path))
-    return next((asked for root in roots if asked == root or root in asked.parents), None)
-
-
-def _real_within(path: str, roots: Iterable[Path]) -> Path | None:
-    """As `_within`, and where links of the path lead is inside the same root, too."""
-    asked = Path(os.path.normpath(path))
-    for root in roots:
-        if asked == root or root in asked.parents:
-            real, real_root = Path(os.path.realpath(asked)), Path(os.path.realpath(root))
-            return asked if real == real_root or real_root in real.parents else None
-    return None
 
 
 class _Unproven:
@@ -274,10 +246,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         relay = cast(_Server, self.server).relay
         match asked.path:
-            case "/package":
-                self._send(package())
+            case "/work":
+                self._send_work()
             case "/step":
                 self._send_file(relay.step_file)
+            case "/package":
+                self._send(earlier_workers.package())
+            case "/program":
+                self._send_file(relay.program)
             case "/list" if found := relay.readable(self._path()):
                 self._send_listing(found)
             case "/file" if found := relay.readable(self._path()):
@@ -285,9 +261,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             case _:
                 self._refuse(HTTPStatus.NOT_FOUND)
 
+    def _send_work(self) -> None:
+        try:
+            work = cast(_Server, self.server).relay.work(self._query("worker"))
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST)
+        else:
+            self._send(json.dumps(work).encode())
+
     def _send_listing(self, root: Path) -> None:
         try:
-            found = listing(root, cast(_Server, self.server).relay.readable)
+            found = listing(root)
         except NotTransferableError as error:
             self._refuse(HTTPStatus.FORBIDDEN, str(error))  # a worker that lacks a file would fail later
         else:
@@ -369,7 +353,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(size))
             self.end_headers()
-            remote.send_file(self.connection, file, size)
+            send_file(self.connection, file, size)
 
     def _receive(self, target: Path, size: int, mode: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -383,30 +367,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             temporary.unlink(missing_ok=True)
 
 
-class NotTransferableError(Exception):
-    """An input has something that no worker can have."""
+def send_file(connection: Any, file: Any, size: int) -> None:
+    """Send the next `size` bytes of a file, also of one that still grows. Raises ConnectionError where it has fewer.
 
-
-def listing(root: Path, readable: Callable[[str], Path | None]) -> list[tuple[str, int, int]]:
-    """[(path relative to `root`, bytes, mode)] of a file ("") or of all files below a folder, sorted.
-
-    Raises NotTransferableError with the name of a link that leaves the input, and of all that is no file.
+    `sendfile` of a TLS socket sends 8 KiB at a time.
     """
-    if not os.path.lexists(root):
-        return []  # an artifact that KFP does not download
-    if not root.is_dir():
-        return [_listed(root, "", readable)]
-    paths = map(Path, remote.entries(str(root)))
-    return sorted(_listed(path, str(path.relative_to(root)), readable) for path in paths)
-
-
-def _listed(path: Path, name: str, readable: Callable[[str], Path | None]) -> tuple[str, int, int]:
-    if readable(str(path)) is None:
-        raise NotTransferableError(f"{path} is a link that leaves its input; copy what it leads to into the input")
-    if why := remote.not_transferable(str(path)):
-        raise NotTransferableError(f"{path} {why}")
-    facts = path.stat()
-    return name, facts.st_size, facts.st_mode & 0o777
+    buffer = memoryview(bytearray(CHUNK_SIZE))
+    while size:
+        got = file.readinto(buffer[: min(size, CHUNK_SIZE)])
+        if not got:
+            raise ConnectionError(f"a file became {size} bytes shorter while it was sent")
+        connection.sendall(buffer[:got])
+        size -= got
 
 
 def _copy(source: Any, target: io.FileIO, size: int) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 STEP_FILE: Final = "step.json"
+_LOGS: Final = "executor-logs"
 PRIVATE_DIRECTORY: Final = 0o700
 PRIVATE_FILE: Final = 0o600
 
@@ -52,6 +53,11 @@ class Staging:
     def exists(self) -> bool:
         """Return whether there may be outputs to publish."""
         return self.root.exists()
+
+    def declared(self) -> list[str]:
+        """Return the names of the outputs that the step's command writes. KFP writes the log's own."""
+        outputs = self._executor_input["outputs"]
+        return sorted({*outputs.get("parameters", {}), *outputs.get("artifacts", {})} - {_LOGS})
 
     def publish_outputs(self, worker: str) -> None:
         """Move this worker's outputs to their final paths, and remove the files of all workers. Idempotent."""
@@ -124,7 +130,15 @@ class Staging:
 
 
 def _move_into(source: Path, target: Path) -> None:
-    """Move all entries of a directory into another one on the same file system, replacing existing entries."""
+    """Move all entries of a directory into another one on the same file system, replacing existing entries.
+
+    Absolute links from one to another of them lead to where that was moved.
+    """
+    for folder, folders, files in os.walk(source):
+        for link in (path for name in (*folders, *files) if (path := Path(folder, name)).is_symlink()):
+            if (leads_to := link.readlink()).is_relative_to(source):
+                link.unlink()
+                link.symlink_to(target / leads_to.relative_to(source))
     for entry in sorted(source.iterdir()) if source.is_dir() else ():
         destination = target / entry.name
         if destination.is_dir() and not destination.is_symlink():

@@ -35,7 +35,8 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Step:
     """One attempt of one step. `argv` is its original command, in which the outputs' placeholders are not replaced yet.
 
-    `task` identifies the step in its run: its `name`, or its full path where loops repeat the name.
+    `task` identifies the step in its run: its `name`, or its full path where loops repeat the name. `on_cpu`: the run
+    asks for 0 GPUs.
     """
 
     options: StepOptions
@@ -50,6 +51,7 @@ class Step:
     image: str = ""
     resources: Json | None = None
     volumes: Json = field(default_factory=lambda: pod_volumes.NO_VOLUMES)
+    on_cpu: bool = False
 
     @property
     def worker_resources(self) -> Json | None:
@@ -73,13 +75,14 @@ class Step:
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:
     """Return the step of the arguments and the environment. Raises UsageError for missing or wrong values."""
     options = from_environment(environment)
-    if arguments.gpus is not None:
-        options = msgspec.structs.replace(options, gpus=_whole(arguments.gpus))
+    gpus = None if arguments.gpus is None else _whole(arguments.gpus)
+    if gpus:
+        options = msgspec.structs.replace(options, gpus=gpus)
     executor_input = _decoded(arguments.executor_input)
     run_id, task_name = arguments.task.split("/", 1)
     return Step(
         options=options,
-        project=_project(environment),
+        project="" if gpus == 0 else _project(environment),
         run_id=run_id,
         task=task_name,
         name=task_name,
@@ -90,6 +93,7 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         image=arguments.image,
         resources=pod_resources.parsed(arguments.pod_resources or environment.get(pod_resources.VARIABLE)),
         volumes=pod_volumes.parsed(arguments.volumes),
+        on_cpu=gpus == 0,
     )
 
 

@@ -38,8 +38,11 @@ class WorkerLocation(Protocol):
     def result_worker_of(self, job: Job) -> str:
         """Return the worker whose success decides the job before the cluster has noticed its exit; else ""."""
 
-    def watch_run(self, ended: Callable[[], None]) -> None:
-        """Call `ended` from another thread when the pipeline's run is terminated."""
+    def watch_run(self, ended: Callable[[str], None]) -> None:
+        """Call `ended` from another thread, with the reason, when the pipeline's run is over."""
+
+    def timeout(self) -> str:
+        """Return which time limit the step has reached, as a sentence; "" if it has not."""
 
     def prepare_next_attempt(self) -> bool:
         """Return whether another attempt of the step will follow this one, which was stopped."""
@@ -92,8 +95,12 @@ class LocalWorkers:
         del job
         return ""
 
-    def watch_run(self, ended: Callable[[], None]) -> None:
+    def watch_run(self, ended: Callable[[str], None]) -> None:
         """Do nothing: there is no run to watch on one machine; the job ends when its lease expires."""
+
+    def timeout(self) -> str:
+        """Return "": kfp.local has no time limits."""
+        return ""
 
     def prepare_next_attempt(self) -> bool:
         """Return True: a new attempt may take the job over."""

@@ -19,10 +19,14 @@ Json = dict[str, Any]
 
 
 class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A step routed through the quota of `project` ("": none named). GPUs are None where a parameter sets them."""
+    """A step routed through the quota of `project` ("": none named). GPUs are None where a parameter sets them.
+
+    `request` is what it asks for as a text: "2", "0.5" for a part of a GPU, "4Gi"; `gpus` are whole devices.
+    """
 
     step: str
     project: str
+    request: str = ""
     gpus: int | None
     min_gpus: int | None
     max_gpus: int | None
@@ -111,6 +115,7 @@ def _step_check(step: str, container: Json, configured: str, cluster: Cluster | 
     return StepCheck(
         step=step,
         project=project,
+        request=spec.asks if constant else "",
         gpus=spec.gpus if constant else None,
         min_gpus=spec.smallest if constant else None,
         max_gpus=spec.largest if constant else None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.dsl.spec.pod_template import LAUNCHER_DOMAINS, MOUNT
+from kfp_gpuquota.dsl.spec.pod_template import LAUNCHER_DOMAINS, MOUNT, PROGRAM_MOUNT
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ Json = dict[str, Any]
 
 RESERVED_PATHS: Final = (
     MOUNT,
+    PROGRAM_MOUNT,
     "/var/run/secrets/gpuquota.dev",
     "/var/lib/gpuquota/checkpoints",
     "/opt/gpuquota/runtime",

@@ -8,7 +8,6 @@ in the compiled form the steps of nested pipelines, conditions, loops and exit h
 from __future__ import annotations
 
 import copy
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
@@ -44,8 +43,6 @@ LAUNCHER_VARIABLES: Final = frozenset({
 POD_VARIABLES: Final = frozenset({"KFP_POD_NAME", "KFP_POD_UID"})
 GPU_RESOURCE_SUFFIX: Final = "/gpu"
 _OUTSIDE_THE_QUOTA: Final = "tpu"
-# The content of an image cannot be inspected here; images without a shell are recognized by their names.
-_WITHOUT_SHELL: Final = re.compile(r"(^|/)(distroless/(?!.*debug)|chainguard/static\b|scratch$)")
 
 
 def is_routed(command: Sequence[object] | None) -> bool:
@@ -93,7 +90,7 @@ def route_pipeline(
             _route_container(step, container, project, launcher_image)
             if is_routed(container.get("command")):
                 check_config(step, configs.get(label, {}))
-                _swap_image(step, container, launcher_image)
+                _swap_image(container, launcher_image)
     return routed
 
 
@@ -129,7 +126,7 @@ def _route_container(step: str, container: Json, project: str | None, launcher_i
     if is_routed(container.get("command")):
         _check_agreement(step, container, accelerator)
         container.get("resources", {}).pop("accelerator", None)
-    elif accelerator is None:
+    elif accelerator is None or str(accelerator["count"]) == "0":
         return
     else:
         _wrap(step, container, str(accelerator["count"]))
@@ -140,16 +137,11 @@ def _route_container(step: str, container: Json, project: str | None, launcher_i
         container["env"].append({"name": PROJECT, "value": project})
 
 
-def _swap_image(step: str, container: Json, launcher_image: str | None) -> None:
+def _swap_image(container: Json, launcher_image: str | None) -> None:
     """Replace the image by the launcher's. The step's image becomes an argument, so it stays in KFP's cache key."""
     arguments = container["args"]
     given = (str(argument) for argument in arguments[: arguments.index("--")])
     own = next((text.removeprefix(IMAGE_ARGUMENT) for text in given if text.startswith(IMAGE_ARGUMENT)), "")
-    if _WITHOUT_SHELL.search(own or container["image"]):
-        raise DefinitionError(
-            f"step {step!r}: its image {own or container['image']!r} has no shell, which starts the workers; use the "
-            "image's variant with a shell (for distroless images the tag 'debug')"
-        )
     if launcher_image and not own:
         arguments.insert(0, f"{IMAGE_ARGUMENT}{container['image']}")
     container["image"] = launcher_image or container["image"]

@@ -61,17 +61,20 @@ class LeaseKeeper(threading.Thread):
         """Stop renewing the lease."""
         self._stopped.set()
 
-    def shorten(self, after_s: float) -> None:
-        """Stop, and with one request shorten the lease to `after_s` seconds; another attempt can still take it over."""
+    def shorten(self, after_s: float, reason: str = "") -> None:
+        """Stop, and with one request shorten the lease to `after_s` seconds; another attempt can still take it over.
+
+        `reason` is why the job is cancelled by 0 s.
+        """
         self._stopped.set()
         self._calling.acquire(timeout=_LAST_CALL_WAITS_S)  # a renewal in flight must not undo this
         try:
-            self._renew(self._connect(), after_s)
+            self._renew(self._connect(), after_s, reason)
         except ConflictError:
             self.taken_over.set()
         except GpuQuotaError as error:
             self._log_line(f"cannot shorten the lease; the job ends when it expires: {error.message}")
 
-    def _renew(self, client: ClusterClient, duration_s: float) -> None:
-        lease = msgspec.structs.replace(self._lease, duration_s=duration_s)
+    def _renew(self, client: ClusterClient, duration_s: float, reason: str = "") -> None:
+        lease = msgspec.structs.replace(self._lease, duration_s=duration_s, reason=reason)
         client.renew_lease(self._spec.project, self._spec.name, lease)

@@ -101,6 +101,7 @@ def checked(component: str, given: Mapping[str, object]) -> StepOptions:
                 "runs, but a constant is needed here; for a number of GPUs set by a parameter use "
                 "task.set_accelerator_type('nvidia.com/gpu').set_accelerator_limit(...)"
             )
+    _check_whole(component, given.get("gpus"))
     try:
         fields = {
             ARGUMENTS.get(argument, argument): _in_units(component, argument, value)
@@ -114,6 +115,14 @@ def checked(component: str, given: Mapping[str, object]) -> StepOptions:
             message = message.replace(f"gpu_{field}", field.removesuffix("_mib"))
         message = message.replace("kind is 'build'", "interactive is True")
         raise DefinitionError(f"component {component!r}: {message}") from None
+
+
+def _check_whole(component: str, gpus: object) -> None:
+    if isinstance(gpus, float) and 0 < gpus < 1:
+        raise DefinitionError(
+            f"component {component!r}: gpus is {gpus}, but it must be a whole number; for a part of a GPU write "
+            f"fraction={gpus}"
+        )
 
 
 def to_environment(options: StepOptions) -> dict[str, str]:

@@ -2,9 +2,15 @@
 
 KFP sets the author's settings on the step's pod (environment, and by kfp-kubernetes volumes, secrets, tolerations, node
 selectors, labels, pull secrets), and admission adds the namespace admin's. The workers do the step's work, so they get
-all of these. Removed is exactly what KFP, Argo and the API server add for the launcher itself, by name. A rule by
-prefix was rejected: it would match names that users choose (KFP names the volume of a PVC after its claim: `kfp-data`).
-The lists below were taken from pods of KFP 2.17 and Argo 4.0 (docs/pipelines.md describes how).
+all of these. Removed is exactly what Argo and the API server, and KFP for its own executor, add for the launcher
+itself, by name. A rule by prefix was rejected: it would match names that users choose (KFP names the volume of a PVC
+after its claim: `kfp-data`). The lists below were taken from pods of KFP 2.17 and Argo 4.0 (docs/pipelines.md describes
+how).
+
+The workers' image may have nothing but the step's command. So an init container copies the program that moves the
+step's files and runs its command (`images/launcher/worker`) out of the image of the step's own pod, which is the
+launcher's, as Argo and KFP copy theirs. It has the security context and the resources of the step's own container,
+which was admitted with them in this namespace and runs in this image.
 """
 
 from __future__ import annotations
@@ -16,13 +22,18 @@ from kfp_gpuquota.dsl.spec.pod_volumes import NO_VOLUMES
 from kfp_gpuquota.dsl.worker.start import POD_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 Json = dict[str, Any]
 
 MAIN: Final = "main"
 MOUNT: Final = "/var/run/gpuquota/relay"
 VOLUME: Final = "gpuquota-relay"
+PROGRAM: Final = "/opt/gpuquota/bin/gpuquota-worker"
+"""Where the launcher's image has the workers' program."""
+PROGRAM_MOUNT: Final = "/var/run/gpuquota/program"
+_PROGRAM_VOLUME: Final = "gpuquota-program"
+_FOLDERS_VOLUME: Final = "gpuquota-folders"
 LAUNCHER_PREFIX: Final = "GPUQUOTA_"
 # Domains of labels and annotations by which Argo and KFP find the pods that they have created: with these a worker's
 # pod would be treated as a pod of the Workflow.
@@ -42,9 +53,8 @@ _LAUNCHERS_CONTAINER: Final = frozenset({
 _LAUNCHERS_VARIABLES: Final = frozenset({
     "ARGO_CONTAINER_NAME", "ARGO_DEADLINE", "ARGO_INCLUDE_SCRIPT_OUTPUT", "ARGO_NODE_ID", "ARGO_POD_NAME",
     "ARGO_POD_UID", "ARGO_PROGRESS_FILE", "ARGO_PROGRESS_FILE_TICK_DURATION", "ARGO_PROGRESS_PATCH_TICK_DURATION",
-    "ARGO_TEMPLATE", "ARGO_WORKFLOW_NAME", "ARGO_WORKFLOW_UID", "KFP_POD_NAME", "KFP_POD_UID",
+    "ARGO_TEMPLATE", "ARGO_WORKFLOW_NAME", "ARGO_WORKFLOW_UID",
 })  # fmt: skip
-_LAUNCHERS_CONFIG_MAPS: Final = frozenset({"metadata-grpc-configmap"})
 # Empty volumes through which Argo's and KFP's executors reach the step's container. All other empty volumes are kept:
 # each worker gets its own (KFP mounts artifacts' paths as such, so that images without root can write there).
 _LAUNCHERS_EMPTY_VOLUMES: Final = frozenset({"kfp-launcher", "tmp-dir-argo", "var-run-argo"})
@@ -52,50 +62,23 @@ _SERVICE_ACCOUNT_PATH: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 # KFP's launcher sets these for its child at run time, where the backend has a CA bundle for the object store.
 _CA_VARIABLES: Final = ("AWS_CA_BUNDLE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE")
 
-# Runs in any Python that the image has: it downloads the rest from the launcher, which may not be ready yet.
-BOOTSTRAP: Final = """\
-import http.client, os, ssl, sys, tempfile, time
-directory, last = sys.argv[1], time.monotonic() + 900
-while True:
-    try:
-        url, token = (open(os.path.join(directory, name)).read().strip() for name in ("url", "token"))
-        tls = ssl.create_default_context(cafile=os.path.join(directory, "ca.crt"))
-        relay = http.client.HTTPSConnection(url.split("/")[2], timeout=60, context=tls)
-        relay.request("GET", "/package", headers={"Authorization": "Bearer " + token})
-        answer = relay.getresponse()
-        content = answer.read()
-        if answer.status == 200:
-            break
-        raise OSError("%s %s" % (answer.status, answer.reason))
-    except (OSError, http.client.HTTPException) as error:
-        if time.monotonic() > last:
-            sys.exit("gpuquota: the step's launcher does not answer: %s" % error)
-        time.sleep(1)
-package = os.path.join(tempfile.mkdtemp(), "gpuquota.zip")
-open(package, "wb").write(content)
-sys.path.insert(0, package)
-from gpuquota_remote import remote
-sys.exit(remote.main(directory))
-"""
-# An image without Python runs the command itself: it can read and write only its volumes.
-_SHELL: Final = 'if command -v python3 >/dev/null 2>&1; then exec python3 -I -c "$0" "$1"; fi; shift; exec "$@"'
-
 
 def worker_template(
     step_pod: Json,
     image: str,
     secret: str,
-    argv: list[str],
     *,
     resources: Json | None = None,
     volumes: Json = NO_VOLUMES,
     environment: Mapping[str, str] | None = None,
+    folders: Iterable[str] = (),
 ) -> Json:
     """Return a pod template for workers in `image` ("": the step's own) that find their relay in the Secret `secret`.
 
-    `argv` is the command for an image without Python. `resources` are those of a worker (None: those of the step's own
-    pod), and `volumes` those that only workers mount. `environment` is the launcher's own, from which CA bundles on
-    mounted volumes are passed on.
+    `resources` are those of a worker (None: those of the step's own pod), and `volumes` those that only workers mount.
+    `environment` is the launcher's own, from which CA bundles on mounted volumes are passed on. `folders` are those
+    that the step's files need; they are volumes unless they are on one, because an image may have no folder that its
+    user may write to.
     """
     spec = step_pod.get("spec", {})
     own = _container(spec)
@@ -103,20 +86,26 @@ def worker_template(
     shared = _volumes(spec, {mount["name"] for mount in mounts})
     names = {volume["name"] for volume in shared}
     mounts = [*(mount for mount in mounts if mount["name"] in names), *volumes["mounts"]]
+    folder_mounts = _folder_mounts(folders, mounts)
     resources = own.get("resources", {}) if resources is None else resources
     container = {
         **{field: value for field, value in own.items() if field not in _LAUNCHERS_CONTAINER},
         "name": MAIN,
         "image": image or own.get("image", ""),
-        "command": ["sh", "-c", _SHELL, BOOTSTRAP, MOUNT, *argv],
+        "command": [f"{PROGRAM_MOUNT}/{PROGRAM.rpartition('/')[2]}", "run", MOUNT],
         "env": [
             *(entry for entry in own.get("env", []) if _is_authors(entry)),
             *_ca_bundles(own, mounts, environment or {}),
             {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         ],
-        "volumeMounts": [*mounts, {"name": VOLUME, "mountPath": MOUNT, "readOnly": True}],
+        "volumeMounts": [
+            *mounts,
+            *folder_mounts,
+            {"name": VOLUME, "mountPath": MOUNT, "readOnly": True},
+            {"name": _PROGRAM_VOLUME, "mountPath": PROGRAM_MOUNT, "readOnly": True},
+        ],
     }
-    if sources := [source for source in own.get("envFrom", []) if not _is_launchers_source(source)]:
+    if sources := own.get("envFrom"):
         container["envFrom"] = sources
     if resources:
         container["resources"] = resources
@@ -124,15 +113,39 @@ def worker_template(
         "metadata": _metadata(step_pod.get("metadata", {})),
         "spec": {
             **{field: value for field, value in spec.items() if field not in _LAUNCHERS_SPEC},
+            "initContainers": [_program_copy(own)],
             "containers": [container],
             "restartPolicy": "Never",
             "volumes": [
                 *shared,
                 *volumes["volumes"],
+                *([{"name": _FOLDERS_VOLUME, "emptyDir": {}}] if folder_mounts else []),
                 {"name": VOLUME, "secret": {"secretName": secret, "defaultMode": 0o444}},
+                {"name": _PROGRAM_VOLUME, "emptyDir": {}},
             ],
         },
     }
+
+
+def _program_copy(own: Json) -> Json:
+    kept = ("image", "imagePullPolicy", "resources", "securityContext")
+    return {
+        **{field: own[field] for field in kept if field in own},
+        "name": _PROGRAM_VOLUME,
+        "command": [PROGRAM, "install", PROGRAM_MOUNT],
+        "volumeMounts": [{"name": _PROGRAM_VOLUME, "mountPath": PROGRAM_MOUNT}],
+    }
+
+
+def _folder_mounts(folders: Iterable[str], mounts: list[Json]) -> list[Json]:
+    """Return mounts of one empty volume at the folders that are on no volume; a folder includes those below it."""
+    found: list[str] = []
+    for folder in sorted(set(folders)):
+        if not any(_is_below(folder, each) for each in (*found, *(mount["mountPath"] for mount in mounts))):
+            found.append(folder)
+    return [
+        {"name": _FOLDERS_VOLUME, "mountPath": folder, "subPath": str(number)} for number, folder in enumerate(found)
+    ]
 
 
 def _container(spec: Json) -> Json:
@@ -165,10 +178,6 @@ def _is_authors(entry: Json) -> bool:
         and entry["name"] not in _LAUNCHERS_VARIABLES
         and not entry["name"].startswith(LAUNCHER_PREFIX)
     )
-
-
-def _is_launchers_source(source: Json) -> bool:
-    return source.get("configMapRef", {}).get("name") in _LAUNCHERS_CONFIG_MAPS
 
 
 def _ca_bundles(own: Json, mounts: list[Json], environment: Mapping[str, str]) -> list[Json]:

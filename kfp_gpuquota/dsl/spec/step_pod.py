@@ -60,10 +60,15 @@ def owner(pod: Json) -> Json | None:
 
 def timed_out(pod: Json, now: float) -> bool:
     """Return whether the pod has reached its `activeDeadlineSeconds` (KFP's set_timeout), when the kubelet stops it."""
-    deadline_s, started = pod.get("spec", {}).get("activeDeadlineSeconds"), pod.get("status", {}).get("startTime")
+    deadline_s, started = timeout_s(pod), pod.get("status", {}).get("startTime")
     if not deadline_s or not started:
         return False
-    return now >= datetime.fromisoformat(started).timestamp() + float(deadline_s) - _CLOCKS_DIFFER_S
+    return now >= datetime.fromisoformat(started).timestamp() + deadline_s - _CLOCKS_DIFFER_S
+
+
+def timeout_s(pod: Json) -> float:
+    """Return the pod's `activeDeadlineSeconds`, 0 where it has none."""
+    return float(pod.get("spec", {}).get("activeDeadlineSeconds") or 0)
 
 
 def _labels(pod: Json) -> Json:

@@ -1,1 +1,4 @@
-"""The start programs of a step's workers. They use only the standard library, because they run in the step's image."""
+"""The start program of a step's workers on one machine. It runs in the Python of the step: the standard library only.
+
+Workers in pods have a program of their own (`images/launcher/worker`), for images without Python.
+"""

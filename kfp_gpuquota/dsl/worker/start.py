@@ -63,12 +63,35 @@ def output_locations(executor_input: Json) -> list[tuple[Json, str]]:
     return [(owner, key) for owner, key in found if "/" in owner.get(key, "") and "oci://" not in owner[key]]
 
 
+def folders_of(executor_input: Json) -> list[str]:
+    """Return the folders of KFP's own in which a worker in a pod creates the step's files.
+
+    An output's custom path is none of them: what the image has there must not be hidden by a volume.
+    """
+    listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
+    paths = [input_path(artifact) for each in listed for artifact in each.get("artifacts", [])]
+    paths += [local_path(owner[key]) for owner, key in output_locations(executor_input)]
+    mounted = [f"/{path.split('/')[1]}" for path in paths if path.startswith((*_MOUNTS.values(), "/oci/"))]
+    return [*mounted, *(path.rpartition("/")[0] for path in paths if path.startswith("/tmp/kfp"))]  # noqa: S108
+
+
 def redirected(executor_input: Json, tag: str) -> Json:
     """Return the executor input of a worker that writes every output into the directory `tag` beside its final path."""
     mine = copy.deepcopy(executor_input)
     for owner, key in output_locations(mine):
         owner[key] = staged(owner[key], tag)
     return mine
+
+
+def work_of(step: Json, worker: str) -> tuple[list[str], list[str]]:
+    """Return a worker's command, and the folders of its outputs."""
+    mine = redirected(step["executor_input"], f"{step['tag']}/{worker}")
+    return [resolved(element, mine) for element in step["argv"]], output_folders(mine)
+
+
+def output_folders(executor_input: Json) -> list[str]:
+    """Return the folders of the outputs, which must exist before the command starts."""
+    return list(dict.fromkeys(local_path(o[k]).rpartition("/")[0] for o, k in output_locations(executor_input)))
 
 
 def resolved(element: str, executor_input: Json) -> str:
@@ -97,10 +120,9 @@ def main(step_file: str) -> None:
     """Execute the original command in this process. Exits with 127 where there is no such program, as a shell does."""
     with open(step_file, encoding="utf-8") as file:  # noqa: PTH123  # pathlib costs a worker 10 ms
         step = json.load(file)
-    mine = redirected(step["executor_input"], f"{step['tag']}/{os.environ['ELASTIC_WORKER_ID']}")
-    for owner, key in output_locations(mine):
-        os.makedirs(local_path(owner[key]).rpartition("/")[0], exist_ok=True)  # noqa: PTH103
-    argv = [resolved(element, mine) for element in step["argv"]]
+    argv, folders = work_of(step, os.environ["ELASTIC_WORKER_ID"])
+    for folder in folders:
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
     environment = {**os.environ, **step["environment"]}
     try:
         os.execvpe(argv[0], argv, environment)

@@ -260,6 +260,7 @@ def _lease() -> Schema:
             "holder": {"type": "string", "minLength": 1, "maxLength": 253},
             "durationSeconds": {"type": "number", "minimum": 0, "maximum": 86_400},
             "renewTime": {"type": "string", "format": "date-time"},
+            "reason": {"type": "string", "maxLength": 1024, "description": "Why its holder cancels the job by 0 s."},
         },
     }
 

@@ -123,7 +123,8 @@ class JobTimers:
             return
         lease = state.object.spec.lease
         if lease is None or lease.duration_seconds == 0:
-            self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=_CANCELLED))
+            why = (lease.reason if lease else "") or _CANCELLED
+            self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
             return
         why = f"its lease of {lease.duration_seconds:g} s has expired: its launcher has ended, and none has taken over"
         self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))

@@ -67,11 +67,12 @@ class Checkpoint(Struct, frozen=True):
 
 
 class JobLease(Struct, frozen=True):
-    """A lease on the job: it is cancelled when its client does not renew the lease."""
+    """A lease on the job: it is cancelled when its client does not renew the lease, or sets 0 s for a `reason`."""
 
     holder: str = ""
     duration_seconds: float = 0
     renew_time: datetime | None = None
+    reason: str = ""
 
 
 class ElasticJobSpec(Struct, frozen=True):

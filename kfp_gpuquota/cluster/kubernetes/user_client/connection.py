@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlencode
 
 from kfp_gpuquota.api.request_paths import check_path
 from kfp_gpuquota.cluster.kubernetes.user_client import package
-from kfp_gpuquota.cluster.kubernetes.user_client.kubeconfig import Access, load_access
+from kfp_gpuquota.cluster.kubernetes.user_client.kubeconfig import Access, PodAccount, load_access
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, UsageError
 
 if TYPE_CHECKING:
@@ -171,18 +171,29 @@ def url(path: str, query: Mapping[str, object]) -> str:
 
 
 def _new_pool(access: Access) -> urllib3.PoolManager:
-    import urllib3  # noqa: PLC0415 (the package has imported it)
+    import urllib3  # noqa: PLC0415 (it takes longer than all of a command that needs no API server)
 
     configuration = access.configuration
     if not configuration.verify_ssl:  # the user's own decision; kubectl does not warn at each call, either
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     try:
+        if isinstance(configuration, PodAccount):
+            return _pool_of_pod(configuration)
         pool: urllib3.PoolManager = package.load().rest.RESTClientObject(configuration).pool_manager
     except (ValueError, urllib3.exceptions.HTTPError) as error:
         raise UsageError(
             f"the proxy {configuration.proxy!r} of the API server {access.server} cannot be used: {error}"
         ) from error
     return pool
+
+
+def _pool_of_pod(account: PodAccount) -> urllib3.PoolManager:
+    import urllib3  # noqa: PLC0415
+
+    options: dict[str, Any] = {"maxsize": 4, "cert_reqs": "CERT_REQUIRED", "ca_certs": account.ssl_ca_cert}
+    if proxy := account.proxy:
+        return urllib3.ProxyManager(proxy, **options)
+    return urllib3.PoolManager(**options)
 
 
 def _explained(access: Access, error: Exception) -> GpuQuotaError:

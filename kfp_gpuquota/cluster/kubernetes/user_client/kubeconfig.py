@@ -12,9 +12,9 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from urllib.parse import quote, urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 from kfp_gpuquota.cluster.kubernetes.user_client import package
 from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError, NotFoundError, UsageError
@@ -36,7 +36,7 @@ _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class Access:
-    """How to reach one API server. `configuration` is the package's; `headers` are those of impersonation."""
+    """How to reach one API server. `configuration` is the package's or a PodAccount; `headers` impersonate a user."""
 
     server: str
     namespace: str
@@ -69,17 +69,49 @@ def load_access(kubeconfig: str | None = None, context: str | None = None) -> Ac
     return from_files(str(Path.home() / ".kube" / "config"), context)
 
 
+@dataclass(frozen=True)
+class PodAccount:
+    """The service account of a pod: three files, for which the package is not imported (0.15 s and 9 MiB of a step)."""
+
+    host: str
+    directory: Path
+    verify_ssl: ClassVar = True
+
+    @property
+    def proxy(self) -> str | None:
+        """Return the proxy that the environment names for the API server."""
+        proxies = getproxies()
+        bypassed = proxy_bypass(urlsplit(self.host).netloc)
+        return None if bypassed else proxies.get("https") or proxies.get("all")
+
+    @property
+    def ssl_ca_cert(self) -> str:
+        """Return the file with the API server's authority."""
+        return str(self.directory / "ca.crt")
+
+    def auth_settings(self) -> Json:
+        """Return the token, which the kubelet renews, in the package's form. Raises UsageError."""
+        return {"BearerToken": {"value": f"Bearer {self._text('token')}"}}
+
+    def namespace(self) -> str:
+        """Return the namespace of the pod. Raises UsageError."""
+        return self._text("namespace")
+
+    def _text(self, name: str) -> str:
+        try:
+            if text := (self.directory / name).read_text().strip():
+                return text
+            raise UsageError(f"the service account of this pod cannot be used: {self.directory / name} is empty")
+        except OSError as error:
+            raise UsageError(f"the service account of this pod cannot be used: {error}") from error
+
+
 def in_cluster(directory: Path = SERVICE_ACCOUNT) -> Access:
-    """Return the access of the service account of the pod that this process runs in."""
-    parts = package.load()
-    configuration = parts.configuration.Configuration()
-    files = {"token_filename": str(directory / "token"), "cert_filename": str(directory / "ca.crt")}
-    try:
-        parts.incluster_config.InClusterConfigLoader(**files).load_and_set(configuration)
-        namespace = (directory / "namespace").read_text().strip()
-    except (parts.kube_config.ConfigException, OSError) as error:
-        raise UsageError(f"the service account of this pod cannot be used: {error}") from error
-    return Access(configuration.host, namespace, configuration, "of this pod's service account")
+    """Return the access of the service account of the pod that this process runs in. Raises UsageError."""
+    host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT") or "443"
+    account = PodAccount(f"https://{f'[{host}]' if ':' in host else host}:{port}", directory)
+    account.auth_settings()
+    return Access(account.host, account.namespace(), account, "of this pod's service account")
 
 
 def from_files(paths: str, context: str | None = None) -> Access:

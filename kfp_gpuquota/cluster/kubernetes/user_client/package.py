@@ -38,7 +38,6 @@ class Package(NamedTuple):
     """The modules of `kubernetes` that this client uses; the same names in version 30 and in the newest."""
 
     kube_config: ModuleType
-    incluster_config: ModuleType
     configuration: ModuleType
     rest: ModuleType
 
@@ -62,7 +61,7 @@ def _loaded() -> Package:
         if "kubernetes.client" not in sys.modules:
             raise ModuleNotFoundError("No module named 'kubernetes'", name="kubernetes")
         _import_reader(sys.modules["kubernetes.client"])
-    names = ("config.kube_config", "config.incluster_config", "client.configuration", "client.rest")
+    names = ("config.kube_config", "client.configuration", "client.rest")
     return Package(*(importlib.import_module(f"kubernetes.{name}") for name in names))
 
 

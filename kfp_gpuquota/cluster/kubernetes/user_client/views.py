@@ -113,7 +113,8 @@ def _quantities(cpu: float | None, memory_mib: int | None) -> dict[str, str]:
 
 def job_lease(lease: Lease, now: float) -> Json:
     """Return the lease as a spec field, renewed at `now`."""
-    return {"holder": lease.holder, "durationSeconds": lease.duration_s, "renewTime": timestamp(now)}
+    why = {"reason": lease.reason} if lease.reason else {}
+    return {"holder": lease.holder, "durationSeconds": lease.duration_s, "renewTime": timestamp(now), **why}
 
 
 def gpu_quota(project: Project) -> Json:

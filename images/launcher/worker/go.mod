@@ -1,0 +1,3 @@
+module github.com/kfp-gpuquota/kfp-gpuquota/images/launcher/worker
+
+go 1.26

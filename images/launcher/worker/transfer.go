@@ -1,0 +1,193 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"unicode/utf8"
+)
+
+const uploadRounds = 5
+
+// listed is a file of an input: its path relative to the input ("": the input itself), its size and its mode.
+type listed struct {
+	path string
+	size int64
+	mode os.FileMode
+}
+
+func (l *listed) UnmarshalJSON(content []byte) error {
+	return json.Unmarshal(content, &[]any{&l.path, &l.size, &l.mode})
+}
+
+// sized is a file of an output.
+type sized struct {
+	path string
+	size int64
+}
+
+func (s sized) MarshalJSON() ([]byte, error) { return json.Marshal([]any{s.path, s.size}) }
+
+// fetch downloads every input to the path where the step's command reads it. An input that exists is on a shared volume.
+func fetch(relay *relay, inputs []string) error {
+	for _, root := range inputs {
+		if _, err := os.Stat(root); err == nil {
+			continue
+		}
+		files, err := relay.list(root)
+		if err != nil {
+			return err
+		}
+		for _, one := range files {
+			if err := fetchFile(relay, filepath.Join(root, one.path), one); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func fetchFile(relay *relay, path string, about listed) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return fmt.Errorf("the input %s cannot be written: %w", path, err)
+	}
+	part := path + ".part"
+	err := relay.download(path, func(content io.Reader) error {
+		file, err := os.Create(part)
+		if err != nil {
+			return finalError{err}
+		}
+		defer file.Close()
+		written, err := io.CopyBuffer(onlyWriter{file}, content, make([]byte, bufferSize))
+		if err == nil && written != about.size {
+			err = fmt.Errorf("%s ended after %d of %d bytes", path, written, about.size)
+		}
+		return err
+	})
+	if err == nil {
+		err = os.Chmod(part, about.mode)
+	}
+	if err == nil {
+		err = os.Rename(part, path)
+	}
+	if err != nil {
+		return fmt.Errorf("the input %s was not received: %w", path, err)
+	}
+	return nil
+}
+
+// onlyWriter marks what the disk refuses, which no further attempt mends, and hides the file's own, smaller, buffer.
+type onlyWriter struct{ file *os.File }
+
+func (w onlyWriter) Write(content []byte) (int, error) {
+	count, err := w.file.Write(content)
+	if err != nil {
+		err = finalError{err}
+	}
+	return count, err
+}
+
+// send uploads all files that the command has written to its output folders.
+func send(relay *relay, worker string, folders []string) error {
+	for range uploadRounds {
+		files := []sized{} // an empty list is a list
+		for _, folder := range folders {
+			found, err := outputFiles(folder)
+			if err != nil {
+				return err
+			}
+			for _, path := range found {
+				size, err := sendFile(relay, path)
+				if err != nil {
+					return fmt.Errorf("the output %s was not sent: %w", path, err)
+				}
+				files = append(files, sized{path, size})
+			}
+		}
+		if done, err := relay.complete(worker, files); done || err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("the step's launcher was replaced %d times during the upload of the outputs", uploadRounds)
+}
+
+// sendFile returns the size of which a file was sent; one that grows meanwhile is sent as large as it was.
+func sendFile(relay *relay, path string) (int64, error) {
+	about, err := os.Stat(path)
+	if err != nil {
+		return 0, err
+	}
+	size := about.Size()
+	err = relay.upload(path, about.Mode().Perm(), func() (io.ReadCloser, int64, error) {
+		file, err := os.Open(path)
+		if err != nil {
+			return nil, 0, err
+		}
+		if now, err := file.Stat(); err == nil {
+			size = now.Size()
+		}
+		return limited{io.LimitReader(file, size), file}, size, nil
+	})
+	return size, err
+}
+
+type limited struct {
+	io.Reader
+	io.Closer
+}
+
+// outputFiles returns all files below a folder, sorted, also by links to folders in it. What cannot be sent is an error
+// that names it.
+func outputFiles(root string) ([]string, error) {
+	real, err := filepath.EvalSymlinks(root)
+	if os.IsNotExist(err) {
+		return nil, nil // the command has removed it
+	}
+	if err != nil {
+		return nil, err
+	}
+	return filesBelow(root, real, []string{real})
+}
+
+// filesBelow returns the files below a folder. open are the real paths of the folders on the way to it, the last its own.
+func filesBelow(folder, root string, open []string) ([]string, error) {
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		return nil, fmt.Errorf("the output %w", err)
+	}
+	var found []string
+	for _, entry := range entries {
+		path := filepath.Join(folder, entry.Name())
+		about, err := os.Stat(path)
+		switch {
+		case err != nil:
+			return nil, fmt.Errorf("the output %s is a link to nothing", path)
+		case !utf8.ValidString(path):
+			return nil, fmt.Errorf("the output %q has a name that is not UTF-8", path)
+		case about.Mode().IsRegular():
+			found = append(found, path)
+		case !about.IsDir():
+			return nil, fmt.Errorf("the output %s is no file", path)
+		default:
+			real, err := filepath.EvalSymlinks(path)
+			switch {
+			case err != nil:
+				return nil, fmt.Errorf("the output %w", err)
+			case !strings.HasPrefix(real, root+"/"):
+				return nil, fmt.Errorf("the output %s is a link to a folder outside of it; copy the folder instead", path)
+			case slices.Contains(open, real):
+				return nil, fmt.Errorf("the output %s is a link to a folder that contains it", path)
+			}
+			inside, err := filesBelow(path, root, append(slices.Clone(open), real))
+			if err != nil {
+				return nil, err
+			}
+			found = append(found, inside...)
+		}
+	}
+	return found, nil
+}

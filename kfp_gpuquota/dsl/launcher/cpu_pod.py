@@ -1,0 +1,69 @@
+"""The pod of a step whose number of GPUs, a parameter of the run, is 0: it runs on the CPU and takes no quota.
+
+The step's pod owns it. Another attempt does not find it again, but starts the command again, as KFP would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.dsl.launcher import pod_workers
+from kfp_gpuquota.dsl.launcher.log_stream import ENDED, lines_of
+from kfp_gpuquota.dsl.launcher.relay import Relay
+from kfp_gpuquota.dsl.launcher.staging import Staging
+from kfp_gpuquota.errors import GpuQuotaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
+    from kfp_gpuquota.dsl.launcher.step import Step
+
+Json = dict[str, Any]
+
+_POLL_S: Final = 0.5
+
+
+def run(client: KubernetesClient, step: Step, write: Callable[[str], None]) -> int:
+    """Run the step's command in a pod of its image, publish its outputs, and return its exit code."""
+    own = pod_workers.own_pod(client)
+    meta, namespace = own["metadata"], client.namespace
+    name = f"{step.job_name}-cpu-{meta['uid'][:5]}"
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
+    staging = Staging(step.executor_input, name)
+    staging.create(step.argv, {})
+    relay = Relay(step.executor_input, staging, pod_workers.address_of(own))
+    pod_workers.publish(client.calls, relay, namespace, name, owner)
+    template = pod_workers.template_of(own, step, name)
+    metadata = {**template["metadata"], "name": name, "ownerReferences": [owner]}
+    pods = join("/api/v1/namespaces", namespace, "pods")
+    client.calls.create(pods, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+    try:
+        code = _followed(client, namespace, name, write)
+    finally:
+        with contextlib.suppress(GpuQuotaError):
+            client.calls.delete(join(pods, name))
+    if code:
+        staging.discard()
+    else:
+        staging.publish_outputs(name)
+    return code
+
+
+def _followed(client: KubernetesClient, namespace: str, name: str, write: Callable[[str], None]) -> int:
+    """Write the pod's log, and return the exit code of its command."""
+    for line in lines_of(client.follow_log(namespace, "", worker=name)):
+        text, ended, code = line.partition(ENDED)
+        if text or not ended:
+            write(f"[0] {text}")
+        if ended:
+            return int(code)
+    while True:  # it was ended before it could write that
+        status = client.calls.get(join("/api/v1/namespaces", namespace, "pods", name)).get("status", {})
+        for one in status.get("containerStatuses", []):
+            if ended_with := one.get("state", {}).get("terminated"):
+                return int(ended_with["exitCode"]) or 1
+        time.sleep(_POLL_S)
