@@ -126,7 +126,9 @@ def make_node(world: World, name: str, *, cordoned: bool = False) -> None:
 
 
 def set_quota(world: World, team: str, guaranteed: int) -> None:
-    world.put(watches.QUOTAS, {"metadata": {"name": team, "uid": f"quota-{team}"}, "spec": {"guaranteed": guaranteed}})
+    status = world.objects[watches.QUOTAS].get(team, {}).get("status", {})
+    meta = {"name": team, "uid": f"quota-{team}"}
+    world.put(watches.QUOTAS, {"metadata": meta, "spec": {"guaranteed": guaranteed}, "status": status})
 
 
 class History:
