@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -283,3 +284,32 @@ def test_a_claim_that_was_bound_after_the_start_keeps_a_running_job_within_its_z
     claim = {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "claim"}}]}
     for what in ("pod", "job"):
         asyncio.run(compare([(what, "a", claim, 1), ("run",), ("bind-claim", "a", "b"), ("bind-claim", "a", "a")]))
+
+
+@pytest.mark.parametrize("kind", ["ray", "job"])
+def test_pods_that_change_while_a_controller_starts_stay_workers_of_their_owner(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def compare_under_way() -> None:
+        world = World()
+        make_node(world, "n0")
+        set_quota(world, "a", 4)
+        async with running(world) as lasting:
+            world.twin = lasting
+            player = History(world)
+            player.apply(kind, "a", {}, 2)
+            await settle(world, lasting)
+            player.run()
+            await settle(world, lasting)
+            world.twin = None
+            other = deepcopy_of(world)
+
+            async def see_pods(_: TimeSlices) -> None:
+                for pod in other.objects[watches.PODS].values():
+                    other.put(watches.PODS, pod)
+
+            monkeypatch.setattr(TimeSlices, "yield_if_due", see_pods)
+            async with running(other, follows=True) as restarted:
+                assert records_of(restarted) == records_of(lasting)
+
+    asyncio.run(compare_under_way())
