@@ -231,6 +231,16 @@ async def settle(world: World, twin: Twin) -> None:
         await twin.settle()
 
 
+def check_nodes(twin: Twin) -> None:
+    """Check that each bound pod is counted on its node, whichever was planned for it."""
+    controller = twin.controller
+    for pod in controller.snapshot.pods.values():
+        if pod.bound and pod.holds:
+            held = controller.snapshot.allocator.held(controller.holder_of(pod))
+            assert held is not None, pod.name
+            assert (held[0], len(held[1])) == (pod.node, pod.gpus), pod.name
+
+
 async def compare(history: list[tuple[Any, ...]]) -> None:
     world = World()
     for node in NODE_NAMES:
@@ -244,6 +254,7 @@ async def compare(history: list[tuple[Any, ...]]) -> None:
             if what != "plan":
                 player.apply(what, *how)
             await settle(world, lasting)
+            check_nodes(lasting)
         world.twin = None
         lasting.controller._stop_timers()
         lasting.controller.snapshot.complete = False  # it plans no more, so that both see the same objects
@@ -278,6 +289,13 @@ def test_a_pod_is_where_its_admission_sent_it_whatever_other_nodes_its_user_name
     names = [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": [name]}]} for name in ("n0", "n1")]
     gated = pod_body({"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": names}}}})
     assert view_of(admitted(gated, "n1")).node == "n1"
+
+
+@pytest.mark.parametrize("kind", ["pod", "job", "ray"])
+def test_what_is_not_pinned_is_counted_where_it_is_bound_also_after_a_refusal(kind: str) -> None:
+    apart = {"affinity": APART}
+    asyncio.run(compare([(kind, "a", apart, 2), ("refuse", 0), ("run", 1), ("run", 0)]))
+    asyncio.run(compare([(kind, "a", apart, 2), (kind, "b", apart, 4), *[("refuse", 0)] * 4, ("plan",), ("run", 2)]))
 
 
 def test_a_claim_that_was_bound_after_the_start_keeps_a_running_job_within_its_zone() -> None:
