@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.observer.rules import DEVICES, GATE, GPU, Observer
+from tools.observer.rules import DEVICES, FRACTION, GATE, GPU, RESERVED_ON, Observer
 
 Object = dict[str, Any]
 TERM = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -76,6 +76,43 @@ def test_a_device_that_two_pods_hold() -> None:
     cluster.admit("p", "0")
     cluster.admit("q", "0")
     assert cluster.passes(10) == ["device"]
+
+
+def share(cluster: Cluster, name: str, part: str, device: str) -> None:
+    """See a pod that waits for a part of a GPU, and then holds it."""
+    for devices in ("", device):
+        pod = cluster.pod(name, 0, devices=devices)
+        pod["metadata"].setdefault("annotations", {})[FRACTION] = part
+        cluster.see("pods", pod)
+
+
+def test_parts_of_a_device_count_as_that() -> None:
+    cluster = Cluster(guaranteed=1, limit=1.25)
+    share(cluster, "p", "0.5", "0")
+    share(cluster, "q", "0.5", "0")
+    share(cluster, "r", "0.25", "1")
+    assert cluster.observer.held("a") == 1.25
+    assert cluster.passes(10) == []
+    share(cluster, "s", "0.25", "1")
+    assert cluster.passes(1) == ["limit"]
+
+
+def test_a_device_of_which_pods_hold_more_than_there_is() -> None:
+    cluster = Cluster(guaranteed=4)
+    share(cluster, "p", "0.75", "0")
+    share(cluster, "q", "0.5", "0")
+    assert cluster.passes(10) == ["share"]
+
+
+def test_pods_without_a_pin_hold_what_is_reserved_for_them() -> None:
+    cluster = Cluster(guaranteed=4)
+    for name in ("p", "q"):
+        pod = cluster.pod(name, devices="0", bound=False)
+        pod["metadata"]["annotations"][RESERVED_ON] = "n" if name == "p" else ""
+        pod["spec"].pop("affinity")
+        cluster.see("pods", pod)
+    assert cluster.observer.held("a") == 2
+    assert cluster.passes(100) == []
 
 
 def test_an_admission_above_the_limit_but_not_below_an_earlier_one() -> None:

@@ -12,30 +12,48 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.kubernetes.kuberay import Operator, ray_path
 from tests.polling import until
 from tools.observer.churn import Churn
 from tools.observer.watching import Watching
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from tests.kubernetes.controlled import Controlled
+    from tools.devcluster import DevCluster
 
 SECONDS = float(os.environ.get("CHURN_SECONDS", "80"))
 PER_SECOND = float(os.environ.get("CHURN_PER_SECOND", "10"))
 KILLED_EVERY_S = 20.0
+OPERATOR_PAUSE_S = 0.3
 STEADY_S = 300.0
 """From this length on no leader is killed in the last two thirds, and its memory is measured in the last third."""
 GROWTH = 1.1
 
 
+@pytest.fixture
+def operators(ray_cluster: DevCluster, electing: Controlled) -> Iterator[Callable[[str], None]]:
+    """Starts a double of KubeRay's operator for a team; what it operates is removed with it."""
+    running: list[tuple[str, Operator]] = []
+    yield lambda team: running.append((team, Operator(ray_cluster.api, team, OPERATOR_PAUSE_S)))
+    for team, operator in running:
+        operator.close()
+        for cluster in ray_cluster.api.items(ray_path(team, "rayclusters")):
+            ray_cluster.api.delete(ray_path(team, "rayclusters", cluster["metadata"]["name"]))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
-def test_churn_with_failovers_violates_nothing(electing: Controlled) -> None:
+def test_churn_with_failovers_violates_nothing(electing: Controlled, operators: Callable[[str], None]) -> None:
     nodes = electing.add_nodes(4, gpus=4)
     teams = [
         electing.team("churn", guaranteed=4),
         electing.team("churn", guaranteed=4),
         electing.team("churn", guaranteed=2, limit=6),
     ]
+    for team in teams:
+        operators(team)
     leader, standby = electing.start(), electing.start()
     running, killed_at = [leader, standby], 0.0
 
@@ -55,7 +73,7 @@ def test_churn_with_failovers_violates_nothing(electing: Controlled) -> None:
             running.append(electing.start())
 
     with Watching(electing.cluster.kubeconfig) as watching:
-        churn = Churn(electing.cluster.api, teams, nodes, seed=1)
+        churn = Churn(electing.cluster.api, teams, nodes, seed=1, ray=True)
         churn.run(SECONDS, PER_SECOND, beside)
         churn.settle()
         until(lambda: not stuck(electing, teams), lambda: stuck(electing, teams), 90)

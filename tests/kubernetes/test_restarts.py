@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -126,7 +127,9 @@ def make_node(world: World, name: str, *, cordoned: bool = False) -> None:
 
 
 def set_quota(world: World, team: str, guaranteed: int) -> None:
-    world.put(watches.QUOTAS, {"metadata": {"name": team, "uid": f"quota-{team}"}, "spec": {"guaranteed": guaranteed}})
+    status = world.objects[watches.QUOTAS].get(team, {}).get("status", {})
+    meta = {"name": team, "uid": f"quota-{team}"}
+    world.put(watches.QUOTAS, {"metadata": meta, "spec": {"guaranteed": guaranteed}, "status": status})
 
 
 class History:
@@ -228,6 +231,16 @@ async def settle(world: World, twin: Twin) -> None:
         await twin.settle()
 
 
+def check_nodes(twin: Twin) -> None:
+    """Check that each bound pod is counted on its node, whichever was planned for it."""
+    controller = twin.controller
+    for pod in controller.snapshot.pods.values():
+        if pod.bound and pod.holds:
+            held = controller.snapshot.allocator.held(controller.holder_of(pod))
+            assert held is not None, pod.name
+            assert (held[0], len(held[1])) == (pod.node, pod.gpus), pod.name
+
+
 async def compare(history: list[tuple[Any, ...]]) -> None:
     world = World()
     for node in NODE_NAMES:
@@ -241,6 +254,7 @@ async def compare(history: list[tuple[Any, ...]]) -> None:
             if what != "plan":
                 player.apply(what, *how)
             await settle(world, lasting)
+            check_nodes(lasting)
         world.twin = None
         lasting.controller._stop_timers()
         lasting.controller.snapshot.complete = False  # it plans no more, so that both see the same objects
@@ -277,7 +291,43 @@ def test_a_pod_is_where_its_admission_sent_it_whatever_other_nodes_its_user_name
     assert view_of(admitted(gated, "n1")).node == "n1"
 
 
+@pytest.mark.parametrize("kind", ["pod", "job", "ray"])
+def test_what_is_not_pinned_is_counted_where_it_is_bound_also_after_a_refusal(kind: str) -> None:
+    apart = {"affinity": APART}
+    asyncio.run(compare([(kind, "a", apart, 2), ("refuse", 0), ("run", 1), ("run", 0)]))
+    asyncio.run(compare([(kind, "a", apart, 2), (kind, "b", apart, 4), *[("refuse", 0)] * 4, ("plan",), ("run", 2)]))
+
+
 def test_a_claim_that_was_bound_after_the_start_keeps_a_running_job_within_its_zone() -> None:
     claim = {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "claim"}}]}
     for what in ("pod", "job"):
         asyncio.run(compare([(what, "a", claim, 1), ("run",), ("bind-claim", "a", "b"), ("bind-claim", "a", "a")]))
+
+
+@pytest.mark.parametrize("kind", ["ray", "job"])
+def test_pods_that_change_while_a_controller_starts_stay_workers_of_their_owner(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def compare_under_way() -> None:
+        world = World()
+        make_node(world, "n0")
+        set_quota(world, "a", 4)
+        async with running(world) as lasting:
+            world.twin = lasting
+            player = History(world)
+            player.apply(kind, "a", {}, 2)
+            await settle(world, lasting)
+            player.run()
+            await settle(world, lasting)
+            world.twin = None
+            other = deepcopy_of(world)
+
+            async def see_pods(_: TimeSlices) -> None:
+                for pod in other.objects[watches.PODS].values():
+                    other.put(watches.PODS, pod)
+
+            monkeypatch.setattr(TimeSlices, "yield_if_due", see_pods)
+            async with running(other, follows=True) as restarted:
+                assert records_of(restarted) == records_of(lasting)
+
+    asyncio.run(compare_under_way())

@@ -243,12 +243,14 @@ class World:
 
 
 @asynccontextmanager
-async def running(world: World) -> AsyncIterator[Twin]:
-    """A controller that has listed the world's objects, and plans."""
+async def running(world: World, *, follows: bool = False) -> AsyncIterator[Twin]:
+    """A controller that has listed the world's objects, and plans; if it `follows`, it sees changes as it starts."""
     twin = Twin(world)
     for path in ORDER:
         for body in world.objects[path].values():
             twin.see(path, msgspec.json.decode(msgspec.json.encode(body)))
+    if follows:
+        world.twin = twin
     try:
         await twin.start()
         yield twin

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from tools.devcluster.api import Api, ApiError
-from tools.observer.rules import GATE, GPU, GROUP
+from tools.observer.rules import FRACTION, GATE, GPU, GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,16 +18,22 @@ Object = dict[str, Any]
 ZONES: Final = ("a", "b")
 QUOTAS: Final = f"/apis/{GROUP}/v1alpha1/gpuquotas"
 MOST_PODS: Final = 120
+UNMODELLED: Final = 0.15  # the part of pods whose node kube-scheduler chooses
+APART: Final = {"labelSelector": {"matchLabels": {"app": "loud"}}, "topologyKey": "kubernetes.io/hostname"}
 
 
 @dataclass
 class Churn:
-    """Operations on the teams and nodes that are given. The same seed draws the same operations."""
+    """Operations on the teams and nodes that are given. The same seed draws the same operations.
+
+    With `ray` there are RayClusters, too; the cluster must have KubeRay's kinds, and something that operates them.
+    """
 
     api: Api
     teams: list[str]
     nodes: list[str]
     seed: int = 0
+    ray: bool = False
     done: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -37,6 +43,8 @@ class Churn:
             (1, self.create_group),
             (2, self.create_deployment),
             (1, self.create_job),
+            (2, self.create_share),
+            (int(self.ray), self.create_ray_cluster),
             (4, self.finish_pod),
             (4, self.delete_pod),
             (2, self.delete_owner),
@@ -113,6 +121,33 @@ class Churn:
         body = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "ElasticJob", "metadata": self._meta("job"), "spec": spec}
         self.api.create(jobs, body)
 
+    def create_share(self) -> None:
+        """Create a pod with a part of a GPU."""
+        team = self._team()
+        if len(self._pods(team)) < MOST_PODS:
+            meta, spec = self._meta("share"), self._spec(selects=False)
+            spec["spec"]["containers"][0]["resources"] = {}
+            notes = {FRACTION: self._random.choice(("0.25", "0.5"))}
+            self.api.create(f"/api/v1/namespaces/{team}/pods", {"metadata": {**meta, "annotations": notes}, **spec})
+
+    def create_ray_cluster(self) -> None:
+        """Create an elastic RayCluster, or delete one if there are several."""
+        team, replicas = self._team(), self._random.randint(1, 3)
+        clusters = f"/apis/ray.io/v1/namespaces/{team}/rayclusters"
+        if len(found := self.api.items(clusters)) > 1:
+            self.api.delete(f"{clusters}/{self._random.choice(found)['metadata']['name']}")
+            return
+        template = self._spec()
+        template["spec"]["containers"][0]["resources"]["limits"][GPU] = "1"
+        head = {"spec": {"containers": [{"name": "head", "image": "none"}], "terminationGracePeriodSeconds": 1}}
+        sizes = {"replicas": replicas, "minReplicas": 1, "maxReplicas": replicas + 1}
+        spec = {
+            "headGroupSpec": {"template": head},
+            "workerGroupSpecs": [{"groupName": "g", **sizes, "template": template}],
+        }
+        meta = {**self._meta("ray"), "labels": {f"{GROUP}/elastic": "true"}}
+        self.api.create(clusters, {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": meta, "spec": spec})
+
     def delete_pod(self) -> None:
         """Delete any pod."""
         if pod := self._some_pod():
@@ -159,6 +194,8 @@ class Churn:
         selector = {"zone": self._random.choice(ZONES)} if selects and self._random.random() < 0.4 else {}
         container = {"name": "main", "image": "none", "resources": {"limits": {GPU: str(gpus)}}}
         spec = {"schedulingGates": [{"name": GATE}], "nodeSelector": selector, "containers": [container]}
+        if self._random.random() < UNMODELLED:
+            spec["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [APART]}}
         return {"spec": {**spec, "terminationGracePeriodSeconds": 1}}
 
     def _pods(self, team: str) -> list[Object]:

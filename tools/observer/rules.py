@@ -4,12 +4,15 @@
 |---|---|
 | capacity | pods that were sent to a node request more GPUs than it has |
 | device | two pods hold the same device of a node, and not in parts |
+| share | the parts of a device that pods hold are more than one device |
 | limit | an admission brought a team above its limit |
 | guarantee | a pod was evicted from a team within its guarantee, and not to move |
 | destination | a pod was evicted to move to a node that it excludes |
 | cause | a pod was evicted while no pod and no job waited |
 | idle | a pod waits beside a node that has the GPUs that it requests, within its team's limit |
-| unbound | an admitted pod was not bound |
+| unbound | a pod that was admitted to a node was not bound |
+
+A part of a GPU (`gpu-fraction`) counts as that; amounts of GPU memory are not counted.
 
 The watches of different kinds are not in one order, so a state counts only after it has lasted for its number of
 seconds (LASTS_S). A violation is reported once for each object.
@@ -27,11 +30,14 @@ GROUP: Final = "gpuquota.dev"
 GATE: Final = f"{GROUP}/quota"
 DEVICES: Final = f"{GROUP}/devices"
 RESERVES: Final = f"{GROUP}/reserves"
+RESERVED_ON: Final = f"{GROUP}/reserved-on"
 GPU: Final = "nvidia.com/gpu"
-SHARES: Final = ("gpu-fraction", "gpu-memory", f"{GROUP}/gpu-fraction", f"{GROUP}/gpu-memory")
+FRACTION, FRACTION_DEVICES = "gpu-fraction", "gpu-fraction-num-devices"
+SHARES: Final = (FRACTION, "gpu-memory", f"{GROUP}/{FRACTION}", f"{GROUP}/gpu-memory")
+ROUNDING: Final = 1e-6
 BLOCKING: Final = frozenset({"NoSchedule", "NoExecute"})
 MOVED: Final = re.compile(r"moved from \S+ to ([^:]+):")
-LASTS_S: Final = {"capacity": 3.0, "device": 3.0, "idle": 30.0, "unbound": 60.0}
+LASTS_S: Final = {"capacity": 3.0, "device": 3.0, "share": 3.0, "idle": 30.0, "unbound": 60.0}
 RECENT_S: Final = 10.0
 """How long an earlier limit or a pod that waited still explains a decision."""
 
@@ -47,16 +53,20 @@ class Violation(NamedTuple):
 
 @dataclass(slots=True)
 class SeenPod:
-    """What the rules need of a pod."""
+    """What the rules need of a pod.
+
+    `gpus` of one with parts of devices is their sum. `pinned`: it was admitted to one node, and is not bound yet.
+    """
 
     key: str
     team: str
-    gpus: int
+    gpus: float
     node: str
     bound: bool
     gated: bool
     simple: bool
     shared: bool
+    pinned: bool
     devices: tuple[int, ...]
     selector: dict[str, str]
     ended: bool
@@ -117,7 +127,7 @@ class Observer:
     def look(self, at: float) -> None:
         """Check what must not last."""
         self._see_waiting(at)
-        held: dict[str, int] = {}
+        held: dict[str, float] = {}
         for pod in self.pods.values():
             if pod.holds and not pod.shared:
                 held[pod.node] = held.get(pod.node, 0) + pod.gpus
@@ -125,7 +135,8 @@ class Observer:
             ("capacity", node) for node, gpus in held.items() if node in self.nodes and gpus > self.nodes[node].gpus
         }
         seen |= {("device", where) for where in self._doubled()}
-        seen |= {("unbound", uid) for uid, pod in self.pods.items() if pod.holds and not pod.bound and not pod.leaving}
+        seen |= {("share", where) for where in self._overfull()}
+        seen |= {("unbound", uid) for uid, pod in self.pods.items() if pod.holds and pod.pinned and not pod.leaving}
         seen |= {("idle", uid) for uid, pod in self.pods.items() if pod.gated and self._could_start(pod, held)}
         self._since = {key: self._since.get(key, at) for key in seen}
         for (what, about), since in self._since.items():
@@ -142,7 +153,7 @@ class Observer:
         """Return how many pods were evicted to move."""
         return len(self._moved)
 
-    def held(self, team: str) -> int:
+    def held(self, team: str) -> float:
         """Return the GPUs that a team holds, those of pods that are being deleted included."""
         return sum(pod.gpus for pod in self.pods.values() if pod.team == team and pod.holds)
 
@@ -174,15 +185,15 @@ class Observer:
         self.admissions += 1
         recent = [limit for when, limit in self._limits.get(pod.team, [])[:-1] if at - when < RECENT_S]
         limit = max([*recent, self._limit(pod.team)])
-        if pod.team in self.quotas and self.held(pod.team) > limit:
-            self._report(at, "limit", uid, f"{pod.key}: team {pod.team} holds {self.held(pod.team)} of {limit:g}")
+        if pod.team in self.quotas and self.held(pod.team) > limit + ROUNDING:
+            self._report(at, "limit", uid, f"{pod.key}: team {pod.team} holds {self.held(pod.team):g} of {limit:g}")
 
     def _evicted(self, uid: str, pod: SeenPod, at: float) -> None:
         self.evictions += 1
         guaranteed = float(self.quotas.get(pod.team, {}).get("guaranteed", 0))
         kept = sum(p.gpus for p in self.pods.values() if p.team == pod.team and p.holds and not p.leaving) + pod.gpus
-        if pod.team in self.quotas and kept <= guaranteed and pod.gpus:
-            self._suspected[uid] = at, f"{pod.key}: team {pod.team} holds {kept} of its guaranteed {guaranteed:g}"
+        if pod.team in self.quotas and kept <= guaranteed + ROUNDING and pod.gpus:
+            self._suspected[uid] = at, f"{pod.key}: team {pod.team} holds {kept:g} of its guaranteed {guaranteed:g}"
         self._see_waiting(at)
         if at - self._waited_at > RECENT_S:
             self._report(at, "cause", uid, f"{pod.key}: nothing waits since {at - self._waited_at:.0f} s")
@@ -203,7 +214,16 @@ class Observer:
                 taken |= mine
         return doubled
 
-    def _could_start(self, pod: SeenPod, held: dict[str, int]) -> bool:
+    def _overfull(self) -> set[str]:
+        """Return the devices of which pods hold more parts than there are."""
+        taken: dict[str, float] = {}
+        for pod in self.pods.values():
+            for device in pod.devices if pod.holds and pod.shared else ():
+                where = f"{pod.node}/{device}"
+                taken[where] = taken.get(where, 0.0) + pod.gpus / len(pod.devices)
+        return {where for where, part in taken.items() if part > 1 + ROUNDING}
+
+    def _could_start(self, pod: SeenPod, held: dict[str, float]) -> bool:
         """Return whether a pod without anything special fits on a node, within its team's limit."""
         if not pod.simple or pod.leaving or pod.team not in self.quotas:
             return False
@@ -228,26 +248,39 @@ def seen_pod(found: Object) -> SeenPod:
     """Return what the rules need of a pod."""
     meta, spec, status = found["metadata"], found.get("spec", {}), found.get("status", {})
     notes, labels = meta.get("annotations") or {}, meta.get("labels") or {}
-    gpus = sum(int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in spec.get("containers", []))
+    whole = sum(int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in spec.get("containers", []))
+    shared, reserved = any(name in notes for name in SHARES), notes.get(RESERVED_ON)
+    gpus = _parts(notes) if shared else whole
     devices = tuple(int(one) for one in notes.get(DEVICES, "").split(",") if one.isdecimal())
     conditions = status.get("conditions") or []
-    ordinary = not spec.get("affinity") and not spec.get("volumes") and f"{GROUP}/group" not in labels
+    grouped = f"{GROUP}/group" in labels or "ray.io/group" in labels
+    ordinary = not spec.get("affinity") and not spec.get("volumes") and not grouped and not shared
+    node = spec.get("nodeName") or reserved or _pin(spec)
     return SeenPod(
         key=f"{meta['namespace']}/{meta['name']}",
         team=meta["namespace"],
         gpus=gpus,
-        node=spec.get("nodeName") or _pin(spec),
+        node=node,
         bound=bool(spec.get("nodeName")),
         gated=any(gate["name"] == GATE for gate in spec.get("schedulingGates") or []),
         simple=ordinary and gpus > 0 and labels.get(f"{GROUP}/kind", "train") == "train",
-        shared=any(name in notes for name in SHARES),
-        devices=devices,
+        shared=shared,
+        pinned=reserved is None and not spec.get("nodeName"),
+        devices=devices if reserved is None or reserved == node else (),
         selector=spec.get("nodeSelector") or {},
         ended=status.get("phase") in {"Succeeded", "Failed"},
         leaving="deletionTimestamp" in meta,
         evicted=any(c["type"] == "DisruptionTarget" and c["status"] == "True" for c in conditions),
         reservation=RESERVES in labels,
     )
+
+
+def _parts(notes: Object) -> float:
+    """Return the sum of the parts of devices that the annotations request; 0 for amounts of memory."""
+    try:
+        return float(notes.get(FRACTION, 0)) * int(notes.get(FRACTION_DEVICES, 1))
+    except ValueError:
+        return 0.0
 
 
 def _pin(spec: Object) -> str:

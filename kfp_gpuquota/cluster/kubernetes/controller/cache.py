@@ -5,7 +5,7 @@ order, so that the same objects result in the same state in whatever order they 
 
 `start` yields to the event loop every few milliseconds: with 100,000 pods it takes seconds, in which the Lease must be
 renewed and pods must be reviewed. A change in the meantime is emitted at once if its object was emitted before, else
-with its object. Rejected: a thread, since nothing here is locked.
+with its object; no pod before all possible owners. Rejected: a thread, since nothing here is locked.
 
 A decision is assumed to be done when it is made (`assume_...`), so that the next plan includes it; the watch confirms
 it, or a failed write undoes it.
@@ -83,7 +83,8 @@ class Snapshot:
         self._sharing = rules.rules.sharing
         self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
         self._overfull: list[str] = []  # nodes that were emitted without some of their free devices
-        self._not_emitted: dict[str, PodView] = {}  # during `start`: listed, and not emitted yet
+        self._not_emitted: dict[str, PodView] = {}  # during `start`: listed or seen since, and not emitted yet
+        self._owners_emitted = False
         self.stand_ins = StandIns((), self.emit, self.allocator, self.emitted_nodes)
         self._pool_nodes: dict[str, set[str]] = {}  # of autoscaled pools, by pool
         self.started = self.complete = False
@@ -91,12 +92,14 @@ class Snapshot:
     async def start(self, join: Callable[[PodView], PodView | None] = lambda pod: pod) -> None:
         """Emit all listed objects to the scheduler in a fixed order. `join` assigns pods to their owners' groups."""
         slices = TimeSlices()
+        self._not_emitted = dict(self.pods)
+        self.pods.clear()  # others hold this dict: it stays the same one
         self.started = True
         self.stand_ins = StandIns(self.rules.rules.pools, self.emit, self.allocator, self.emitted_nodes)
         for name in sorted(self.nodes):
             self._safely(self._emit_node, name)
             await slices.yield_if_due()
-        stand_in = [pod.stand_in for pod in self.pods.values() if pod.stand_in]
+        stand_in = [pod.stand_in for pod in self._not_emitted.values() if pod.stand_in]
         for pool in self.stand_ins.pools:
             self.stand_ins.adjust(pool, fewest(stand_in, pool))
         for name in sorted(self.quotas):
@@ -106,8 +109,7 @@ class Snapshot:
                 self._safely(self.put_job, job)
             await slices.yield_if_due()
         self.ray.start(self.put_pod)
-        self._not_emitted = dict(self.pods)
-        self.pods.clear()  # others hold this dict: it stays the same one
+        self._owners_emitted = True
         for uid in [pod.uid for pod in sorted(self._not_emitted.values(), key=self._start_order)]:
             if (pod := self._not_emitted.pop(uid, None)) is not None and (joined := join(pod)) is not None:
                 self._safely(self.put_pod, joined)
@@ -300,7 +302,7 @@ class Snapshot:
 
     def put_pod(self, pod: PodView) -> None:
         """Add or update a pod."""
-        if pod.uid in self._not_emitted:
+        if pod.uid in self._not_emitted or (self.started and not self._owners_emitted):
             self._not_emitted[pod.uid] = pod
             return
         if pod.stand_in and pool_of(pod.stand_in) in self.stand_ins.pools:
