@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,11 @@ class Twin(Detached):
         self.controller.reservations.start()
         self.controller.wake()
 
-    async def settle(self) -> None:
-        """Return when the controller has planned, and all its requests were answered."""
+    async def settle(self, *, losses: bool = True) -> None:
+        """Return when the controller has planned, and all its requests were answered.
+
+        With `losses` time passes until what loses work is carried out, too.
+        """
         quiet = 0
         for _ in range(SETTLE_STEPS):
             controller = self.controller
@@ -76,10 +80,19 @@ class Twin(Detached):
                 statuses._look(job)
             busy = controller._planning is not None or controller._writer._tasks
             quiet = 0 if busy else quiet + 1
-            if quiet > 3:
+            if quiet > 3 and not (losses and self._let_losses_settle()):
                 return
             await asyncio.sleep(0.0005 if busy else 0)
         raise AssertionError("the controller plans and writes without end")
+
+    def _let_losses_settle(self) -> bool:
+        """Let what plans want to stop be wanted since long ago; return whether that changes anything."""
+        wanted = self.controller._settling._wanted
+        if all(since == -math.inf for since in wanted.values()):
+            return False
+        wanted.update(dict.fromkeys(wanted, -math.inf))
+        self.controller.wake()
+        return True
 
 
 class World:
