@@ -149,6 +149,8 @@ class World:
             found["metadata"].setdefault("deletionTimestamp", self.now())
         elif verb == "PATCH" and isinstance(body, list):
             found = patched(found, body)
+        elif verb == "PATCH" and part == "status":
+            found["status"] = body["status"]  # server-side apply removes the fields that its manager left out
         elif verb == "PATCH":
             _merge(found, {key: value for key, value in body.items() if key != "metadata"})
             _merge(found["metadata"], {"annotations": body.get("metadata", {}).get("annotations", {})})
@@ -161,7 +163,7 @@ class World:
     def run_pods(self, *, start: bool = True) -> None:
         """Bind all admitted pods to their nodes, and run them."""
         for pod in [p for p in self.objects[watches.PODS].values() if not p["spec"].get("nodeName")]:
-            node = _pinned_to(pod)
+            node = pinned_to(pod)
             if node and not pod["spec"].get("schedulingGates"):
                 pod["spec"]["nodeName"] = node
                 pod["status"] = {"phase": "Running" if start else "Pending"}
@@ -189,7 +191,7 @@ async def running(world: World) -> AsyncIterator[Twin]:
         await twin.controller._writer.close()
 
 
-def plan_of(twin: Twin, now: float) -> dict[str, list[str]]:
+def plan_of(twin: Detached, now: float) -> dict[str, list[str]]:
     """Return what the controller would decide now, in terms of pods: the names of its own records do not count."""
     controller = twin.controller
     state = controller.current_state()
@@ -210,7 +212,7 @@ def plan_of(twin: Twin, now: float) -> dict[str, list[str]]:
     }
 
 
-def records_of(twin: Twin) -> list[str]:
+def records_of(twin: Detached) -> list[str]:
     """Return what the scheduler's state has of each job, in terms of pods: all that a plan may depend on but times.
 
     A job that gets no more workers is what its workers hold: which of them once started together decides nothing.
@@ -268,7 +270,8 @@ def _merge(into: Object, changes: Object) -> None:
             into[key] = value
 
 
-def _pinned_to(pod: Object) -> str:
+def pinned_to(pod: Object) -> str:
+    """Return the node that the pod was sent to; "" if it is gated, or may run on several."""
     affinity = pod["spec"].get("affinity") or {}
     required = affinity.get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
     if labels.DEVICES not in pod["metadata"].get("annotations", {}):
