@@ -36,6 +36,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 
 DEFAULT_GRACE_PERIOD_S: Final = 30.0
 DEFAULT_COOL_DOWN_S: Final = 10.0
+DEFAULT_RESTART_WINDOW_S: Final = 6 * 3600.0
 DEFAULT_MAX_RESTARTS: Final = 3
 
 
@@ -86,6 +87,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `runtime_env` is Ray's, on a cluster that runs on Ray: what is set up for its workers before they start.
 
+    It fails when it was restarted `max_restarts` times for ends of its own workers, without `restart_window_s` between
+    two of them.
+
     After it has grown, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
     """
@@ -122,6 +126,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     working_directory: str = ""
     grace_period_s: Seconds = DEFAULT_GRACE_PERIOD_S
     max_restarts: Count = DEFAULT_MAX_RESTARTS
+    restart_window_s: Seconds = DEFAULT_RESTART_WINDOW_S
     cool_down_s: Seconds = DEFAULT_COOL_DOWN_S
     min_run_time_s: Seconds = 0.0
     labels: dict[str, str] = {}
@@ -259,6 +264,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_environment("environment", self.environment)
         check_range("grace_period_s", self.grace_period_s, 0, MAX_SECONDS, "s")
         check_count("max_restarts", self.max_restarts, unit="")
+        check_range("restart_window_s", self.restart_window_s, 0, MAX_SECONDS, "s")
 
 
 def _millionths(part: float) -> float:

@@ -16,7 +16,8 @@
 |                                              | the other workers are stopped; not counted                      |
 
 Restarts are counted by incident: workers that are lost within `INCIDENT_S` of each other are one incident, so that the
-failure of a node with several workers counts once. After `WINDOW_S` without an incident the count starts again at 0.
+failure of a node with several workers counts once. After the job's `restart_window_s` without an incident the count
+starts again at 0.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ KILLED_ABOVE = 128
 INCIDENT_S = 10.0
 GROWTH_S = 60.0
 """A worker that fails by itself within this time of an expansion is taken to fail because of the expansion."""
-WINDOW_S = 6 * 3600.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
@@ -128,8 +128,8 @@ def _is_new_incident(job: JobRecord, now: float) -> bool:
 
 
 def _forgiven(job: JobRecord, now: float) -> JobRecord:
-    """Return the job with its restarts reset to 0 if the last incident is longer than WINDOW_S ago."""
-    if job.incident_at is None or now - job.incident_at < WINDOW_S:
+    """Return the job with its restarts reset to 0 if the last incident is longer than its restart window ago."""
+    if job.incident_at is None or now - job.incident_at < job.spec.restart_window_s:
         return job
     return with_status(job, restarts=0)
 

@@ -32,6 +32,8 @@ def test_what_exceeds_a_lowered_limit_is_evicted_after_the_grace() -> None:
             test.see(QUOTAS, quota)
             test.controller._look_at_quotas()
             await until(lambda: test.controller._planning is None)
+            if not grace_s:  # evictions settle
+                await until(lambda: any(plain.members[uid].evicted for uid in pods))
             return [uid for uid in pods if plain.members[uid].evicted]
 
     assert len(asyncio.run(scenario(0.0))) == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,11 @@ class Twin(Detached):
         self.controller.reservations.start()
         self.controller.wake()
 
-    async def settle(self) -> None:
-        """Return when the controller has planned, and all its requests were answered."""
+    async def settle(self, *, losses: bool = True) -> None:
+        """Return when the controller has planned, and all its requests were answered.
+
+        With `losses` time passes until what loses work is carried out, too.
+        """
         quiet = 0
         for _ in range(SETTLE_STEPS):
             controller = self.controller
@@ -80,10 +84,19 @@ class Twin(Detached):
                     statuses._look(key)
             busy = controller._planning is not None or controller._writer._tasks
             quiet = 0 if busy else quiet + 1
-            if quiet > 3:
+            if quiet > 3 and not (losses and self._let_losses_settle()):
                 return
             await asyncio.sleep(0.0005 if busy else 0)
         raise AssertionError("the controller plans and writes without end")
+
+    def _let_losses_settle(self) -> bool:
+        """Let what plans want to stop be wanted since long ago; return whether that changes anything."""
+        wanted = self.controller._settling._wanted
+        if all(since == -math.inf for since in wanted.values()):
+            return False
+        wanted.update(dict.fromkeys(wanted, -math.inf))
+        self.controller.wake()
+        return True
 
 
 class World:
@@ -141,7 +154,7 @@ class World:
         elif verb == "PATCH" and isinstance(body, list):
             found = patched(found, body)
         elif verb == "PATCH" and part == "status":
-            found["status"] = body["status"]
+            found["status"] = body["status"]  # server-side apply removes the fields that its manager left out
         elif verb == "PATCH":
             _merge(found, {key: value for key, value in body.items() if key != "metadata"})
             _merge(found["metadata"], {"annotations": body.get("metadata", {}).get("annotations", {})})
@@ -154,7 +167,7 @@ class World:
     def run_pods(self, *, start: bool = True, choice: int = 0) -> None:
         """Bind all admitted pods, and run them; of the nodes of those without a pin, `choice` selects one."""
         for pod in [pod for pod in self._unbound() if labels.RESERVED_ON not in _notes(pod)]:
-            if node := _pinned_to(pod):
+            if node := pinned_to(pod):
                 self._bind(pod, node, start)
         for pod in self.unpinned():
             if nodes := [node for node in NODE_NAMES if self._fits(pod, node)]:
@@ -259,7 +272,7 @@ async def running(world: World, *, follows: bool = False) -> AsyncIterator[Twin]
         await twin.controller._writer.close()
 
 
-def plan_of(twin: Twin, now: float) -> dict[str, list[str]]:
+def plan_of(twin: Detached, now: float) -> dict[str, list[str]]:
     """Return what the controller would decide now, in terms of pods: the names of its own records do not count."""
     controller = twin.controller
     state = controller.current_state()
@@ -285,7 +298,7 @@ def plan_of(twin: Twin, now: float) -> dict[str, list[str]]:
     }
 
 
-def records_of(twin: Twin) -> list[str]:
+def records_of(twin: Detached) -> list[str]:
     """Return what the scheduler's state has of each job, in terms of pods: all that a plan may depend on but times.
 
     A job that gets no more workers is what its workers hold: which of them once started together decides nothing.
@@ -308,7 +321,7 @@ def records_of(twin: Twin) -> list[str]:
     return sorted(found)
 
 
-def _pods_of_slots(twin: Twin) -> dict[str, str]:
+def _pods_of_slots(twin: Detached) -> dict[str, str]:
     """Return the pods of Ray clusters' workers by their slots, which a restarted controller names otherwise."""
     units = twin.controller.ray._set.units.values()
     return {slot.id: slot.pod.uid for unit in units for slot in unit.slots.values() if slot.pod is not None}
@@ -351,7 +364,8 @@ def _merge(into: Object, changes: Object) -> None:
             into[key] = value
 
 
-def _pinned_to(pod: Object) -> str:
+def pinned_to(pod: Object) -> str:
+    """Return the node that the pod was sent to; "" if it is gated, or may run on several."""
     affinity = pod["spec"].get("affinity") or {}
     required = affinity.get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
     if labels.DEVICES not in _notes(pod):

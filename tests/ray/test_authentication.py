@@ -71,7 +71,9 @@ def test_rays_own_token_is_used_for_the_cluster_that_is_found(
     address: str, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text(token_file.read_text())  # where `ray.init()` and `ray get-auth-token` store it
+    (tmp_path / ".ray" / "auth_token").write_text(
+        token_file.read_text()
+    )  # where `ray.init()` and `ray get-auth-token` store it
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", address)
     nodes: Any = SimpleNamespace(address="auto")

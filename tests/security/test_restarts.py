@@ -14,7 +14,7 @@ import pytest
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.local.start import await_stop
 from kfp_gpuquota.cluster.local.workers.shim import start_time
-from kfp_gpuquota.engine.lifecycle import INCIDENT_S, WINDOW_S, after_worker_exited
+from kfp_gpuquota.engine.lifecycle import INCIDENT_S, after_worker_exited
 from kfp_gpuquota.engine.records import Intent
 from tests.cluster.test_lifecycle import job, worker
 
@@ -38,7 +38,9 @@ def test_restarts_of_long_ago_are_not_counted_any_more() -> None:
     record = job(managed=True)
     for now in (100.0, 200.0):
         record = after_worker_exited(record, worker(0, 137), [worker(0, 137), worker(1)], now)
-    record = after_worker_exited(record, worker(0, 137), [worker(0, 137), worker(1)], 200.0 + WINDOW_S)
+    record = after_worker_exited(
+        record, worker(0, 137), [worker(0, 137), worker(1)], 200.0 + record.spec.restart_window_s
+    )
     assert (record.status.restarts, record.intent) == (1, Intent.RUN)
 
 

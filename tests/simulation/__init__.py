@@ -3,6 +3,7 @@
     loop       an event loop whose time advances to the next timer
     processes  workers as models: they start late, join, train, switch generations, exit late or never, and are lost
     cluster    the engine above them, which can be restarted at any moment, and the requests of its users
+    kubernetes the controller above objects of an API server and kubelets, through the same histories
     histories  what happens, as data: drawn from a seed, or by hypothesis, which shrinks it
     invariants what must hold after each commit, and once nothing happens any more
     search     which waiting job could start, found by trying everything: it shares no code with the scheduler

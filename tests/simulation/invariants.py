@@ -37,6 +37,20 @@ def _concerns(job: JobRecord) -> tuple[object, ...]:
     return id(job.spec), job.intent, job.completing, phase.final, phase is Phase.SUSPENDED
 
 
+def contradiction(resize: Resize) -> str:
+    """Return what the reason of a change of size contradicts; "" if nothing."""
+    before, after, message = resize.from_gpus, resize.to_gpus, resize.reason.message
+    if (found := EXPANDED.match(message)) and (int(found[1]), int(found[2])) != (before, after):
+        return f"has changed from {before} to {after} because: {message!r}"
+    if after == before or not message:
+        return f"has changed from {before} to {after} because: {message!r}"
+    if after < before and "expanded" in message:
+        return f"shrinks from {before} to {after} because: {message!r}"
+    if after > before and ("shrunk" in message or "was lost" in message):
+        return f"grows from {before} to {after} because: {message!r}"
+    return ""
+
+
 class ViolationError(AssertionError):
     """What does not hold, with the time."""
 
@@ -133,10 +147,9 @@ class Invariants:
         if new.status.restarts > old.status.restarts:
             self._check_charge(new, change)
         added = new.status.resizes[len(old.status.resizes) :]
-        last = old.status.resizes[-1] if old.status.resizes else None
         for resize in added:
-            self._check_resize(new, last, resize)
-            last = resize
+            if wrong := contradiction(resize):
+                self.fail(f"{new.spec.name} {wrong}")
 
     def _check_start_reason(self, job: JobRecord, held: int) -> None:
         """A session that starts with less than it asks for says that its project's guarantee has no more."""
@@ -187,19 +200,6 @@ class Invariants:
         run = self.restarted_for.setdefault(reason, job.attempt)
         if run != job.attempt:
             self.fail(f"{job.spec.name} is restarted for {beneficiary} in its runs {run} and {job.attempt}")
-
-    def _check_resize(self, job: JobRecord, last: Resize | None, resize: Resize) -> None:
-        if resize.from_gpus == resize.to_gpus:
-            self.fail(f"{job.spec.name}: a change of size from {resize.from_gpus} to {resize.to_gpus}")
-        message = resize.reason.message
-        if (found := EXPANDED.match(message)) and (int(found[1]), int(found[2])) != (resize.from_gpus, resize.to_gpus):
-            self.fail(f"{job.spec.name}: from {resize.from_gpus} to {resize.to_gpus} because: {message!r}")
-        if resize.to_gpus < resize.from_gpus and "expanded" in message:
-            self.fail(f"{job.spec.name} shrinks from {resize.from_gpus} to {resize.to_gpus} because: {message!r}")
-        if resize.to_gpus > resize.from_gpus and ("shrunk" in message or "was lost" in message):
-            self.fail(f"{job.spec.name} grows from {resize.from_gpus} to {resize.to_gpus} because: {message!r}")
-        if not message:
-            self.fail(f"{job.spec.name}: from {resize.from_gpus} to {resize.to_gpus} without a reason")
 
     def _check_start(self, record: WorkerRecord) -> None:
         """A run of a job begins when the processes of its last run have ended."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
+from tests.simulation import kubernetes
 from tests.simulation.histories import Delete, History, Submit, draw_history, from_seed
 from tests.simulation.processes import ELASTIC
 from tests.simulation.running import play
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import pytest
 
 CHUNK = 50
+KUBERNETES_EVERY = 5
+"""The controller plays each fifth history."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -33,6 +36,20 @@ def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> No
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
+
+
+def test_the_controller_keeps_its_invariants_through_any_history(seeds: range) -> None:
+    for seed in seeds[::KUBERNETES_EVERY]:
+        try:
+            kubernetes.play(from_seed(seed))
+        except BaseException as error:
+            error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
+            raise
+
+
+def test_a_suspended_job_whose_worker_had_finished_is_as_before_when_the_controller_restarts() -> None:
+    """The pod of the worker that had finished remained, and made the suspended job one that completes."""
+    kubernetes.play(from_seed(43))
 
 
 def test_a_gang_that_moves_is_promised_no_worker_more_than_it_has() -> None:

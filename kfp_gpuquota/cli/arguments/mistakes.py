@@ -38,6 +38,7 @@ _PARAMETERS: Final = {
     "usage_half_life_s": "usage_half_life",
     "keep_ended_s": "keep_ended_days",
     "grace_period_s": "grace_period",
+    "restart_window_s": "restart_window",
     "cool_down_s": "cool_down",
     "min_run_time_s": "min_run_time",
 }

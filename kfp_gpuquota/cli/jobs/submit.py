@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kfp_gpuquota.api import JobSpec, Kind
-from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S
+from kfp_gpuquota.api.job import (
+    DEFAULT_COOL_DOWN_S,
+    DEFAULT_GRACE_PERIOD_S,
+    DEFAULT_MAX_RESTARTS,
+    DEFAULT_RESTART_WINDOW_S,
+)
 from kfp_gpuquota.api.quantity import parse_cores, parse_gpu_memory, parse_mib, show_mib
-from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs, toleration_of, whole_number
+from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs, seconds, toleration_of, whole_number
 from kfp_gpuquota.cli.arguments.mistakes import Command
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.display.output import Format, show
@@ -122,6 +127,13 @@ RuntimeEnvJsonOption = Annotated[
 GraceOption = Annotated[
     float, typer.Option("--grace-period", metavar="SECONDS", help="From SIGTERM to SIGKILL when it must stop.")
 ]
+MaxRestartsOption = Annotated[
+    int, typer.Option("--max-restarts", metavar="N", help="Restarts after ends of its own workers before it fails.")
+]
+RestartWindowOption = Annotated[
+    str,
+    typer.Option("--restart-window", metavar="TIME", help="After this time without a restart they are counted anew."),
+]
 CoolDownOption = Annotated[
     float, typer.Option("--cool-down", metavar="SECONDS", help="After it has grown, not grown again for this long.")
 ]
@@ -215,6 +227,8 @@ def submit(
     runtime_env: RuntimeEnvOption = None,
     runtime_env_json: RuntimeEnvJsonOption = None,
     grace_period: GraceOption = DEFAULT_GRACE_PERIOD_S,
+    max_restarts: MaxRestartsOption = DEFAULT_MAX_RESTARTS,
+    restart_window: RestartWindowOption = f"{DEFAULT_RESTART_WINDOW_S / 3600:g}h",
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     min_run_time: MinRunTimeOption = 0.0,
     follow: FollowOption = False,
@@ -292,6 +306,8 @@ def submit(
         },
         working_directory=str(Path(working_dir or ".").absolute()) if here else working_dir or "",
         grace_period_s=grace_period,
+        max_restarts=max_restarts,
+        restart_window_s=seconds("restart_window", restart_window),
         cool_down_s=cool_down,
         min_run_time_s=min_run_time,
         labels=pairs("label", label or [], "a label is given as KEY=VALUE"),

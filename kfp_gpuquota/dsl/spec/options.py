@@ -26,6 +26,7 @@ GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 # Fields of a share, which JobSpec has with the prefix "gpu_". A name that begins with another one comes first.
 _SHARE: Final = ("fraction_limit", "fraction", "memory_limit_mib", "memory_mib", "compute", "devices")
 _SAME: Final = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority")
+_GIVEN: Final = ("max_restarts", "restart_window_s")  # JobSpec has a default for them
 _EXTENDED: Final = "extended_resources"
 MAX_EXTENDED: Final = 4096
 MAX_RUNTIME_S: Final = 365 * 86_400.0
@@ -36,8 +37,9 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with a limit up to which it may use
     idle capacity. `compute` is its part of each one's computing power. `gpu_type` is the GPU product in the node's
-    label. `max_runtime_s` counts from the last start, not from submission. `checkpoint` names a PersistentVolumeClaim
-    (the embedded cluster needs none). `extended_resources` are requested by each worker's pod in addition, such as
+    label. `max_runtime_s` counts from the last start, not from submission. The job fails after `max_restarts` ends of
+    its own workers without `restart_window_s` between two of them. `checkpoint` names a PersistentVolumeClaim (the
+    embedded cluster needs none). `extended_resources` are requested by each worker's pod in addition, such as
     {"rdma/hca": 1}. `name` is the prefix of the job's name ("": the step's name).
     """
 
@@ -56,6 +58,8 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     preemptible: bool | None = None
     priority: int | None = None
     max_runtime_s: float | None = None
+    max_restarts: int | None = None
+    restart_window_s: float | None = None
     checkpoint: str = ""
     extended_resources: dict[str, int] = {}
     name: str = ""
@@ -84,6 +88,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             node_selector={GPU_PRODUCT: self.gpu_type} if self.gpu_type else {},
             **{f"gpu_{field}": getattr(self, field) for field in _SHARE},
             **{field: getattr(self, field) for field in _SAME},
+            **{field: value for field in _GIVEN if (value := getattr(self, field)) is not None},
             **more,
         )
 
@@ -158,13 +163,13 @@ def _channel(value: Any) -> str:
     return f"output {value.name!r} of task {value.task_name!r}" if value.task_name else f"parameter {value.name!r}"
 
 
-def _seconds(component: str, value: object) -> float:
+def _seconds(component: str, argument: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, str) and (found := seconds(value.strip())) is not None:
         return found
     raise DefinitionError(
-        f"component {component!r}: max_runtime is {value!r}, but it must be seconds or a time such as '90m', '2h', '1d'"
+        f"component {component!r}: {argument} is {value!r}, but it must be seconds or a time such as '90m', '2h', '1d'"
     )
 
 
@@ -172,7 +177,7 @@ def _in_units(component: str, argument: str, value: object) -> object:
     """Return an argument's value in the unit of the option, which is the end of its name."""
     unit = ARGUMENTS.get(argument, argument).removeprefix(argument)
     if unit == "_s":
-        return _seconds(component, value)
+        return _seconds(component, argument, value)
     return _mebibytes(argument, value) if unit == "_mib" else value
 
 

@@ -47,6 +47,7 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
 from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
+from kfp_gpuquota.cluster.kubernetes.planner.settling import Settling
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
@@ -129,6 +130,7 @@ class Controller:
         self._planning: asyncio.Handle | asyncio.Task[None] | None = None
         self._carrying_out = self._changed_meanwhile = False
         self._reasons: dict[str, Reason] = {}
+        self._settling = Settling()
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._rests_until = 0.0
@@ -527,6 +529,7 @@ class Controller:
         plan = msgspec.structs.replace(planned.plan, waiting=self._reasons)
         if self._planner.outdated:
             plan = still_valid(self.snapshot.state, plan)
+        plan, settles_s = self._settling.settled(plan, self.snapshot.state.promises, started)
         self._carrying_out = True
         try:
             with because_of(f"{self._name}-{next(self._numbers)}"):
@@ -536,7 +539,8 @@ class Controller:
             self._carrying_out = False
         if planned.more:
             return 0.0
-        return None if plan.again_at is None else plan.again_at - now
+        again_s = None if plan.again_at is None else plan.again_at - now
+        return min((delay for delay in (again_s, settles_s) if delay is not None), default=None)
 
     def _plan_failed(self) -> float | None:
         """Count the failure; return the pause in seconds before the next plan, or None if the process ends instead."""

@@ -93,7 +93,6 @@ class Book(Store):
         before, state = self.jobs.get(job.uid), self.runtime_states.get(job.uid)
         if state is not None and before is not None and before.status.started_at and job.status.started_at is None:
             state.ran_s += max(0.0, self.clock() - before.status.started_at)
-            state.ended.clear()
         super().put_job(job)
 
     def promise(self, uid: str, placements: tuple[Placement, ...], at: float) -> None:

@@ -97,6 +97,7 @@ class ElasticJobSpec(Struct, frozen=True):
     workers_ready_timeout_seconds: float | None = None
     grace_period_seconds: float | None = None
     max_restarts: int | None = None
+    restart_window_seconds: float | None = None
     cool_down_seconds: float | None = None
     min_run_time_seconds: float | None = None
     node_pool: str | None = None
@@ -181,6 +182,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     exit_code: int | None = None
     result_worker: str | None = None
     restarts: int = 0
+    last_restart_time: datetime | None = None
     evictions: int = 0
     last_eviction: LastEviction | None = None
     progress: TrainingProgress | None = None

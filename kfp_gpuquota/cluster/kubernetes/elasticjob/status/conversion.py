@@ -57,6 +57,7 @@ def record_of(
             progress=progress_of(status.progress),
             resizes=resizes_of(status.resizes),
         ),
+        incident_at=_seconds(status.last_restart_time),
         size=status.training_gpus,
         intent=Intent(status.intent),
         attempt=status.attempt,
@@ -181,6 +182,7 @@ def status_of(
         exit_code=status.exit_code,
         result_worker=job.status.result_worker if result is None else pod_name(job.metadata.name, result),
         restarts=status.restarts,
+        last_restart_time=_time(record.incident_at),
         evictions=status.evictions,
         last_eviction=None
         if evicted is None

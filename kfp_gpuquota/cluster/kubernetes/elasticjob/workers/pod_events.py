@@ -146,12 +146,13 @@ class WorkerPodEvents:
     def _restore_ended(self, pod: PodView) -> None:
         """Restore a worker whose exit an earlier controller has processed.
 
-        Exit code 0 means that the job completes, unless the worker was released.
+        Exit code 0 means that the job completes, unless the worker was released, or that run of the job has ended.
         """
         job, known = self._book.jobs[pod.job_uid], self._last_known(pod)
         gone = msgspec.structs.replace(known.worker, phase=WorkerPhase.GONE, exit_code=pod.exit_code)
         record = msgspec.structs.replace(known, worker=gone)
-        if pod.attempt == job.attempt and finished(record) and not job.status.phase.final:
+        runs = pod.attempt == job.attempt and job.status.started_at is not None
+        if runs and finished(record) and not job.status.phase.final:
             job = msgspec.structs.replace(job, completing=True)
         self._book.commit(Change(jobs={job.uid: job}, workers={gone.id: record}))
 

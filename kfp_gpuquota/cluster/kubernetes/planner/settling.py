@@ -1,0 +1,56 @@
+"""Delays what loses work until plans have wanted it for a moment, so that a burst of changes is decided as one.
+
+A command that deletes two objects reaches the API server as two requests: a plan in between would move running jobs for
+a job that is deleted next. Starts and growth are not delayed, and elastic jobs that only shrink lose nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kfp_gpuquota.api.placement import Placement
+    from kfp_gpuquota.scheduler import Plan
+
+SETTLE_S: Final = 0.5
+LONGEST_S: Final = 2.0
+"""Changes that never end delay a loss this long."""
+
+
+class Settling:
+    """What recent plans wanted to stop; `now` is of a monotonic clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, float] = {}  # by worker, since when
+
+    def settled(
+        self, plan: Plan, promises: Mapping[str, tuple[Placement, ...]], now: float
+    ) -> tuple[Plan, float | None]:
+        """Return what of the plan is carried out now, and in how many seconds to plan again for the rest, if any.
+
+        `promises` are those in force: they stay while no room is made for others.
+        """
+        self._wanted = {worker: self._wanted.get(worker, now) for worker in _victims(plan)}
+        if not (plan.evict or plan.move):
+            return plan, None
+        since = self._wanted.values()
+        wait_s = min(max(since) + SETTLE_S, min(since) + LONGEST_S) - now
+        if wait_s <= 0:
+            return plan, None
+        bound = {one.job for one in plan.bind}
+        kept = {uid: found for uid, found in promises.items() if uid not in bound}
+        grows = tuple(one for one in plan.resize if not one.remove)
+        return msgspec.structs.replace(plan, evict=(), move=(), resize=grows, nominate=(), promises=kept), wait_s
+
+
+def _victims(plan: Plan) -> Iterator[str]:
+    for evict in plan.evict:
+        yield from evict.workers
+    for move in plan.move:
+        yield move.worker
+    for resize in plan.resize:
+        yield from resize.remove

@@ -1,0 +1,112 @@
+"""A burst of changes is decided as one before anything loses work; in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from kfp_gpuquota.cluster.kubernetes.planner.settling import SETTLE_S
+from tests.kubernetes import detached as watches
+from tests.kubernetes.test_restarts import make_node, set_quota
+from tests.kubernetes.twin_world import Twin, World, running
+from tests.simulation.loop import SimulatedLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+APART_S = 0.1
+"""Between the requests of one command."""
+
+
+def submit(world: World, name: str, gpus: int) -> None:
+    template = {"spec": {"containers": [{"name": "main", "image": "none"}]}}
+    meta = {"name": name, "namespace": "a", "uid": name, "generation": 1}
+    world.put(watches.JOBS, {"metadata": meta, "spec": {"gpus": gpus, "template": template}})
+
+
+def pods(world: World) -> dict[str, bool]:
+    """The names of the pods that exist, and whether each is being deleted."""
+    found = world.objects[watches.PODS].values()
+    return {pod["metadata"]["name"]: "deletionTimestamp" in pod["metadata"] for pod in found}
+
+
+async def delete(world: World, twin: Twin, name: str) -> None:
+    world.drop(watches.JOBS, f"a/{name}")
+    await twin.settle(losses=False)
+    world.end_terminating()
+    await twin.settle(losses=False)
+
+
+def play(scenario: Callable[[World, Twin], Awaitable[Any]]) -> Any:
+    """Play it on two full nodes of four GPUs, with four jobs of two GPUs, while one of four waits."""
+
+    async def run() -> Any:
+        world = World()
+        for node in ("n0", "n1"):
+            make_node(world, node)
+        set_quota(world, "a", 12)
+        async with running(world) as twin:
+            world.twin = twin
+            for number in range(4):
+                submit(world, f"job{number}", 2)
+                await twin.settle(losses=False)
+                world.run_pods()
+                await twin.settle(losses=False)
+            submit(world, "whole", 4)
+            await twin.settle(losses=False)
+            assert sorted(pods(world)) == [f"job{number}-0" for number in range(4)]
+            return await scenario(world, twin)
+
+    loop = SimulatedLoop()
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def halves(world: World) -> list[str]:
+    """Return one job of each node."""
+    nodes: dict[str, str] = {}
+    for pod in world.objects[watches.PODS].values():
+        nodes.setdefault(pod["spec"]["nodeName"], pod["metadata"]["name"].removesuffix("-0"))
+    return sorted(nodes.values())
+
+
+def test_deleting_several_jobs_moves_no_other_job_for_one_of_them() -> None:
+    async def scenario(world: World, twin: Twin) -> dict[str, bool]:
+        for name in (*halves(world), "whole"):
+            await delete(world, twin, name)
+            await asyncio.sleep(APART_S)
+        await asyncio.sleep(2.0)
+        await twin.settle(losses=False)
+        return pods(world)
+
+    found = play(scenario)
+    assert list(found.values()) == [False, False]
+    assert all(name.endswith("-0") for name in found), found  # a worker that was moved has the next number
+
+
+def test_a_job_is_moved_for_another_one_when_nothing_changes_any_more() -> None:
+    async def scenario(world: World, twin: Twin) -> list[int]:
+        for name in halves(world):
+            await delete(world, twin, name)
+        moving = [sum(pods(world).values())]
+        await asyncio.sleep(2 * SETTLE_S)
+        await twin.settle(losses=False)
+        return [*moving, sum(pods(world).values())]
+
+    assert play(scenario) == [0, 1]
+
+
+def test_what_fits_starts_at_once() -> None:
+    async def scenario(world: World, twin: Twin) -> tuple[bool, float]:
+        for name in halves(world):
+            await delete(world, twin, name)
+        began = asyncio.get_running_loop().time()
+        submit(world, "small", 1)
+        await twin.settle(losses=False)
+        return "small-0" in pods(world), asyncio.get_running_loop().time() - began
+
+    started, took_s = play(scenario)
+    assert started
+    assert took_s < SETTLE_S
