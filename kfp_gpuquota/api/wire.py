@@ -231,13 +231,14 @@ class LogChunk(msgspec.Struct, frozen=True, kw_only=True):
     more: bool
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The version and the identity of the server."""
+class Health(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The version and the identity of the server. `problem`: what the cluster cannot do at present, and why."""
 
     version: str
     pid: int
     home: str
     started_at: float
+    problem: str = ""
 
 
 class PageLink(msgspec.Struct, frozen=True, kw_only=True):

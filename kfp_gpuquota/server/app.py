@@ -39,19 +39,20 @@ def build_app(
     on_shutdown: Callable[[], None],
     open_page: Callable[[], Awaitable[PageLink]] | None = None,
     audit: AuditLog | None = None,
+    problem: Callable[[], str] = str,
 ) -> web.Application:
     """The application for one cluster.
 
     `token` opens everything under /v1 but `extra_routes`, which check their own (membership, with a token per job).
     `on_shutdown` is called when a client asks the daemon to stop, `open_page` when one asks for a link to the web page,
-    `audit` has a line for each change that a client asks for.
+    `audit` has a line for each change that a client asks for. `problem` returns that of `health` at present.
     """
     outer = [] if audit is None else [audited(audit)]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*outer, _errors])
     checked = _checker(token)
 
     async def healthy(_request: web.Request) -> web.Response:
-        return _json(health)
+        return _json(msgspec.structs.replace(health, problem=problem()))
 
     async def described(_request: web.Request) -> web.Response:
         return _json(openapi.document(health.version))

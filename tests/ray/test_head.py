@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kfp_gpuquota.cluster.findings import Level
+from kfp_gpuquota.cluster.local import checks
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import start_with
@@ -80,8 +82,13 @@ def test_a_head_with_redis_is_restarted_and_every_worker_goes_on(
         cluster.submit("train", *LOGGING, environment={"STARTS": str(starts)})
         first = cluster.wait_for_phase("train", "Running").status.workers[0]
         head = nodes.cluster.head_node
+        assert cluster.client.health().problem == ""
         head.kill_gcs_server()
+        until(lambda: "Ray" in cluster.client.health().problem, cluster.client.health)
+        (found,) = (one for one in checks.examine(cluster.home, lambda: cluster.client) if one.check == "connection")
+        assert found.level == Level.FAIL
         head.start_gcs_server()
+        until(lambda: not cluster.client.health().problem, cluster.client.health)
         before = lease_of(cluster)
         until(lambda: lease_of(cluster) > before, "the worker's lease is renewed")
         wait_for_nodes(cluster, 1)

@@ -423,6 +423,7 @@ def status(output: OutputOption = Format.TABLE) -> None:
         ("daemon", f"pid {health.pid}, version {health.version}, up {age(health.started_at)}"),
         ("nodes", f"{len(nodes)} with {show_gpus(total)} ({models})"),
         ("in use", f"{held} of {show_gpus(total)}"),
+        *([("problem", health.problem)] if health.problem else []),
     ]
     show(
         {"health": health, "nodes": len(nodes), "gpus": total, "held": held},

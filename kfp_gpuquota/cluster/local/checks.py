@@ -53,6 +53,8 @@ def _daemon(client: ClusterClient) -> Iterator[Finding]:
         yield warn("daemon", f"it is of version {health.version}, this command of {__version__}", remedy)
     else:
         yield ok("daemon", f"pid {health.pid}, version {health.version}")
+    if health.problem:
+        yield fail("connection", health.problem, "jobs continue, and nothing starts until it is back; see daemon.log")
     devices = [device for view in nodes for device in view.node.devices]
     models = ", ".join(sorted({device.model for device in devices}))
     if not devices:

@@ -110,6 +110,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             on_shutdown=stop.set,
             open_page=page.open,
             audit=audit,
+            problem=runtime.problem if runtime is not None else str,
         )
         app.cleanup_ctx.append(driver.membership.lifespan)
         runner = LimitedRunner(

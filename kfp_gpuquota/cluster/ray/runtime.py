@@ -13,6 +13,7 @@ import itertools
 import logging
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -57,6 +58,8 @@ LONGEST_PAUSE_S: Final = 15.0
 LOG_S: Final = 15.0
 USED_AFTER_S: Final = 1.5
 OUTPUT_S: Final = 2.0
+SILENT_S: Final = 4.0
+"""The nodes are read twice a second."""
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class RayRuntime:
         self._logs: dict[int, asyncio.Future[messages.LogRead]] = {}
         self._tried = asyncio.Event()
         self._failure = ""
+        self._heard = 0.0  # when the nodes were last read, on the monotonic clock
         self._running: asyncio.Task[None] | None = None
 
     async def connect(self, timeout_s: float) -> None:
@@ -126,6 +130,13 @@ class RayRuntime:
             self._running.cancel()
         if self._link:
             self._link.close()
+
+    def problem(self) -> str:
+        """Return why Ray cannot be used at present; "" if it can."""
+        if self.connected is None:
+            return f"Ray is not connected ({self._failure or 'connecting'})"
+        silent_s = time.monotonic() - self._heard
+        return f"Ray's head has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else ""
 
     # WorkerRuntime
 
@@ -292,9 +303,11 @@ class RayRuntime:
             case messages.Failed():
                 self._failure = message.why
             case messages.NodesSeen():
+                self._heard = time.monotonic()
                 self._seen = message.nodes
                 self._on_nodes()
             case messages.NodesUnchanged():
+                self._heard = time.monotonic()
                 self._on_nodes()
             case messages.WorkersFound():
                 self._on_found(message)
@@ -306,7 +319,7 @@ class RayRuntime:
 
     def _on_connected(self, connected: messages.Connected, link: messages.Link) -> None:
         log.warning("connected to Ray %s at %s", connected.version, connected.address)
-        self.connected, self._link = connected, link
+        self.connected, self._link, self._heard = connected, link, time.monotonic()
         for message in (*self._follows.values(), *self._signals.values()):
             link.send(message)
         if self._tracked is not None:
