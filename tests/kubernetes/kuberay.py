@@ -2,7 +2,8 @@
 
 The double does what KubeRay's API documents, and no more: it creates a head pod and the workers of each group with
 KubeRay's labels, deletes the pods of `workersToDelete`, and arbitrary ones where `replicas` falls without them; with
-Ray's autoscaler only that deletes workers. `suspend` of a RayJob deletes its RayCluster. The head of a RayJob is not
+Ray's autoscaler only that deletes workers. `suspend` of a RayJob deletes its RayCluster, that of a RayCluster or of a
+group its pods. The head of a RayJob is not
 created again: the job fails. The same tests run with KubeRay's operator (test_kuberay.py). The autoscaler runs in Ray's
 head, which these clusters do not have.
 """
@@ -199,6 +200,10 @@ class Operator(Repeating):
 
     def _cluster(self, cluster: Object, pods: list[Object]) -> None:
         uid = cluster["metadata"]["uid"]
+        if cluster["spec"].get("suspend"):
+            for pod in pods:
+                self._delete(pod)
+            return
         if not any(_group(pod) == "headgroup" for pod in pods):
             if uid in self._heads and _owner_kind(cluster) == "RayJob":
                 self._fail_job(cluster)
@@ -214,6 +219,10 @@ class Operator(Repeating):
         self._set(job, jobDeploymentStatus="Failed")
 
     def _group(self, cluster: Object, one: Object, pods: list[Object]) -> None:
+        if one.get("suspend"):
+            for pod in pods:
+                self._delete(pod)
+            return
         ended = [pod for pod in pods if pod["status"].get("phase") in {"Failed", "Succeeded"}]
         named = set(one.get("scaleStrategy", {}).get("workersToDelete", []))
         for pod in pods:

@@ -274,6 +274,19 @@ def test_a_users_suspension_is_not_lifted(ray: Ray) -> None:
     ray.until_workers(team, 2)
 
 
+@pytest.mark.parametrize("what", ["cluster", "group"])
+def test_a_suspended_cluster_or_group_keeps_no_gpus(ray: Ray, what: str) -> None:
+    ray.controlled.add_nodes(1, gpus=2)
+    team = ray.team(guaranteed=2)
+    ray.controlled.start()
+    suspended = [group("gpu", 2, suspend=what == "group")]
+    path = ray.cluster(team, *suspended, suspend=what == "cluster")
+    ray.controlled.until_bound(ray.controlled.pod(team, "proof", gpus=2))
+    ray.api.delete(f"/api/v1/namespaces/{team}/pods/proof")
+    ray.api.patch(path, {"spec": {"suspend": False, "workerGroupSpecs": [group("gpu", 2)]}})
+    ray.until_workers(team, 2)
+
+
 def test_a_rayjob_that_cannot_be_suspended_does_not_borrow(ray: Ray) -> None:
     ray.controlled.add_nodes(1, gpus=4)
     other, team = ray.controlled.team(guaranteed=3), ray.team(guaranteed=1)

@@ -134,7 +134,7 @@ class RayUnits:
                 self._set.stops.pop(unit.uid, None)
             paused = owner.spec.suspend and not ours and unit.uid not in self._set.stops
         else:
-            paused = False
+            paused = owner.spec.suspend
         sized = self._set.owners.group_of(unit.owner_uid, unit.request)
-        unit.pause(paused=paused or (sized is not None and not sized[2].replicas))
+        unit.pause(paused=paused or (sized is not None and (sized[2].suspend or not sized[2].replicas)))
         self._patches.sync(unit)

@@ -34,7 +34,7 @@ class HeadGroup(Struct, frozen=True):
 
 
 class WorkerGroup(Struct, frozen=True):
-    """A group of equal workers; with `num_of_hosts` each replica is so many pods."""
+    """A group of equal workers; with `num_of_hosts` each replica is so many pods. `suspend`: it has no pods."""
 
     group_name: str
     replicas: int = 0
@@ -43,12 +43,14 @@ class WorkerGroup(Struct, frozen=True):
     num_of_hosts: int = 1
     template: PodTemplate = PodTemplate()
     scale_strategy: ScaleStrategy = ScaleStrategy()
+    suspend: bool = False
 
 
 class RayClusterSpec(Struct, frozen=True):
-    """The specification of a Ray cluster."""
+    """The specification of a Ray cluster. `suspend`: it has no pods."""
 
     enable_in_tree_autoscaling: bool = False
+    suspend: bool = False
     head_group_spec: HeadGroup = HeadGroup()
     worker_group_specs: tuple[WorkerGroup, ...] = ()
 
