@@ -141,7 +141,7 @@ class JobFailedError(RunError):
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = repr(int(value) if isinstance(value, float) and value.is_integer() else value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -12,6 +12,7 @@ The structs are those of the API (`kfp_gpuquota.api`), the cluster is the one th
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import time
@@ -23,7 +24,7 @@ import msgspec
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.cluster.connect import connect, current_project, kube_context
-from kfp_gpuquota.errors import JobFailedError, NotFoundError, UnauthorizedError, UsageError
+from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError, UnauthorizedError, UsageError
 from kfp_gpuquota.server.cluster_client import log_so_far
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def submit(
     here = kube_context() is None
     words = tuple(shlex.split(command) if isinstance(command, str) else command)
     project = current_project(project)
-    shared = {"gpu_fraction": float(gpus)} if 0 < gpus < 1 else {"gpus": gpus}
+    is_part = isinstance(gpus, int | float) and 0 < gpus < 1
+    shared = {"gpu_fraction": float(gpus)} if is_part else {"gpus": gpus}
     if gpu_memory is not None:
         shared = {"gpu_memory_mib": parse_gpu_memory("gpu_memory", gpu_memory)}
     if elastic:
@@ -160,9 +162,19 @@ def submit(
     try:
         spec = msgspec.convert(given, JobSpec, str_keys=True)
     except msgspec.ValidationError as error:
-        raise UsageError(f"the job cannot be submitted: {error}") from None
+        raise _invalid(given, error) from None
     reached.submit(spec)
     return JobHandle(reached, project, spec.name)
+
+
+def _invalid(given: dict[str, Any], error: msgspec.ValidationError) -> UsageError:
+    """Return the error in the words of a caller, who wrote `given`."""
+    what, _, path = str(error).partition(" - at `$.")
+    field = path.rstrip("`")
+    if field not in given:
+        return UsageError(f"the job cannot be submitted: {error}")
+    expected = re.sub(r"Expected `(.+?)`, got `.+?`", r"it must be of type \1", what)
+    return InvalidFieldError(field, given[field], expected)
 
 
 def get_job(name: str, *, project: str = "", client: ClusterClient | None = None) -> JobHandle:

@@ -19,7 +19,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.arguments.completion import complete_job, complete_project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from kfp_gpuquota.errors import JobFailedError, NotFoundError
+from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 from tests.cli.conftest import PROGRAM, Cli
 from tests.conftest import running_cluster
@@ -158,6 +158,13 @@ def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.M
     failing.delete()
     with pytest.raises(NotFoundError):
         kfp_gpuquota.get_job("failing")
+    for given, sentence in (
+        ({"gpus": "2"}, "gpus is '2', but it must be of type int"),
+        ({"gpus": 2.5}, "gpus is 2.5, but it must be of type int"),
+        ({"name": 3}, "name is 3, but it must be of type str"),
+    ):
+        with pytest.raises(InvalidFieldError, match=sentence):
+            kfp_gpuquota.submit(["true"], **given)  # type: ignore[arg-type]
 
 
 def test_names_are_completed_by_the_cluster_that_runs(

@@ -106,6 +106,6 @@ def _shown(value: object) -> str:
     """The value as it was typed; in quotes where it could be mistaken for words of the sentence."""
     if isinstance(value, list | tuple):
         return " ".join(map(_shown, value))
-    text = str(value)
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value)
     text = text if len(text) <= 80 else text[:77] + "..."
     return text if _PLAIN.fullmatch(text) else repr(text)
