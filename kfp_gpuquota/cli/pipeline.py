@@ -276,9 +276,10 @@ def _no_problems(found: PipelineCheck, unchecked: str) -> str:
 
 
 def _row(step: StepCheck) -> list[object]:
-    shared = step.gpus is not None and step.request != str(step.gpus)  # a part of GPUs has one size
-    bounds = [step.request] * 2 if shared else [step.min_gpus, step.max_gpus]
-    sizes = [_UNKNOWN if size is None else size for size in (step.request or None, *bounds)]
+    sizes: list[object] = [step.gpus, step.min_gpus, step.max_gpus]
+    if step.gpus is not None and step.request != str(step.gpus):  # a part of GPUs, which has one size
+        sizes = [step.request] * 3
+    sizes = [_UNKNOWN if size is None else size for size in sizes]
     limit = "none" if step.quota is None or step.quota.limit is None else step.quota.limit
     quota = [step.quota.guaranteed, limit] if step.quota else ["", ""]
     return [step.step, step.project, *sizes, step.kind.value, *quota]
