@@ -63,7 +63,7 @@ def test_a_part_of_a_gpu_is_shown_as_such() -> None:
     found = check_pipeline(spec, "team-a")
     assert [step.request for step in found.routed] == ["0.5", "4", "2"]
     assert _row(found.routed[0])[2:5] == ["0.5", "0.5", "0.5"]
-    assert _row(found.routed[1])[2:5] == ["4", 4, 8]
+    assert _row(found.routed[1])[2:5] == [4, 4, 8]
 
 
 def test_an_interactive_step_is_of_another_kind() -> None:

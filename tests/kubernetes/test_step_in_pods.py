@@ -553,7 +553,11 @@ def test_a_plain_step_whose_borrowed_gpu_is_reclaimed_runs_again(controlled: Con
     run = steps.run()
     steps.until_said(run, "begun")
     holder = controlled.team(guaranteed=2)
-    session = controlled.pod(holder, "session", 2, labels_={labels.KIND: "build"}, containers=[session_container(2)])
+    with steps.backend.away():  # Argo does not retry a pod that it sees Failed in the moment before it is deleted
+        session = controlled.pod(
+            holder, "session", 2, labels_={labels.KIND: "build"}, containers=[session_container(2)]
+        )
+        steps.api.until_gone(steps.backend.pod_path(run, "shout", 0))
     controlled.until_bound(session)
     controlled.wait(lambda: steps.node(run).get("message") == "pod deleted", lambda: steps.node(run))
     controlled.cluster.api.delete(session, grace_s=1)

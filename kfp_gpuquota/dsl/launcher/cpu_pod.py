@@ -6,15 +6,18 @@ The step's pod owns it. Another attempt does not find it again, but starts the c
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.convert.pods import trouble_of
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.dsl.launcher import pod_workers
 from kfp_gpuquota.dsl.launcher.log_stream import ENDED, lines_of
 from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.staging import Staging
-from kfp_gpuquota.errors import GpuQuotaError
+from kfp_gpuquota.errors import GpuQuotaError, JobFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,22 +38,37 @@ def run(client: KubernetesClient, step: Step, write: Callable[[str], None]) -> i
     owner = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
     staging = Staging(step.executor_input, name)
     staging.create(step.argv, {})
-    relay = Relay(step.executor_input, staging, pod_workers.address_of(own))
+    received = threading.Event()
+    address = pod_workers.address_of(own)
+    relay = Relay(step.executor_input, staging, address, completed=lambda _worker: received.set())
     pod_workers.publish(client.calls, relay, namespace, name, owner)
     template = pod_workers.template_of(own, step, name)
     metadata = {**template["metadata"], "name": name, "ownerReferences": [owner]}
     pods = join("/api/v1/namespaces", namespace, "pods")
     client.calls.create(pods, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
     try:
+        _await_start(client, join(pods, name), write)
         code = _followed(client, namespace, name, write)
     finally:
         with contextlib.suppress(GpuQuotaError):
             client.calls.delete(join(pods, name))
+    if code == 0 and not received.is_set():
+        raise JobFailedError("the command succeeded, but its outputs did not arrive")
     if code:
         staging.discard()
     else:
         staging.publish_outputs(name)
     return code
+
+
+def _await_start(client: KubernetesClient, path: str, write: Callable[[str], None]) -> None:
+    """Return when the pod has started, and write why it does not."""
+    written = ""
+    while (pod := client.calls.read(path, Pod)).status.phase == "Pending":
+        if (trouble := trouble_of(pod)) and trouble != written:
+            write(f"gpuquota: the step's pod does not start: {trouble}")
+            written = trouble
+        time.sleep(_POLL_S)
 
 
 def _followed(client: KubernetesClient, namespace: str, name: str, write: Callable[[str], None]) -> int:

@@ -281,7 +281,7 @@ def pod_view(pod: Pod) -> PodView:
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
         lost=_lost(pod),
-        start_failure=_trouble(pod),
+        start_failure=trouble_of(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
         constraints=_own_constraints(pod, gate),
@@ -484,7 +484,7 @@ def _lost(pod: Pod) -> str:
     return next((f"{c.reason or c.type}: {c.message}".removesuffix(": ")[:300] for c in found), "")
 
 
-def _trouble(pod: Pod) -> str:
+def trouble_of(pod: Pod) -> str:
     """Return why the pod does not start, as reported by kube-scheduler or the kubelet; "" without a failure."""
     for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
         waiting = status.state.waiting
