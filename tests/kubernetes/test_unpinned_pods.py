@@ -132,3 +132,22 @@ def test_no_pod_is_pinned_while_another_one_may_take_its_place(controlled: Contr
     controlled.wait(lambda: "waits" not in controlled.pods(team))
     third = controlled.until_bound(controlled.pod(team, "third"))
     assert "requiredDuringScheduling" in str(third["spec"]["affinity"])
+
+
+def test_pods_without_a_pin_stay_in_their_pool_and_workers_in_their_required_domain(controlled: Controlled) -> None:
+    small, large, other = controlled.add_nodes(3, gpus=2)
+    for node, rack in ((small, "r1"), (large, "r2"), (other, "r2")):
+        written = {"rack": rack, **({labels.POOL: "p"} if node != other else {})}
+        controlled.cluster.api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": written}})
+    controlled.cluster.api.patch(f"/api/v1/nodes/{small}", {"spec": {"unschedulable": True}})
+    team = controlled.team(guaranteed=6, pools={"p": {"guaranteed": 4}})
+    controlled.start()
+    never = {"podAntiAffinity": REQUIRED}  # nobody has that label
+    pod = controlled.pod(team, "apart", labels_={labels.POOL: "p"}, affinity=never)
+    bound = controlled.until_bound(pod)
+    assert bound["spec"]["nodeSelector"] == {labels.POOL: "p"}
+    template = {"spec": {"containers": [{"name": "main", "image": "none"}], "affinity": never}}
+    controlled.job(team, "train", template, gpus=2, gpusPerWorker=1, requiredTopology="rack")
+    controlled.wait(lambda: {"train-0", "train-1"} <= controlled.bound(team), controlled.log)
+    selected = {pod["spec"]["nodeSelector"]["rack"] for name, pod in controlled.pods(team).items() if "train" in name}
+    assert selected == {"r2"}

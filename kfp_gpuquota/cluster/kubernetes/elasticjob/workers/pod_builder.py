@@ -29,7 +29,7 @@ from kfp_gpuquota.errors import GpuQuotaError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
@@ -259,8 +259,19 @@ def view_of(body: Body, worker: Worker) -> PodView:
     return msgspec.structs.replace(view, uid=worker.id)
 
 
-def located(body: Body, node: str, *, pinned: bool) -> Body:
-    """Return the pod with its node, or its autoscaled pool; if it is not `pinned`, it only prefers that node."""
+def selector_of(spec: JobSpec, node: Node | None) -> dict[str, str]:
+    """Return the labels of the planned node that every node of the job's workers has: its pool, its required domain."""
+    pool = {labels.POOL: spec.node_pool} if spec.node_pool else {}
+    level = spec.required_topology
+    domain = node.labels.get(level) if node is not None and level is not None else None
+    return pool if level is None or domain is None else {**pool, level: domain}
+
+
+def located(body: Body, node: str, *, pinned: bool, selector: dict[str, str]) -> Body:
+    """Return the pod with its node, or its autoscaled pool.
+
+    If it is not `pinned`, it only prefers that node, among those of the `selector`.
+    """
     meta, spec = body["metadata"], body["spec"]
     affinity = spec.get("affinity") or {}
     notes = {}
@@ -270,7 +281,8 @@ def located(body: Body, node: str, *, pinned: bool) -> Body:
     elif pinned:
         spec = {**spec, "affinity": _pinned(affinity, node)}
     else:
-        spec = {**spec, "affinity": _preferring(affinity, node)}
+        selects = {**(spec.get("nodeSelector") or {}), **selector}
+        spec = {**spec, "affinity": _preferring(affinity, node), **({"nodeSelector": selects} if selects else {})}
         notes = {labels.RESERVED_ON: node}
     return {**body, "metadata": {**meta, "annotations": {**meta["annotations"], **notes}}, "spec": spec}
 
