@@ -44,7 +44,7 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *,
         _operation("test", f"{gate}/name", labels.QUOTA_GATE),
         _operation("remove", gate),
         *placed,
-        *(_selecting(pod.gate, selected) if selected else ()),
+        *(_selecting(pod.gate, selected) if selected else () if pinned else _outside_pools(pod.gate)),
         *_annotated(pod.gate, notes),
     ]
     return Write(
@@ -111,6 +111,11 @@ def node_term(node: str) -> dict[str, Any]:
     return {"key": "metadata.name", "operator": "In", "values": [node]}
 
 
+def outside_pools() -> dict[str, Any]:
+    """Return the requirement of a node that is in no pool."""
+    return {"key": labels.POOL, "operator": "DoesNotExist"}
+
+
 def preference(node: str) -> dict[str, Any]:
     """Return a preference of this node, with the greatest weight."""
     return {"weight": 100, "preference": {"matchFields": [node_term(node)]}}
@@ -143,6 +148,21 @@ def _preferred(gate: GateShape, node: str) -> list[dict[str, Any]]:
     if gate.affinity == 1:
         return [_operation("add", f"{_AFFINITY}/nodeAffinity", {PREFERRED: [term]})]
     return [_operation("add", _AFFINITY, {"nodeAffinity": {PREFERRED: [term]}})]
+
+
+def _outside_pools(gate: GateShape) -> list[dict[str, Any]]:
+    """Return operations after those of `_preferred` that exclude the nodes of pools in every required term."""
+    if gate.terms is None:
+        required = {"nodeSelectorTerms": [{"matchExpressions": [outside_pools()]}]}
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity/{REQUIRED}", required)]
+    return [
+        _operation(
+            "add",
+            f"{_TERMS}/{i}/matchExpressions" + ("/-" if has else ""),
+            outside_pools() if has else [outside_pools()],
+        )
+        for i, has in enumerate(gate.expressions)
+    ]
 
 
 def _selecting(gate: GateShape, pool: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
-from kfp_gpuquota.cluster.kubernetes.convert.requests import PREFERRED, REQUIRED, node_term, preference
+from kfp_gpuquota.cluster.kubernetes.convert.requests import PREFERRED, REQUIRED, node_term, outside_pools, preference
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Pod, PodSpec
@@ -282,7 +282,11 @@ def located(body: Body, node: str, *, pinned: bool, selector: dict[str, str]) ->
         spec = {**spec, "affinity": _pinned(affinity, node)}
     else:
         selects = {**(spec.get("nodeSelector") or {}), **selector}
-        spec = {**spec, "affinity": _preferring(affinity, node), **({"nodeSelector": selects} if selects else {})}
+        spec = {
+            **spec,
+            "affinity": _preferring(affinity, node, within_pool=labels.POOL in selector),
+            **({"nodeSelector": selects} if selects else {}),
+        }
         notes = {labels.RESERVED_ON: node}
     return {**body, "metadata": {**meta, "annotations": {**meta["annotations"], **notes}}, "spec": spec}
 
@@ -295,8 +299,14 @@ def _pinned(affinity: Body, node: str) -> Body:
     return {**affinity, "nodeAffinity": {**node_affinity, REQUIRED: {"nodeSelectorTerms": pinned}}}
 
 
-def _preferring(affinity: Body, node: str) -> Body:
-    """Return the affinity with the node as the most preferred one."""
+def _preferring(affinity: Body, node: str, *, within_pool: bool) -> Body:
+    """Return the affinity with the node as the most preferred one; other nodes are in the same pool, or in none."""
     node_affinity = affinity.get("nodeAffinity") or {}
-    preferred = [*(node_affinity.get(PREFERRED) or []), preference(node)]
-    return {**affinity, "nodeAffinity": {**node_affinity, PREFERRED: preferred}}
+    preferred = {PREFERRED: [*(node_affinity.get(PREFERRED) or []), preference(node)]}
+    if within_pool:
+        return {**affinity, "nodeAffinity": {**node_affinity, **preferred}}
+    terms = [
+        {**term, "matchExpressions": [*(term.get("matchExpressions") or []), outside_pools()]}
+        for term in (node_affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    ]
+    return {**affinity, "nodeAffinity": {**node_affinity, **preferred, REQUIRED: {"nodeSelectorTerms": terms}}}
