@@ -73,15 +73,17 @@ def view_of(body: Object) -> PodView:
     return pod_view(msgspec.convert(body, Pod))
 
 
-def admitted(body: Object, node: str) -> Object:
-    return patched(body, requests.admission(view_of(body), node, (0,), "why").body)
+def admitted(body: Object, node: str, *, pinned: bool = True) -> Object:
+    return patched(body, requests.admission(view_of(body), node, (0,), "why", pinned=pinned).body)
 
 
-@given(spec=constraints, pool=pools, stand_in=st.booleans())
-def test_what_a_pod_requests_does_not_depend_on_its_stage(spec: Object, pool: str, stand_in: bool) -> None:
+@given(spec=constraints, pool=pools, stand_in=st.booleans(), pinned=st.booleans())
+def test_what_a_pod_requests_does_not_depend_on_its_stage(
+    spec: Object, pool: str, stand_in: bool, pinned: bool
+) -> None:
     gated = pod_body(spec, labels={labels.POOL: pool} if pool else {})
     node = "gpuquota-stand-in-p-0" if pool and stand_in else "n1"
-    waits, sent = view_of(gated), admitted(gated, node)
+    waits, sent = view_of(gated), admitted(gated, node, pinned=pinned)
     bound = {**sent, "spec": {**sent["spec"], "nodeName": "n1"}, "status": {"phase": "Running"}}
     ends = {**bound, "metadata": {**bound["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
     for later in map(view_of, (sent, bound, ends)):

@@ -28,6 +28,13 @@ def notes_of(pod: dict[str, Any]) -> dict[str, str]:
     return notes
 
 
+def required_of(pod: dict[str, Any]) -> set[str]:
+    """The operators of the pod's required node affinity."""
+    terms = pod["spec"]["affinity"]["nodeAffinity"].get(next(iter(REQUIRED)), {}).get("nodeSelectorTerms", [])
+    matches = [m for term in terms for m in (*term.get("matchFields", []), *term.get("matchExpressions", []))]
+    return {match["operator"] for match in matches}
+
+
 def spec_of(**spec: Any) -> PodSpec:
     return msgspec.convert(spec, PodSpec)
 
@@ -127,8 +134,31 @@ def test_no_pod_is_pinned_while_another_one_may_take_its_place(controlled: Contr
     )  # kube-scheduler does not find what it wants to be near
     controlled.until(waits, lambda pod: pod["status"].get("conditions", [{}])[0].get("reason") == "Unschedulable")
     second = controlled.until_bound(controlled.pod(team, "second"))
-    assert "requiredDuringScheduling" not in str(second["spec"]["affinity"])
+    assert "In" not in required_of(second), "it only prefers its node"
     controlled.cluster.api.delete(waits)
     controlled.wait(lambda: "waits" not in controlled.pods(team))
     third = controlled.until_bound(controlled.pod(team, "third"))
-    assert "requiredDuringScheduling" in str(third["spec"]["affinity"])
+    assert "In" in required_of(third)
+
+
+def test_pods_without_a_pin_stay_in_their_pool_and_workers_in_their_required_domain(controlled: Controlled) -> None:
+    small, large, other = controlled.add_nodes(3, gpus=3)
+    for node, rack in ((small, "r1"), (large, "r2"), (other, "r2")):
+        written = {"rack": rack, **({labels.POOL: "p"} if node != other else {})}
+        controlled.cluster.api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": written}})
+    controlled.cluster.api.patch(f"/api/v1/nodes/{small}", {"spec": {"unschedulable": True}})
+    team = controlled.team(guaranteed=6, pools={"p": {"guaranteed": 4}})
+    controlled.start()
+    never = {"podAntiAffinity": REQUIRED}  # nobody has that label
+    pod = controlled.pod(team, "apart", labels_={labels.POOL: "p"}, affinity=never)
+    bound = controlled.until_bound(pod)
+    assert bound["spec"]["nodeSelector"] == {labels.POOL: "p"}
+    template = {"spec": {"containers": [{"name": "main", "image": "none"}], "affinity": never}}
+    outside = controlled.pod(team, "outside", affinity=never)
+    controlled.job(team, "train", template, gpus=2, gpusPerWorker=1, requiredTopology="rack")
+    controlled.wait(lambda: {"train-0", "train-1"} <= controlled.bound(team), controlled.log)
+    selected = {pod["spec"]["nodeSelector"]["rack"] for name, pod in controlled.pods(team).items() if "train" in name}
+    assert selected == {"r2"}
+    controlled.until_bound(outside)
+    without_pool = [pod for name, pod in controlled.pods(team).items() if name != "apart"]
+    assert {pod["spec"]["nodeName"] for pod in without_pool} == {other}

@@ -6,7 +6,7 @@ A placement that kube-scheduler would refuse must not be planned. Preferences ar
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -21,6 +21,7 @@ from kfp_gpuquota.api.affinity import (
     keeps_off,
 )
 from kfp_gpuquota.api.affinity import TolerationOperator as Tolerates
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.objects import core_types
+
+
+OUTSIDE_POOLS: Final = Requirement(labels.POOL, Operator.DOES_NOT_EXIST)
 
 
 class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +72,13 @@ class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
             return self
         terms = tuple(NodeTerm(term.requirements[:-1]) for term in self.terms)
         return _shared(NodeConstraints(self.selector, () if terms == (NodeTerm(()),) else terms, self.tolerations))
+
+    def within_any_pool(self) -> NodeConstraints:
+        """Return the constraints without the exclusion of pools, which the plan applies to all pods without a pool."""
+        if not any(OUTSIDE_POOLS in term.requirements for term in self.terms):
+            return self
+        terms = tuple(NodeTerm(tuple(r for r in term.requirements if r != OUTSIDE_POOLS)) for term in self.terms)
+        return _shared(NodeConstraints(self.selector, () if NodeTerm(()) in terms else terms, self.tolerations))
 
     def within(self, terms: tuple[NodeTerm, ...]) -> NodeConstraints:
         """Return the constraints restricted to nodes that satisfy one of these terms as well."""

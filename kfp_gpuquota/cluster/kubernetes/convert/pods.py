@@ -88,6 +88,7 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
     """The parts of a pod that determine the patch that removes its scheduling gate: see requests.admission.
 
     `terms`: for each required node selector term, whether it has matchFields; None without required terms.
+    `expressions`: for each of them, whether it has matchExpressions.
     `affinity`: depth of /spec/affinity: 0 none, 1 an affinity, 2 a nodeAffinity. `selects`: /spec/nodeSelector exists,
     `prefers`: the nodeAffinity has preferences.
     """
@@ -98,6 +99,7 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
     annotated: bool = False
     selects: bool = False
     prefers: bool = False
+    expressions: tuple[bool, ...] = ()
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -364,6 +366,7 @@ def _gate(pod: Pod) -> GateShape | None:
         index=index,
         affinity=depth,
         terms=shape,
+        expressions=tuple(bool(term.match_expressions) for term in terms or ()),
         annotated=pod.metadata.annotations is not None,
         selects=bool(pod.spec.node_selector),
         prefers=depth == 2 and bool(affinity.node_affinity.preferred),  # type: ignore[union-attr] # by its depth
@@ -394,7 +397,7 @@ def _own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
     """Return the constraints that the pod was created with, without those of its admission.
 
     The pool that a label requests is left out at every stage: the plan considers only nodes of that pool anyway, and an
-    admission to a stand-in adds it to the node selector, where it may have been before.
+    admission to a stand-in adds it to the node selector, where it may have been before. So is the exclusion of pools.
     """
     spec, annotations = pod.spec, pod.metadata.annotations or {}
     selector = spec.node_selector
@@ -404,7 +407,7 @@ def _own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
     constraints = constraints_of(spec)
     not_pinned = labels.OPENED in annotations or labels.RESERVED_ON in annotations
     pinned = gate is None and labels.DEVICES in annotations and not not_pinned
-    return constraints.unpinned() if pinned else constraints
+    return constraints.unpinned() if pinned else constraints.within_any_pool()
 
 
 def _opened_on(annotations: Mapping[str, str]) -> str:

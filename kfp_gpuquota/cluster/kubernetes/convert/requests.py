@@ -24,7 +24,7 @@ _TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
 def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *, pinned: bool = True) -> Write:
     """Return the patch that admits a gated pod to `node`: it removes the gate, pins the node and annotates the devices.
 
-    If not `pinned`, the pod only prefers the node, and kube-scheduler may bind it to another one.
+    If not `pinned`, the pod only prefers the node, and kube-scheduler may bind it to another one, of the same pool.
 
     It tests the uid and the gate first: the second of two such patches fails and changes nothing, and so does a patch
     that arrives when another pod has the name.
@@ -37,11 +37,14 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *,
         notes[labels.OPENED] = node
     elif not pinned:
         notes[labels.RESERVED_ON] = node
+    placed = [] if pool else _pinned(pod.gate, node) if pinned else _preferred(pod.gate, node)
+    selected = pool or ("" if pinned else pod.pool)
     operations = [
         _operation("test", "/metadata/uid", pod.uid),
         _operation("test", f"{gate}/name", labels.QUOTA_GATE),
         _operation("remove", gate),
-        *(_selecting(pod.gate, pool) if pool else _pinned(pod.gate, node) if pinned else _preferred(pod.gate, node)),
+        *placed,
+        *(_selecting(pod.gate, selected) if selected else () if pinned else _outside_pools(pod.gate)),
         *_annotated(pod.gate, notes),
     ]
     return Write(
@@ -108,6 +111,11 @@ def node_term(node: str) -> dict[str, Any]:
     return {"key": "metadata.name", "operator": "In", "values": [node]}
 
 
+def outside_pools() -> dict[str, Any]:
+    """Return the requirement of a node that is in no pool."""
+    return {"key": labels.POOL, "operator": "DoesNotExist"}
+
+
 def preference(node: str) -> dict[str, Any]:
     """Return a preference of this node, with the greatest weight."""
     return {"weight": 100, "preference": {"matchFields": [node_term(node)]}}
@@ -142,8 +150,23 @@ def _preferred(gate: GateShape, node: str) -> list[dict[str, Any]]:
     return [_operation("add", _AFFINITY, {"nodeAffinity": {PREFERRED: [term]}})]
 
 
+def _outside_pools(gate: GateShape) -> list[dict[str, Any]]:
+    """Return operations after those of `_preferred` that exclude the nodes of pools in every required term."""
+    if gate.terms is None:
+        required = {"nodeSelectorTerms": [{"matchExpressions": [outside_pools()]}]}
+        return [_operation("add", f"{_AFFINITY}/nodeAffinity/{REQUIRED}", required)]
+    return [
+        _operation(
+            "add",
+            f"{_TERMS}/{i}/matchExpressions" + ("/-" if has else ""),
+            outside_pools() if has else [outside_pools()],
+        )
+        for i, has in enumerate(gate.expressions)
+    ]
+
+
 def _selecting(gate: GateShape, pool: str) -> list[dict[str, Any]]:
-    """Return the operation that selects the autoscaled pool; kube-scheduler chooses the node when one exists."""
+    """Return the operation that selects the nodes of the pool, of which kube-scheduler chooses one."""
     if gate.selects:
         return [_operation("add", f"/spec/nodeSelector/{escape_json_pointer(labels.POOL)}", pool)]
     return [_operation("add", "/spec/nodeSelector", {labels.POOL: pool})]

@@ -20,7 +20,7 @@ from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
-from kfp_gpuquota.cluster.kubernetes.convert.requests import PREFERRED, REQUIRED, node_term, preference
+from kfp_gpuquota.cluster.kubernetes.convert.requests import PREFERRED, REQUIRED, node_term, outside_pools, preference
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Pod, PodSpec
@@ -29,7 +29,7 @@ from kfp_gpuquota.errors import GpuQuotaError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.engine.records import JobRecord
@@ -259,8 +259,19 @@ def view_of(body: Body, worker: Worker) -> PodView:
     return msgspec.structs.replace(view, uid=worker.id)
 
 
-def located(body: Body, node: str, *, pinned: bool) -> Body:
-    """Return the pod with its node, or its autoscaled pool; if it is not `pinned`, it only prefers that node."""
+def selector_of(spec: JobSpec, node: Node | None) -> dict[str, str]:
+    """Return the labels of the planned node that every node of the job's workers has: its pool, its required domain."""
+    pool = {labels.POOL: spec.node_pool} if spec.node_pool else {}
+    level = spec.required_topology
+    domain = node.labels.get(level) if node is not None and level is not None else None
+    return pool if level is None or domain is None else {**pool, level: domain}
+
+
+def located(body: Body, node: str, *, pinned: bool, selector: dict[str, str]) -> Body:
+    """Return the pod with its node, or its autoscaled pool.
+
+    If it is not `pinned`, it only prefers that node, among those of the `selector`.
+    """
     meta, spec = body["metadata"], body["spec"]
     affinity = spec.get("affinity") or {}
     notes = {}
@@ -270,7 +281,12 @@ def located(body: Body, node: str, *, pinned: bool) -> Body:
     elif pinned:
         spec = {**spec, "affinity": _pinned(affinity, node)}
     else:
-        spec = {**spec, "affinity": _preferring(affinity, node)}
+        selects = {**(spec.get("nodeSelector") or {}), **selector}
+        spec = {
+            **spec,
+            "affinity": _preferring(affinity, node, within_pool=labels.POOL in selector),
+            **({"nodeSelector": selects} if selects else {}),
+        }
         notes = {labels.RESERVED_ON: node}
     return {**body, "metadata": {**meta, "annotations": {**meta["annotations"], **notes}}, "spec": spec}
 
@@ -283,8 +299,14 @@ def _pinned(affinity: Body, node: str) -> Body:
     return {**affinity, "nodeAffinity": {**node_affinity, REQUIRED: {"nodeSelectorTerms": pinned}}}
 
 
-def _preferring(affinity: Body, node: str) -> Body:
-    """Return the affinity with the node as the most preferred one."""
+def _preferring(affinity: Body, node: str, *, within_pool: bool) -> Body:
+    """Return the affinity with the node as the most preferred one; other nodes are in the same pool, or in none."""
     node_affinity = affinity.get("nodeAffinity") or {}
-    preferred = [*(node_affinity.get(PREFERRED) or []), preference(node)]
-    return {**affinity, "nodeAffinity": {**node_affinity, PREFERRED: preferred}}
+    preferred = {PREFERRED: [*(node_affinity.get(PREFERRED) or []), preference(node)]}
+    if within_pool:
+        return {**affinity, "nodeAffinity": {**node_affinity, **preferred}}
+    terms = [
+        {**term, "matchExpressions": [*(term.get("matchExpressions") or []), outside_pools()]}
+        for term in (node_affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    ]
+    return {**affinity, "nodeAffinity": {**node_affinity, **preferred, REQUIRED: {"nodeSelectorTerms": terms}}}

@@ -116,7 +116,8 @@ class WorkerPods:
             settings = msgspec.structs.replace(settings, coordinator=settings.shards[state.shard])
         body = pod_builder.worker_pod(state.object, job, worker, settings)
         pinned = job.spec.shared or self._unpinned.is_pinned(pod_builder.view_of(body, worker), worker.node)
-        body = pod_builder.located(body, worker.node, pinned=pinned)
+        selector = pod_builder.selector_of(job.spec, self._book.nodes.get(worker.node))
+        body = pod_builder.located(body, worker.node, pinned=pinned, selector=selector)
         if assignment is not None:
             body = with_assignment(body, job.spec, assignment)
         namespace = body["metadata"]["namespace"]
