@@ -106,6 +106,7 @@ class ElasticJobs:
 
     def start(self) -> None:
         """Continue the work of an earlier controller, after all objects have been listed."""
+        self.book.listed()
         self.pod_events.start()
         self.membership.begin_epoch()
         for uid, job in list(self.book.jobs.items()):
