@@ -175,10 +175,12 @@ class SimulatedKubernetes:
         self.lost.add(name)
         self.world.drop(watches.NODES, name)
         for key, pod in list(self.world.objects[watches.PODS].items()):
-            if pod["spec"].get("nodeName") == name:
+            if pod["spec"].get("nodeName") != name:
+                continue
+            if pod["status"]["phase"] in {"Pending", "Running"}:
                 lost = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
                 self.world.put(watches.PODS, {**pod, "status": {"phase": "Failed", "conditions": [lost]}})
-                self.world.drop(watches.PODS, key)
+            self.world.drop(watches.PODS, key)
         if returns_after_s:
             self.loop.call_later(returns_after_s, self._return_node, name)
 
