@@ -164,7 +164,7 @@ def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.M
         ({"name": 3}, "name is 3, but it must be of type str"),
     ):
         with pytest.raises(InvalidFieldError, match=sentence):
-            kfp_gpuquota.submit(["true"], **given)  # type: ignore[arg-type]
+            kfp_gpuquota.submit(["true"], **given)
 
 
 def test_names_are_completed_by_the_cluster_that_runs(

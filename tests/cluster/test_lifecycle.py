@@ -7,7 +7,7 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Resize, Worker, WorkerPhase
-from kfp_gpuquota.engine.lifecycle import GROWTH_S, after_worker_exited
+from kfp_gpuquota.engine.lifecycle import GROWTH_S, after_worker_exited, members_reported
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.engine.scheduling import NEVER_AGAIN, job_changed
 
@@ -196,3 +196,12 @@ def test_a_lost_node_is_not_charged_to_the_job(others: bool, intent: Intent) -> 
     assert after.status.last_failure.reason.code is ReasonCode.NODE_LOST
     then = "the others go on" if others else "the job goes back to the queue"
     assert after.status.last_failure.reason.message == f"worker 1 was lost: node n2 was lost; {then}"
+
+
+@pytest.mark.parametrize(("members", "completing"), [(("u-1",), False), (("u-0", "u-1"), True)])
+def test_a_worker_that_ended_unseen_has_finished_if_it_is_a_member_of_the_generation(
+    members: tuple[str, ...], completing: bool
+) -> None:
+    unseen = msgspec.structs.replace(worker(0, 0), unseen=True)
+    record, (judged,) = members_reported(job(managed=True, completing=True), [unseen, worker(1)], members)
+    assert (record.completing, judged.released, judged.unseen) == (completing, not completing, False)

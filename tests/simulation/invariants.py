@@ -16,7 +16,10 @@ from tests.simulation.cluster import INSTANT_S
 from tests.simulation.search import fits, free_devices
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.api import Job, Resize
+    from kfp_gpuquota.api.wire import ProjectView
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
     from tests.simulation.cluster import SimulatedCluster
 
@@ -109,9 +112,10 @@ class Invariants:
         self.commits += 1
         self.committed_at = self.cluster.loop.time()
         if self.holders_changed:
-            self._check_devices()
-            self._check_stops()
-            self._check_limits()
+            alive = list(self.cluster.alive_workers())
+            self._check_devices(alive)
+            self._check_stops(alive)
+            self._check_limits(alive)
             self._check_views()
 
     def _check_promise(self, old: JobRecord, new: JobRecord, change: Change) -> None:
@@ -219,31 +223,29 @@ class Invariants:
     def _has_failed(self, job: JobRecord) -> bool:
         return any(not w.alive and w.worker.exit_code for w in self.cluster.state.workers_of(job.uid))
 
-    def _check_devices(self) -> None:
-        taken: Counter[tuple[str, int]] = Counter()
-        for record in self.cluster.alive_workers():
-            for device in record.worker.devices:
-                taken[record.worker.node, device] += record.worker.share  # type: ignore[assignment]
-        really: Counter[tuple[str, int]] = Counter()
-        for process in self.cluster.processes.all.values():
-            if process.alive:
-                for device in process.worker.devices:
-                    really[process.worker.node, device] += process.worker.share  # type: ignore[assignment]
-        for where, share in (taken | really).items():
-            if share > 1 + EPSILON:
-                self.fail(f"{share:g} of device {where} is held")
+    def _check_devices(self, alive: list[WorkerRecord]) -> None:
+        recorded = (record.worker for record in alive)
+        really = (process.worker for process in self.cluster.processes.all.values() if process.code is None)
+        for workers in (recorded, really):
+            taken: dict[tuple[str, int], float] = {}
+            for worker in workers:
+                for device in worker.devices:
+                    where = worker.node, device
+                    taken[where] = share = taken.get(where, 0.0) + worker.share
+                    if share > 1 + EPSILON:
+                        self.fail(f"{share:g} of device {where} is held")
 
-    def _check_stops(self) -> None:
+    def _check_stops(self, alive: list[WorkerRecord]) -> None:
         """All workers of a job that stops have been asked to leave: those of a gang that lost one wait for it else."""
-        for record in self.cluster.alive_workers():
+        for record in alive:
             job = self.cluster.state.jobs[record.worker.job_uid]
             if job.intent is not Intent.RUN and not record.released:
                 self.fail(f"{job.spec.name} stops ({job.intent}), but {record.worker.id} was not asked to leave")
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, alive: list[WorkerRecord]) -> None:
         state = self.cluster.state
         held: Counter[str] = Counter()
-        for record in self.cluster.alive_workers():
+        for record in alive:
             held[state.jobs[record.worker.job_uid].spec.project] += record.worker.gpus  # type: ignore[assignment]
         for name, project in state.projects.items():
             if project.limit is not None and held[name] > project.limit + EPSILON:
@@ -252,27 +254,28 @@ class Invariants:
     def _check_views(self) -> None:
         """The sums that users see equal the records."""
         state = self.cluster.state
-        jobs: list[Job] = [state.view(uid) for uid in state.jobs]
+        jobs = [state.view(uid) for uid, job in state.jobs.items() if not job.status.phase.final or state.alive_of(uid)]
+        teams = state.list_projects()
         nodes = sum(share for node in state.list_nodes() for share in node.used.values())
-        projects = sum(view.allocated for view in state.list_projects())
+        projects = sum(view.allocated for view in teams)
         if abs(sum(job.status.gpus for job in jobs) - nodes) > EPSILON:
             self.fail(f"jobs hold {sum(job.status.gpus for job in jobs):g} GPUs, of nodes {nodes:g} are used")
         for job in jobs:
             if not job.spec.shared and job.status.gpus - job.status.leaving_gpus > job.spec.largest:
                 self.fail(f"{job.spec.name} holds {job.status.gpus} of {job.spec.largest} GPUs: {job.status.workers}")
-        self._check_teams(jobs)
+        self._check_teams(jobs, teams)
         final = sum(job.status.gpus for job in jobs if job.status.phase.final)
         if abs(projects + final - nodes) > EPSILON:
             self.fail(f"projects hold {projects:g} GPUs, of nodes {nodes:g} are used")
 
-    def _check_teams(self, jobs: list[Job]) -> None:
+    def _check_teams(self, jobs: list[Job], teams: Sequence[ProjectView]) -> None:
         """What the page says that a team waits for is what its jobs ask for and do not hold."""
         wanted: Counter[str] = Counter()
         for job in jobs:
             if not job.status.phase.final:
                 asked = job.spec.gpus * min(1.0, job.spec.share_of(0))
                 wanted[job.spec.project] += max(0.0, asked - job.status.gpus)  # type: ignore[assignment]
-        for team in tree(self.cluster.state.list_projects()):
+        for team in tree(teams):
             if abs(team.amounts.waiting - wanted[team.name]) > EPSILON:
                 self.fail(f"team {team.name} waits for {wanted[team.name]:g} GPUs, the page says {team.amounts}")
 

@@ -175,10 +175,12 @@ class SimulatedKubernetes:
         self.lost.add(name)
         self.world.drop(watches.NODES, name)
         for key, pod in list(self.world.objects[watches.PODS].items()):
-            if pod["spec"].get("nodeName") == name:
+            if pod["spec"].get("nodeName") != name:
+                continue
+            if pod["status"]["phase"] in {"Pending", "Running"}:
                 lost = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
                 self.world.put(watches.PODS, {**pod, "status": {"phase": "Failed", "conditions": [lost]}})
-                self.world.drop(watches.PODS, key)
+            self.world.drop(watches.PODS, key)
         if returns_after_s:
             self.loop.call_later(returns_after_s, self._return_node, name)
 
@@ -212,6 +214,7 @@ class SimulatedKubernetes:
             self.loop.call_later(job.pace.ends_s if job.pace.ends_s is not None else 10.0, self._remove, key, pod)
         elif not pod["spec"].get("nodeName"):
             self._check_devices()
+            self._check_limit(job.spec)
             job.pods += 1
             if job.pods > job.spec.largest * (2 + self.happened):
                 self.fail(f"{job.spec.name} has started {job.pods} workers after {self.happened} events")
@@ -256,6 +259,12 @@ class SimulatedKubernetes:
         for where, times in taken.items():
             if times > 1:
                 self.fail(f"device {where} is held {times} times")
+
+    def _check_limit(self, started: JobSpec) -> None:
+        limit = self.world.objects[watches.QUOTAS][started.project]["spec"].get("limit", float("inf"))
+        held = sum(len(d) for _, d, pod in self._holders() if self.jobs[_job_of(pod)].spec.project == started.project)
+        if held > limit:
+            self.fail(f"project {started.project} starts {started.name} and holds {held} of at most {limit}")
 
     def _check_release(self, job: JobHistory, pod: Object) -> None:
         over = pod["status"]["phase"] in {"Succeeded", "Failed"}

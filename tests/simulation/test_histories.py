@@ -52,6 +52,11 @@ def test_a_suspended_job_whose_worker_had_finished_is_as_before_when_the_control
     kubernetes.play(from_seed(43))
 
 
+def test_gpus_of_a_failed_job_are_not_idle_while_its_workers_exit_under_a_restarted_controller() -> None:
+    """The scheduler forgot the job before its pods were listed, and another job's worker got a GPU of one of them."""
+    kubernetes.play(from_seed(641))
+
+
 def test_a_gang_that_moves_is_promised_no_worker_more_than_it_has() -> None:
     """When the first of its workers had exited, a sixth one was promised to a gang of five."""
     play(from_seed(743))

@@ -36,6 +36,7 @@ from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.local.storage import retention
 from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours
 from kfp_gpuquota.cluster.whatif import outlook
+from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.records import Intent, JobRecord
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 from kfp_gpuquota.scheduler.dump import take_dump
@@ -58,9 +59,9 @@ EVENT_POLL_S: Final = 0.5
 LEASE_RETRY_S: Final = 2.0  # between attempts to write that a lease has ended
 
 _STOPS: Final = {
-    StopAction.DELETE: (Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user")),
-    StopAction.SUSPEND: (Intent.SUSPEND, Reason(code=ReasonCode.SUSPENDED, message="suspended by a user")),
-    StopAction.CANCEL: (Intent.CANCEL, Reason(code=ReasonCode.USER, message="cancelled by a user")),
+    StopAction.DELETE: (Intent.DELETE, requests.DELETED),
+    StopAction.SUSPEND: (Intent.SUSPEND, requests.SUSPENDED),
+    StopAction.CANCEL: (Intent.CANCEL, requests.CANCELLED),
 }
 
 log = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class LocalCluster:
         """One job. Raises NotFoundError."""
         return self._state.view(self._state.job_named(project, name).uid)
 
-    def cancel_job(self, project: str, name: str, why: str = "cancelled by a user") -> Job:
+    def cancel_job(self, project: str, name: str, why: str = requests.CANCELLED.message) -> Job:
         """Stop it; it stays listed. Of a job that has ended: nothing."""
         job = self._state.job_named(project, name)
         if _has_effect(StopAction.CANCEL, job):
@@ -424,9 +425,8 @@ class LocalCluster:
         self._leases.pop(uid, None)
         job = self._state.jobs.get(uid)
         if job is not None and not job.status.phase.final and not job.ending:
-            message = f"nobody has waited for it any more for {job.lease_s:g} s: its launcher has ended"
             try:
-                self._driver.decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=message))
+                self._driver.decisions.stop(job, Intent.CANCEL, requests.lease_ended(job.lease_s))
             except StateFileError as error:
                 log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
                 again = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, Reason, ReasonCode
+from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
@@ -29,6 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobTimers
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_timeout import Readiness
+from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.decisions import Decisions
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.lifecycle import settled
@@ -109,6 +110,7 @@ class ElasticJobs:
 
     def start(self) -> None:
         """Continue the work of an earlier controller, after all objects have been listed."""
+        self.book.listed()
         self.pod_events.start()
         self.membership.begin_epoch()
         for uid, job in list(self.book.jobs.items()):
@@ -194,7 +196,7 @@ class ElasticJobs:
         if job is None:
             self.forget_job(uid)
         elif job.intent is not Intent.DELETE:
-            self.decisions.stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user"))
+            self.decisions.stop(job, Intent.DELETE, requests.DELETED)
 
     def limits_changed(self, namespace: str) -> None:
         """Update the namespace's jobs after its default requests or volumes have changed."""
@@ -233,8 +235,7 @@ class ElasticJobs:
             return
         suspended = job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND
         if spec.suspend and not suspended:
-            reason = Reason(code=ReasonCode.SUSPENDED, message="suspended by a user")
-            self.decisions.stop(job, Intent.SUSPEND, reason)
+            self.decisions.stop(job, Intent.SUSPEND, requests.SUSPENDED)
         elif suspended and not spec.suspend:
             with self.decisions.decide() as recorder:
                 recorder.resume(job)

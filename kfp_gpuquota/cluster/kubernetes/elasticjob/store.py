@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store
 from kfp_gpuquota.engine.records import with_status
@@ -18,7 +19,6 @@ from kfp_gpuquota.server.membership.service import NotStoredYetError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node, Reason
     from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
@@ -50,6 +50,7 @@ class Book(Store):
         self.changed: Callable[[str], None] = lambda _: None
         self.decided: Callable[[str], None] = lambda _: None
         self.runtime_states: dict[str, RuntimeState] = {}
+        self._listed = False
 
     def record(self, job: JobRecord) -> None:
         """Replace the job's record."""
@@ -58,7 +59,7 @@ class Book(Store):
 
     def commit(self, change: Change, *, durable: bool = True) -> None:  # noqa: ARG002 (the status is written soon)
         """Apply a change, and emit its events to the scheduler; a job of None is removed with its workers."""
-        events = list(self.scheduler_events(change))
+        events = [event for event in self.scheduler_events(change) if self._listed or not self._ends_new_job(event)]
         changed = {record.worker.job_uid: True for record in change.workers.values()}
         changed |= {uid: _is_decision(self.jobs.get(uid), job) for uid, job in change.jobs.items()}
         self.apply_change(change)
@@ -67,6 +68,20 @@ class Book(Store):
         for uid, decided in changed.items():
             if uid in self.jobs and uid in self.runtime_states:
                 (self.decided if decided else self.changed)(uid)
+
+    def listed(self) -> None:
+        """Remove jobs that are being stopped permanently from the scheduler's queue, after all pods were listed.
+
+        Not earlier: the scheduler forgets a removed job without workers, and the GPUs of workers that are listed after
+        it would count as idle while they exit.
+        """
+        self._listed = True
+        for uid, job in self.jobs.items():
+            if job.ending and not job.status.phase.final:
+                self.emit(scheduler.JobRemoved(uid))
+
+    def _ends_new_job(self, event: scheduler.Event) -> bool:
+        return isinstance(event, scheduler.JobRemoved) and event.uid not in self.jobs
 
     def reserve_generation(self, uid: str, generation: int) -> None:
         """Reserve a block of generation numbers if needed; raise NotStoredYetError until this number is stored."""

@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.records import Intent
 
 if TYPE_CHECKING:
@@ -126,8 +127,7 @@ class JobTimers:
             why = (lease.reason if lease else "") or _CANCELLED
             self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
             return
-        why = f"its lease of {lease.duration_seconds:g} s has expired: its launcher has ended, and none has taken over"
-        self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
+        self._decisions.stop(job, Intent.CANCEL, requests.lease_ended(lease.duration_seconds))
 
     def _extend_lease(self, uid: str) -> None:
         if (state := self._book.runtime_states.get(uid)) and uid in self._book.jobs:

@@ -183,6 +183,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     result_worker: str | None = None
     restarts: int = 0
     last_restart_time: datetime | None = None
+    completing: bool = False
     evictions: int = 0
     last_eviction: LastEviction | None = None
     progress: TrainingProgress | None = None

@@ -63,6 +63,7 @@ def record_of(
         attempt=status.attempt,
         next_index=status.next_index,
         managed=status.generation > 0,
+        completing=status.completing,
         generation_high=status.generation_reserved,
         generation=status.generation,
         members=tuple(worker_id(meta.uid, index) for index in status.ranks),
@@ -183,6 +184,7 @@ def status_of(
         result_worker=job.status.result_worker if result is None else pod_name(job.metadata.name, result),
         restarts=status.restarts,
         last_restart_time=_time(record.incident_at),
+        completing=record.completing,
         evictions=status.evictions,
         last_eviction=None
         if evicted is None

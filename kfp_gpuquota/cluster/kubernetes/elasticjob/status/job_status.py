@@ -61,7 +61,16 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
     held = status.gpus, status.workers, status.generation, status.ended
     given_back = status.requeue_state, status.grow_state
     reserved = status.generation_reserved  # numbers wait for it
-    urgent = (status.phase, status.message, status.intent, reserved, *held, *given_back, len(status.resizes))
+    urgent = (
+        status.phase,
+        status.message,
+        status.intent,
+        status.completing,
+        reserved,
+        *held,
+        *given_back,
+        len(status.resizes),
+    )
     path = join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name)
     stored = partial(membership.status_stored, uid, reserved)
     return Built(path, f"{meta.namespace}/{meta.name}", body, urgent, stored)
