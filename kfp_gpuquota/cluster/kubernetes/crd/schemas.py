@@ -45,7 +45,7 @@ _JOB_FIELDS: Final = {
     "preemptible": "Whether the job may be preempted; default true for train, false for build.",
     "gracePeriodSeconds": "Seconds that a worker has to exit after it was asked to stop.",
     "maxRestarts": "Number of times that failed workers are replaced before the job fails.",
-    "restartWindowSeconds": "Seconds without a restart after which restarts are counted from 0 again.",
+    "restartWindowSeconds": "Seconds without a restart after which restarts are counted from 0 again; default 21600.",
     "coolDownSeconds": "Seconds after a change of size in which the job does not grow.",
     "minRunTimeSeconds": "Seconds after its start in which the job is not preempted.",
     "nodePool": "The node pool to run in, within the project's quota there.",
@@ -70,14 +70,7 @@ _AMOUNTS: Final = {
     "guaranteedMemory": "Main memory that is guaranteed to the team's jobs, for example 512Gi; default all.",
     "limitMemory": "The maximum main memory.",
 }
-_DEFAULTED: Final = (
-    "kind",
-    "gracePeriodSeconds",
-    "maxRestarts",
-    "restartWindowSeconds",
-    "coolDownSeconds",
-    "minRunTimeSeconds",
-)
+_DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds")
 
 
 def custom_resource_definitions() -> list[Schema]:
