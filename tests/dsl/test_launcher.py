@@ -318,7 +318,7 @@ def test_the_log_of_the_worker_that_failed_is_shown_when_another_one_was_followe
         ({"GPUQUOTA_PROJECT": "team-x"}, "team-x"),
         ({"GPUQUOTA_GPUS": "64"}, "error: step 'train': gpus is 64, but one worker runs on one node"),
         ({"GPUQUOTA_GPUS": "many"}, "GPUQUOTA_* variables are invalid"),
-        ({"GPUQUOTA_LEASE_S": "0"}, "GPUQUOTA_LEASE_S is 0.0, but it must be between 1 and 86400 s"),
+        ({"GPUQUOTA_LEASE_S": "0"}, "GPUQUOTA_LEASE_S is 0, but it must be between 1 and 86400 s"),
     ],
 )
 def test_what_cannot_run_is_one_clear_line_and_exit_code_2(

@@ -191,7 +191,7 @@ def test_nobody_pretends_to_be_a_worker(body: dict[str, Any]) -> None:
             "gpuquota.dev/group-size is 0, but it must be at least 1 pod",
         ),
         (pod(annotations={"gpu-fraction": "1.5"}), "gpu-fraction is '1.5', but it must be more than 0"),
-        (pod(annotations={"gpu-fraction": "1"}), "gpu_fraction is 1.0, but it must be more than 0 and less than 1"),
+        (pod(annotations={"gpu-fraction": "1"}), "gpu_fraction is 1, but it must be more than 0 and less than 1"),
         (pod(annotations={"gpu-fraction-limit": "0.5"}), "there is no gpu_fraction of which it is the limit"),
         (pod("1", annotations={"gpu-fraction": "0.5"}), "nvidia.com/gpu is 1, but an annotation requests a share"),
         (pod("1", annotations={"gpu-memory": "4096"}), "nvidia.com/gpu is 1, but an annotation requests a share"),

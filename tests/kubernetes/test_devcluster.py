@@ -227,8 +227,11 @@ def test_what_a_machine_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     assert "\n" not in binaries.missing(nothing)
     for program in binaries.PROGRAMS:
         (tmp_path / program).touch()
-    assert binaries.missing({**nothing, "KUBEBUILDER_ASSETS": str(tmp_path)}) == ""
-    assert "apt-get install" in binaries.missing({**nothing, "KUBEBUILDER_ASSETS": str(tmp_path)}, kubelet=True)
+    built = {**nothing, "KUBEBUILDER_ASSETS": str(tmp_path)}
+    assert binaries.missing(built) == ""
+    assert "install Go" in binaries.missing(built, kubelet=True)
+    (tmp_path / "go").touch(mode=0o755)
+    assert "apt-get install" in binaries.missing(built, kubelet=True)
 
 
 def test_a_machine_that_cannot_skips_or_fails_where_it_must_not(

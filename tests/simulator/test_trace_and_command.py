@@ -111,9 +111,9 @@ def test_the_command_answers_in_json(nodes: Path, jobs: Path) -> None:
     [
         (["--policy", "lottery"], "--policy is lottery, but it must be one of gpuquota, fifo, static, best-fit"),
         (["--guaranteed", "ls"], "--guaranteed is ls, but it is given as PROJECT=N"),
-        (["--speed", "0"], "--speed is 0.0, but it must be above 0"),
+        (["--speed", "0"], "--speed is 0, but it must be above 0"),
         (["--every-node", "0"], "--every-node is 0, but it must be at least 1"),
-        (["--elastic", "120"], "--elastic is 120.0, but it must be between 0 and 100 percent"),
+        (["--elastic", "120"], "--elastic is 120, but it must be between 0 and 100 percent"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_sentence(
