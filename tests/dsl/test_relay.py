@@ -662,3 +662,25 @@ def test_a_mode_that_is_no_number_is_refused(step: Step) -> None:
     step.serve("echo")
     target = f"{step.staging.directories()[0]}/x"
     assert step.ask("PUT", f"/file?path={target}&mode=rwx", body=b"x")[0] == 400
+
+
+def test_an_input_within_another_one_hides_nothing_of_it(step: Step) -> None:
+    data = step.root / "in" / "data"
+    part = {"name": "part", "uri": str(data / "deep")}
+    inputs = step.executor_input["inputs"]["artifacts"]
+    step.executor_input["inputs"]["artifacts"] = {"a-part": {"artifacts": [part]}, **inputs}
+    step.serve("true")
+    assert worker(step).returncode == 0
+    assert {path.name for path in step.arrived.rglob("*")} == {"deep", "a.txt", "run.sh"}
+
+
+def test_files_with_the_longest_names_arrive(step: Step, sent: list[Any]) -> None:
+    name = "n" * 255
+    (step.root / "in" / "data" / name).touch()
+    staged(step, "model").mkdir(parents=True)
+    (staged(step, "model") / name).touch()
+    step.serve("true")
+    done = worker(step, "--timeout=1s")
+    assert done.returncode == 0, done.stderr
+    assert (step.arrived / name).exists()
+    assert sent == [[[str(staged(step, "model", name)), 0]]]

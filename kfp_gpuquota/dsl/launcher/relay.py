@@ -357,7 +357,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _receive(self, target: Path, size: int, mode: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+        temporary = target.with_name(f".{secrets.token_hex(4)}.part")  # the file's own name may be of the longest
         try:
             with open(temporary, "wb", buffering=0) as file:  # noqa: PTH123 (unbuffered)
                 _copy(self.rfile, file, size)
