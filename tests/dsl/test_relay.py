@@ -129,7 +129,10 @@ def step(tmp_path: Path, program: Path) -> Iterator[Step]:
 def worker(step: Step, *options: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """A worker as its pod starts it."""
     with started(step, *options, environment=environment) as running:
-        output, errors = running.communicate(timeout=60)
+        try:
+            output, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
     return subprocess.CompletedProcess(running.args, running.returncode, output, errors)
 
 
@@ -684,3 +687,39 @@ def test_files_with_the_longest_names_arrive(step: Step, sent: list[Any]) -> Non
     assert done.returncode == 0, done.stderr
     assert (step.arrived / name).exists()
     assert sent == [[[str(staged(step, "model", name)), 0]]]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[int]:
+    """A disk that takes so many bytes of a file, the last ones in a write of a part: a limit of this process."""
+    size = 3 << 19
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    yield size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+@pytest.mark.parametrize("size", [2 << 20, 200 << 20])
+def test_an_output_for_which_the_launcher_has_no_space_fails_the_worker_with_that(
+    step: Step, full_disk: int, size: int
+) -> None:
+    model = "{{gpuquota.outputs.artifacts['model'].path}}"
+    step.serve("sh", "-c", f'ulimit -S -f unlimited; truncate --size={size} "$0"', model)
+    done = worker(step)
+    assert done.returncode == 1
+    assert "507 [Errno 27] File too large" in done.stderr
+    assert size > full_disk
+
+
+def test_an_input_that_the_launcher_cannot_read_fails_the_worker_with_that(step: Step) -> None:
+    data = step.root / "in" / "data"
+    (data / "n").symlink_to("n" * 300)
+    step.serve("true")
+    listed, reason = step.ask("GET", f"/list?path={data}")
+    assert (listed, b"File name too long" in reason) == (500, True)
+
+
+def test_why_a_file_is_refused_arrives_while_it_is_still_sent(step: Step) -> None:
+    step.serve("true")
+    body = bytes(32 << 20)
+    assert step.ask("PUT", f"/file?path={step.root}/secret", body=body) == (403, b"Forbidden")

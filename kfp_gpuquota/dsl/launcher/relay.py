@@ -274,6 +274,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             found = listing(root)
         except NotTransferableError as error:
             self._refuse(HTTPStatus.FORBIDDEN, str(error))  # a worker that lacks a file would fail later
+        except OSError as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
         else:
             self._send(json.dumps(found).encode())
 
@@ -294,8 +296,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if target is None or not length.isdecimal():
             self._refuse(HTTPStatus.FORBIDDEN if target is None else HTTPStatus.LENGTH_REQUIRED)
             return
-        self._receive(target, int(length), int(self._query("mode") or "600", 8) & 0o777)
-        self._send(b"", HTTPStatus.CREATED)
+        mode = int(self._query("mode") or "600", 8) & 0o777
+        try:
+            self._receive(target, int(length), mode)
+        except (ConnectionError, TimeoutError, ssl.SSLError):
+            raise  # the worker tries again
+        except OSError as error:  # no further attempt could mend it
+            self._refuse(HTTPStatus.INSUFFICIENT_STORAGE, str(error))
+        else:
+            self._send(b"", HTTPStatus.CREATED)
 
     def _complete(self, length: int) -> None:
         """Handle PUT /complete: 201 if the listed files have arrived, else 409, and the worker uploads them again."""
@@ -335,6 +344,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, reason: str = "") -> None:
         self.close_connection = True  # an unread body would be parsed as the next request
         self._send((reason or status.phrase).encode(errors="replace"), status)
+        if self.command == "PUT":
+            self._discard()
+
+    def _discard(self) -> None:
+        """Read what the client still sends: a connection that is closed before that is reset, and the answer lost."""
+        end = time.monotonic() + PROOF_TIMEOUT_S
+        self.connection.settimeout(PROOF_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while time.monotonic() < end and self.connection.recv(CHUNK_SIZE):
+                pass
 
     def _send(self, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
@@ -359,7 +379,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{secrets.token_hex(4)}.part")  # the file's own name may be of the longest
         try:
-            with open(temporary, "wb", buffering=0) as file:  # noqa: PTH123 (unbuffered)
+            with temporary.open("wb") as file:
                 _copy(self.rfile, file, size)
             temporary.chmod(mode)
             temporary.replace(target)
@@ -381,7 +401,7 @@ def send_file(connection: Any, file: Any, size: int) -> None:
         size -= got
 
 
-def _copy(source: Any, target: io.FileIO, size: int) -> None:
+def _copy(source: Any, target: io.BufferedWriter, size: int) -> None:
     """Copy `size` bytes in chunks through one buffer. Raises ConnectionError where the sender closes too early."""
     buffer = memoryview(bytearray(min(CHUNK_SIZE, max(1, size))))
     while size > 0:
