@@ -723,3 +723,17 @@ def test_why_a_file_is_refused_arrives_while_it_is_still_sent(step: Step) -> Non
     step.serve("true")
     body = bytes(32 << 20)
     assert step.ask("PUT", f"/file?path={step.root}/secret", body=body) == (403, b"Forbidden")
+
+
+def test_a_link_on_a_volume_of_both_pods_leads_no_upload_out_of_the_outputs(step: Step) -> None:
+    step.serve("true")
+    staged(step).mkdir(parents=True)
+    staged(step, "model").symlink_to(step.root)
+    assert step.ask("PUT", f"/file?path={staged(step, 'model', 'secret')}", body=b"mine")[0] == 403
+    assert (step.root / "secret").read_text() == "not yours"
+
+
+def test_the_launcher_may_read_every_output_and_no_other_user_more_than_the_workers(step: Step) -> None:
+    step.serve("true")
+    assert step.ask("PUT", f"/file?path={staged(step, 'model')}&mode=40", body=b"w")[0] == 201
+    assert staged(step, "model").stat().st_mode & 0o777 == 0o640

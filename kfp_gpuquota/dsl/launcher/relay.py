@@ -47,6 +47,7 @@ from urllib.parse import parse_qs, urlsplit
 from kfp_gpuquota.cluster import certificates
 from kfp_gpuquota.dsl.launcher import earlier_workers
 from kfp_gpuquota.dsl.launcher.input_files import CHUNK_SIZE, NotTransferableError, listing, really_within, within
+from kfp_gpuquota.dsl.launcher.staging import PRIVATE_FILE
 from kfp_gpuquota.dsl.spec.pod_template import PROGRAM
 from kfp_gpuquota.dsl.worker import start
 from kfp_gpuquota.errors import GpuQuotaError
@@ -119,9 +120,12 @@ class Relay:
         return really_within(path, self.inputs)
 
     def writable(self, path: str) -> Path | None:
-        """Return the path if it is below a staging directory of this job, else None."""
+        """Return the path if it is below a staging directory of this job, also where links lead to it, else None.
+
+        A link in its place would be replaced, so where that leads does not count.
+        """
         found = within(path, self.outputs)
-        return None if found in self.outputs else found
+        return None if found is None or really_within(str(found.parent), self.outputs) is None else found
 
 
 def _identity(address: str) -> tuple[bytes, ssl.SSLContext]:
@@ -296,7 +300,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if target is None or not length.isdecimal():
             self._refuse(HTTPStatus.FORBIDDEN if target is None else HTTPStatus.LENGTH_REQUIRED)
             return
-        mode = int(self._query("mode") or "600", 8) & 0o777
+        mode = int(self._query("mode") or "0", 8) & 0o777 | PRIVATE_FILE  # this user, another one, publishes it
         try:
             self._receive(target, int(length), mode)
         except (ConnectionError, TimeoutError, ssl.SSLError):
