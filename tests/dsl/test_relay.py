@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -81,6 +82,7 @@ class Step:
         self.staging = Staging(self.executor_input, "job-1")
         self.environment: dict[str, str] = {}
         self.relay: Relay | None = None
+        self.address = "127.0.0.1"
         self.mount = root / "mount"
         self.completed: Callable[[str], None] = lambda _worker: None
 
@@ -94,7 +96,7 @@ class Step:
         if self.relay:
             token = self.relay.token
             self.relay.close()
-        made = ElsewhereRelay(self.executor_input, self.staging, "127.0.0.1", token, self.completed, self.program)
+        made = ElsewhereRelay(self.executor_input, self.staging, self.address, token, self.completed, self.program)
         made.root, self.relay = self.root, made
         self.mount.mkdir(exist_ok=True)
         (self.mount / "url").write_text(self.relay.url)
@@ -737,3 +739,11 @@ def test_the_launcher_may_read_every_output_and_no_other_user_more_than_the_work
     step.serve("true")
     assert step.ask("PUT", f"/file?path={staged(step, 'model')}&mode=40", body=b"w")[0] == 201
     assert staged(step, "model").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_launcher_in_a_cluster_of_ipv6_is_reached(step: Step) -> None:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        step.address = "::1"  # where this machine has it
+    step.serve(*WRITE_MODEL)
+    done = worker(step, "--timeout=1s")
+    assert done.returncode == 0, done.stderr

@@ -100,8 +100,8 @@ class Relay:
     @property
     def url(self) -> str:
         """The relay's URL, for the workers."""
-        host, port = self._server.server_address[:2]
-        return f"https://{host!s}:{port}"
+        host, port = str(self._server.server_address[0]), self._server.server_address[1]
+        return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
     def close(self) -> None:
         """Stop the server and abort the transfers in progress."""
@@ -192,6 +192,7 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], relay: Relay, tls: ssl.SSLContext) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self.relay, self._tls = relay, tls
         self.unproven = _Unproven()
