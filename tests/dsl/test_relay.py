@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -81,6 +82,7 @@ class Step:
         self.staging = Staging(self.executor_input, "job-1")
         self.environment: dict[str, str] = {}
         self.relay: Relay | None = None
+        self.address = "127.0.0.1"
         self.mount = root / "mount"
         self.completed: Callable[[str], None] = lambda _worker: None
 
@@ -94,7 +96,7 @@ class Step:
         if self.relay:
             token = self.relay.token
             self.relay.close()
-        made = ElsewhereRelay(self.executor_input, self.staging, "127.0.0.1", token, self.completed, self.program)
+        made = ElsewhereRelay(self.executor_input, self.staging, self.address, token, self.completed, self.program)
         made.root, self.relay = self.root, made
         self.mount.mkdir(exist_ok=True)
         (self.mount / "url").write_text(self.relay.url)
@@ -129,7 +131,10 @@ def step(tmp_path: Path, program: Path) -> Iterator[Step]:
 def worker(step: Step, *options: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """A worker as its pod starts it."""
     with started(step, *options, environment=environment) as running:
-        output, errors = running.communicate(timeout=60)
+        try:
+            output, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
     return subprocess.CompletedProcess(running.args, running.returncode, output, errors)
 
 
@@ -662,3 +667,83 @@ def test_a_mode_that_is_no_number_is_refused(step: Step) -> None:
     step.serve("echo")
     target = f"{step.staging.directories()[0]}/x"
     assert step.ask("PUT", f"/file?path={target}&mode=rwx", body=b"x")[0] == 400
+
+
+def test_an_input_within_another_one_hides_nothing_of_it(step: Step) -> None:
+    data = step.root / "in" / "data"
+    part = {"name": "part", "uri": str(data / "deep")}
+    inputs = step.executor_input["inputs"]["artifacts"]
+    step.executor_input["inputs"]["artifacts"] = {"a-part": {"artifacts": [part]}, **inputs}
+    step.serve("true")
+    assert worker(step).returncode == 0
+    assert {path.name for path in step.arrived.rglob("*")} == {"deep", "a.txt", "run.sh"}
+
+
+def test_files_with_the_longest_names_arrive(step: Step, sent: list[Any]) -> None:
+    name = "n" * 255
+    (step.root / "in" / "data" / name).touch()
+    staged(step, "model").mkdir(parents=True)
+    (staged(step, "model") / name).touch()
+    step.serve("true")
+    done = worker(step, "--timeout=1s")
+    assert done.returncode == 0, done.stderr
+    assert (step.arrived / name).exists()
+    assert sent == [[[str(staged(step, "model", name)), 0]]]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[int]:
+    """A disk that takes so many bytes of a file, the last ones in a write of a part: a limit of this process."""
+    size = 3 << 19
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    yield size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+@pytest.mark.parametrize("size", [2 << 20, 200 << 20])
+def test_an_output_for_which_the_launcher_has_no_space_fails_the_worker_with_that(
+    step: Step, full_disk: int, size: int
+) -> None:
+    model = "{{gpuquota.outputs.artifacts['model'].path}}"
+    step.serve("sh", "-c", f'ulimit -S -f unlimited; truncate --size={size} "$0"', model)
+    done = worker(step)
+    assert done.returncode == 1
+    assert "507 [Errno 27] File too large" in done.stderr
+    assert size > full_disk
+
+
+def test_an_input_that_the_launcher_cannot_read_fails_the_worker_with_that(step: Step) -> None:
+    data = step.root / "in" / "data"
+    (data / "n").symlink_to("n" * 300)
+    step.serve("true")
+    listed, reason = step.ask("GET", f"/list?path={data}")
+    assert (listed, b"File name too long" in reason) == (500, True)
+
+
+def test_why_a_file_is_refused_arrives_while_it_is_still_sent(step: Step) -> None:
+    step.serve("true")
+    body = bytes(32 << 20)
+    assert step.ask("PUT", f"/file?path={step.root}/secret", body=body) == (403, b"Forbidden")
+
+
+def test_a_link_on_a_volume_of_both_pods_leads_no_upload_out_of_the_outputs(step: Step) -> None:
+    step.serve("true")
+    staged(step).mkdir(parents=True)
+    staged(step, "model").symlink_to(step.root)
+    assert step.ask("PUT", f"/file?path={staged(step, 'model', 'secret')}", body=b"mine")[0] == 403
+    assert (step.root / "secret").read_text() == "not yours"
+
+
+def test_the_launcher_may_read_every_output_and_no_other_user_more_than_the_workers(step: Step) -> None:
+    step.serve("true")
+    assert step.ask("PUT", f"/file?path={staged(step, 'model')}&mode=40", body=b"w")[0] == 201
+    assert staged(step, "model").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_launcher_in_a_cluster_of_ipv6_is_reached(step: Step) -> None:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        step.address = "::1"  # where this machine has it
+    step.serve(*WRITE_MODEL)
+    done = worker(step, "--timeout=1s")
+    assert done.returncode == 0, done.stderr

@@ -154,3 +154,8 @@ def test_a_program_that_does_not_exist_ends_as_in_a_shell(tmp_path: Path) -> Non
         127,
         "gpuquota: cannot run 'no-such-program': No such file or directory\n",
     )
+
+
+def test_the_command_ignores_no_signal_that_python_ignores(tmp_path: Path) -> None:
+    done = _run(_step(tmp_path, ["grep", "SigIgn", "/proc/self/status"]))
+    assert int(done.stdout.split()[1], 16) == 0, "a program whose reader has ended would go on writing"

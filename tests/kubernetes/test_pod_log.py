@@ -128,6 +128,15 @@ def test_a_container_that_has_not_started_is_waited_for(tmp_path: Path) -> None:
         log.close()
 
 
+def test_a_pod_that_ended_before_its_container_has_started_has_no_log(tmp_path: Path) -> None:
+    node = Node("Failed", b"")  # the kubelet has not admitted it, or an init container has failed
+    node.starting = 100
+    with serving(node, tmp_path) as calls:
+        log = PodLog(calls, "team", "worker", 0)
+        assert whole(log, 0.0) == b""
+        assert node.starting > 90
+
+
 def test_a_pod_that_is_gone_has_no_more_log(tmp_path: Path) -> None:
     node = Node("Running", b"one\n")
     with serving(node, tmp_path) as calls:

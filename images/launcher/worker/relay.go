@@ -21,6 +21,7 @@ import (
 const (
 	connectTimeout = 10 * time.Second // the address of a launcher that was deleted does not answer
 	idleTimeout    = 2 * time.Minute
+	longestSilence = 2 * idleTimeout // of an attempt in which nothing is transferred: its parts have timeouts
 	firstPause     = 50 * time.Millisecond
 	lastPause      = 2 * time.Second
 	bufferSize     = 1 << 18
@@ -101,14 +102,23 @@ func (r *relay) complete(worker string, files []sized) (bool, error) {
 	return err == nil, err
 }
 
-// request repeats a request, with growing pauses, while the relay does not answer.
+// request repeats a request while the relay does not answer.
 func (r *relay) request(method, path string, content body, receive func(io.Reader) error) error {
+	return r.repeat(func() error { return r.attempt(method, path, content, receive) })
+}
+
+// repeat repeats an attempt, with growing pauses, for as long as the relay may not answer.
+func (r *relay) repeat(attempt func() error) error {
 	last, pause := time.Now().Add(r.patience), firstPause
 	for {
-		err := r.attempt(method, path, content, receive)
+		began := time.Now()
+		err := attempt()
 		var final finalError
 		if err == nil || errors.As(err, &final) {
 			return err
+		}
+		if time.Since(began) > longestSilence { // it has transferred a part, so the relay did answer
+			last = time.Now().Add(r.patience)
 		}
 		if time.Now().Add(pause).After(last) {
 			return fmt.Errorf("the step's launcher does not answer: %w", err)
@@ -209,8 +219,9 @@ func (t *timedConnection) Read(buffer []byte) (int, error) {
 	return t.Conn.Read(buffer)
 }
 
+// Write extends the time to read, too: the HTTP client awaits the answer while it sends the request.
 func (t *timedConnection) Write(buffer []byte) (int, error) {
-	_ = t.SetWriteDeadline(time.Now().Add(idleTimeout))
+	_ = t.SetDeadline(time.Now().Add(idleTimeout))
 	return t.Conn.Write(buffer)
 }
 

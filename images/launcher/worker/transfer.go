@@ -34,10 +34,12 @@ func (s sized) MarshalJSON() ([]byte, error) { return json.Marshal([]any{s.path,
 
 // fetch downloads every input to the path where the step's command reads it. An input that exists is on a shared volume.
 func fetch(relay *relay, inputs []string) error {
-	for _, root := range inputs {
-		if _, err := os.Stat(root); err == nil {
-			continue
-		}
+	// before any is downloaded: an input within another one creates that one's folder
+	missing := slices.DeleteFunc(slices.Clone(inputs), func(root string) bool {
+		_, err := os.Stat(root)
+		return err == nil
+	})
+	for _, root := range missing {
 		files, err := relay.list(root)
 		if err != nil {
 			return err
@@ -55,27 +57,35 @@ func fetchFile(relay *relay, path string, about listed) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return fmt.Errorf("the input %s cannot be written: %w", path, err)
 	}
-	part := path + ".part"
-	err := relay.download(path, func(content io.Reader) error {
-		file, err := os.Create(part)
-		if err != nil {
-			return finalError{err}
-		}
-		defer file.Close()
-		written, err := io.CopyBuffer(onlyWriter{file}, content, make([]byte, bufferSize))
-		if err == nil && written != about.size {
-			err = fmt.Errorf("%s ended after %d of %d bytes", path, written, about.size)
-		}
-		return err
-	})
-	if err == nil {
-		err = os.Chmod(part, about.mode)
-	}
-	if err == nil {
-		err = os.Rename(part, path)
-	}
+	err := relay.download(path, func(content io.Reader) error { return about.receive(path, content) })
 	if err != nil {
 		return fmt.Errorf("the input %s was not received: %w", path, err)
+	}
+	return nil
+}
+
+// receive writes the file as a whole, or not at all. What the disk refuses is final.
+func (l listed) receive(path string, content io.Reader) error {
+	file, err := os.CreateTemp(filepath.Dir(path), ".*.part")
+	if err != nil {
+		return finalError{err}
+	}
+	defer os.Remove(file.Name()) // unless it has become the file
+	written, err := io.CopyBuffer(onlyWriter{file}, content, make([]byte, bufferSize))
+	if failed := file.Close(); failed != nil && err == nil {
+		err = finalError{failed}
+	}
+	if err == nil && written != l.size {
+		err = fmt.Errorf("%s ended after %d of %d bytes", path, written, l.size)
+	}
+	if err != nil {
+		return err
+	}
+	if err := os.Chmod(file.Name(), l.mode); err != nil {
+		return finalError{err}
+	}
+	if err := os.Rename(file.Name(), path); err != nil {
+		return finalError{err}
 	}
 	return nil
 }

@@ -79,9 +79,24 @@ def _followed(client: KubernetesClient, namespace: str, name: str, write: Callab
             write(f"[0] {text}")
         if ended:
             return int(code)
-    while True:  # it was ended before it could write that
-        status = client.calls.get(join("/api/v1/namespaces", namespace, "pods", name)).get("status", {})
-        for one in status.get("containerStatuses", []):
-            if ended_with := one.get("state", {}).get("terminated"):
-                return int(ended_with["exitCode"]) or 1
+    path = join("/api/v1/namespaces", namespace, "pods", name)
+    while (found := exit_code_of(client.calls.read(path, Pod))) is None:
         time.sleep(_POLL_S)
+    return found
+
+
+def exit_code_of(pod: Pod) -> int | None:
+    """Return the exit code of a pod that was ended before it could write that, 0 excluded; None where it still runs.
+
+    Raises JobFailedError for one that never started its command: the kubelet has not admitted it, or its init
+    container has failed.
+    """
+    status = pod.status
+    for container in status.container_statuses:
+        if (terminated := container.state.terminated) is not None:
+            return terminated.exit_code or 1
+    if status.phase not in {"Succeeded", "Failed"}:
+        return None
+    found = [status.reason, status.message]
+    found += [one.state.terminated.message for one in status.init_container_statuses if one.state.terminated]
+    raise JobFailedError(f"the step's pod did not start its command: {': '.join(filter(None, found))}")

@@ -174,7 +174,7 @@ def _run_here(step: Step) -> NoReturn:
     for folder in start.output_folders(step.executor_input):
         Path(folder).mkdir(parents=True, exist_ok=True)
     try:
-        os.execvpe(argv[0], argv, {**step.environment, **_NO_DEVICES})
+        start.become(argv, {**step.environment, **_NO_DEVICES})
     except OSError as error:
         raise UsageError(f"cannot run {argv[0]!r}: {error.strerror}") from None
 

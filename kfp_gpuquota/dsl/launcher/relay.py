@@ -47,6 +47,7 @@ from urllib.parse import parse_qs, urlsplit
 from kfp_gpuquota.cluster import certificates
 from kfp_gpuquota.dsl.launcher import earlier_workers
 from kfp_gpuquota.dsl.launcher.input_files import CHUNK_SIZE, NotTransferableError, listing, really_within, within
+from kfp_gpuquota.dsl.launcher.staging import PRIVATE_FILE
 from kfp_gpuquota.dsl.spec.pod_template import PROGRAM
 from kfp_gpuquota.dsl.worker import start
 from kfp_gpuquota.errors import GpuQuotaError
@@ -99,8 +100,8 @@ class Relay:
     @property
     def url(self) -> str:
         """The relay's URL, for the workers."""
-        host, port = self._server.server_address[:2]
-        return f"https://{host!s}:{port}"
+        host, port = str(self._server.server_address[0]), self._server.server_address[1]
+        return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
     def close(self) -> None:
         """Stop the server and abort the transfers in progress."""
@@ -119,9 +120,12 @@ class Relay:
         return really_within(path, self.inputs)
 
     def writable(self, path: str) -> Path | None:
-        """Return the path if it is below a staging directory of this job, else None."""
+        """Return the path if it is below a staging directory of this job, also where links lead to it, else None.
+
+        A link in its place would be replaced, so where that leads does not count.
+        """
         found = within(path, self.outputs)
-        return None if found in self.outputs else found
+        return None if found is None or really_within(str(found.parent), self.outputs) is None else found
 
 
 def _identity(address: str) -> tuple[bytes, ssl.SSLContext]:
@@ -188,6 +192,7 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], relay: Relay, tls: ssl.SSLContext) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self.relay, self._tls = relay, tls
         self.unproven = _Unproven()
@@ -274,6 +279,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             found = listing(root)
         except NotTransferableError as error:
             self._refuse(HTTPStatus.FORBIDDEN, str(error))  # a worker that lacks a file would fail later
+        except OSError as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
         else:
             self._send(json.dumps(found).encode())
 
@@ -294,8 +301,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if target is None or not length.isdecimal():
             self._refuse(HTTPStatus.FORBIDDEN if target is None else HTTPStatus.LENGTH_REQUIRED)
             return
-        self._receive(target, int(length), int(self._query("mode") or "600", 8) & 0o777)
-        self._send(b"", HTTPStatus.CREATED)
+        mode = int(self._query("mode") or "0", 8) & 0o777 | PRIVATE_FILE  # this user, another one, publishes it
+        try:
+            self._receive(target, int(length), mode)
+        except (ConnectionError, TimeoutError, ssl.SSLError):
+            raise  # the worker tries again
+        except OSError as error:  # no further attempt could mend it
+            self._refuse(HTTPStatus.INSUFFICIENT_STORAGE, str(error))
+        else:
+            self._send(b"", HTTPStatus.CREATED)
 
     def _complete(self, length: int) -> None:
         """Handle PUT /complete: 201 if the listed files have arrived, else 409, and the worker uploads them again."""
@@ -335,6 +349,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, reason: str = "") -> None:
         self.close_connection = True  # an unread body would be parsed as the next request
         self._send((reason or status.phrase).encode(errors="replace"), status)
+        if self.command == "PUT":
+            self._discard()
+
+    def _discard(self) -> None:
+        """Read what the client still sends: a connection that is closed before that is reset, and the answer lost."""
+        end = time.monotonic() + PROOF_TIMEOUT_S
+        self.connection.settimeout(PROOF_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while time.monotonic() < end and self.connection.recv(CHUNK_SIZE):
+                pass
 
     def _send(self, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
@@ -357,9 +382,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _receive(self, target: Path, size: int, mode: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+        temporary = target.with_name(f".{secrets.token_hex(4)}.part")  # the file's own name may be of the longest
         try:
-            with open(temporary, "wb", buffering=0) as file:  # noqa: PTH123 (unbuffered)
+            with temporary.open("wb") as file:
                 _copy(self.rfile, file, size)
             temporary.chmod(mode)
             temporary.replace(target)
@@ -381,7 +406,7 @@ def send_file(connection: Any, file: Any, size: int) -> None:
         size -= got
 
 
-def _copy(source: Any, target: io.FileIO, size: int) -> None:
+def _copy(source: Any, target: io.BufferedWriter, size: int) -> None:
     """Copy `size` bytes in chunks through one buffer. Raises ConnectionError where the sender closes too early."""
     buffer = memoryview(bytearray(min(CHUNK_SIZE, max(1, size))))
     while size > 0:

@@ -14,8 +14,9 @@ import copy
 import json
 import os
 import re
+import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 Json = dict[str, Any]
 
@@ -116,6 +117,13 @@ def _value(path: str, executor_input: Json) -> str:
     return artifact["uri"] if field == "uri" else custom or local_path(artifact["uri"])
 
 
+def become(argv: list[str], environment: dict[str, str]) -> NoReturn:
+    """Replace this process by a command, for which signals have their usual effects again. Raises OSError."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    os.execvpe(argv[0], argv, environment)
+
+
 def main(step_file: str) -> None:
     """Execute the original command in this process. Exits with 127 where there is no such program, as a shell does."""
     with open(step_file, encoding="utf-8") as file:  # noqa: PTH123  # pathlib costs a worker 10 ms
@@ -125,7 +133,7 @@ def main(step_file: str) -> None:
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103
     environment = {**os.environ, **step["environment"]}
     try:
-        os.execvpe(argv[0], argv, environment)
+        become(argv, environment)
     except OSError as error:
         sys.stderr.write(f"gpuquota: cannot run {argv[0]!r}: {error.strerror}\n")
         sys.exit(EXIT_NOT_FOUND)

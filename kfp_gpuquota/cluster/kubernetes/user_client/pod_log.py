@@ -36,11 +36,12 @@ class PodLog:
                 self._skip(self.offset)
             except NotFoundError:
                 return b"", False
-            except (RunError, UsageError):  # its container has not started
+            except (RunError, UsageError):  # its container has not started, or never will
                 self.close()
+                if not self._may_continue():
+                    return b"", False
                 if time.monotonic() >= deadline:
                     return b"", True
-                time.sleep(POLL_S)
         try:
             text = self._stream.read_piece()
         except RunError:  # no output within SILENCE_S, or the connection was closed
