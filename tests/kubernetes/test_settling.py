@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes.planner.settling import SETTLE_S
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.cluster.kubernetes.planner.settling import LONGEST_S, SETTLE_S, Settling
 from tests.kubernetes import detached as watches
 from tests.kubernetes.test_restarts import make_node, set_quota
 from tests.kubernetes.twin_world import Twin, World, running
@@ -110,3 +113,12 @@ def test_what_fits_starts_at_once() -> None:
     started, took_s = play(scenario)
     assert started
     assert took_s < SETTLE_S
+
+
+def test_a_loss_is_delayed_no_longer_although_each_plan_chooses_another_victim() -> None:
+    settling, reason = Settling(), Reason(code=ReasonCode.RECLAIMED, message="reclaimed")
+    plans = (scheduler.Plan(evict=(scheduler.Evict("job", (f"worker{n}",), reason),)) for n in range(100))
+    carried_out = [n * APART_S for n, plan in enumerate(plans) if settling.settled(plan, {}, n * APART_S)[0].evict]
+    pauses = [after - before for before, after in itertools.pairwise([0.0, *carried_out])]
+    assert pauses
+    assert max(pauses) <= LONGEST_S + 2 * APART_S
