@@ -142,5 +142,6 @@ class UnpinnedPods:
         self._annotate(pod, "" if node == NOWHERE else node)
 
     def _annotate(self, pod: PodView, node: str) -> None:
-        _, devices = self._allocator.held(self._owners.holder_of(pod)) or (node, ())
-        self._writer.submit(requests.reservation_note(pod, node, devices), lambda _: None, lambda _: None)
+        """Annotate where the pod holds devices; not while a controller starts, before it has counted the pod."""
+        if held := self._allocator.held(self._owners.holder_of(pod)):
+            self._writer.submit(requests.reservation_note(pod, node, held[1]), lambda _: None, lambda _: None)
