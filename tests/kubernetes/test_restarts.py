@@ -329,6 +329,32 @@ def test_a_pod_that_was_bound_elsewhere_while_no_controller_ran_keeps_its_device
     assert asyncio.run(play()) == "0"
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_job_whose_deletion_waits_for_a_finalizer_starts_no_pods(listed: bool) -> None:
+    async def play() -> tuple[int, int]:
+        world = World()
+        make_node(world, "n0", cordoned=not listed)
+        set_quota(world, "a", 4)
+        History(world).apply("job", "a", {}, 1)
+        (job,) = world.objects[watches.JOBS].values()
+        if listed:
+            job["metadata"]["deletionTimestamp"] = world.now()
+        async with running(world) as twin:
+            world.twin = twin
+            for _ in range(2):
+                await settle(world, twin)
+                job["metadata"].setdefault("deletionTimestamp", world.now())
+                world.put(watches.JOBS, job)
+            make_node(world, "n0")
+            await settle(world, twin)
+            pods = len(world.objects[watches.PODS])
+            world.drop(watches.JOBS, f"a/{job['metadata']['name']}")
+            await settle(world, twin)
+            return pods, len(twin.controller.elastic.book.runtime_states)
+
+    assert asyncio.run(play()) == (0, 0)
+
+
 @pytest.mark.parametrize("kind", ["ray", "job"])
 def test_pods_that_change_while_a_controller_starts_stay_workers_of_their_owner(
     kind: str, monkeypatch: pytest.MonkeyPatch
