@@ -295,4 +295,4 @@ def test_a_pod_that_is_bound_elsewhere_while_it_is_evicted_is_counted_there() ->
         task = state.workers["p"]
         assert task.node is not None
         assert (task.node.name, task.status.name) == ("m", "LEAVING")
-        assert (allocator.idle("n"), allocator.idle("m")) == (1, 0)
+        assert (allocator.idle("n"), allocator.idle("m")) == ((0,), ())

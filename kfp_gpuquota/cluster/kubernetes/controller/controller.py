@@ -373,6 +373,13 @@ class Controller:
             return worker_id(pod.job_uid, pod.index)
         return self.ray.pods.holder_of(pod.uid) or pod.uid
 
+    def promised_devices(self) -> dict[str, set[int]]:
+        """Return the devices that are promised to jobs, by node."""
+        found: dict[str, set[int]] = {}
+        for one in itertools.chain.from_iterable(self.snapshot.state.promises.values()):
+            found.setdefault(one.node, set()).update(one.devices)
+        return found
+
     def put_pod(self, view: PodView) -> None:
         """Process a pod that has changed, or whose reservation has moved."""
         view = self.unpinned.apply(view)
