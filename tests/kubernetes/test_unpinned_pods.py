@@ -17,7 +17,9 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ports_of
 from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import unmodelled_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
+from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import REFUSED_S
 from tests.kubernetes.detached import Detached, detached
+from tests.simulation.loop import SimulatedLoop
 
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
@@ -129,6 +131,28 @@ def test_a_reservation_does_not_move_to_devices_that_are_promised_to_a_job() -> 
             assert controller.snapshot.allocator.held(first) == ("other", (1,))
 
     asyncio.run(play())
+
+
+def test_a_node_that_refused_a_pod_long_ago_is_reserved_for_it_again() -> None:
+    async def play() -> list[str]:
+        async with detached() as cluster:
+            cluster.node("node", 1)
+            cluster.team("team")
+            pod = released(cluster, "pod", "node", 0)
+            await cluster.start()
+            controller = cluster.controller
+            nodes = [controller.unpinned.refuse(controller.snapshot.pods[pod])]
+            for pause_s in (0.0, REFUSED_S):
+                await asyncio.sleep(pause_s)
+                controller.unpinned.reserve_again()
+                nodes.append(controller.snapshot.pods[pod].node)
+            return nodes
+
+    loop = SimulatedLoop()
+    try:
+        assert loop.run_until_complete(play()) == [NOWHERE, NOWHERE, "node"]
+    finally:
+        loop.close()
 
 
 def test_a_pod_whose_release_seems_to_fail_is_tracked_when_the_watch_has_reported_it() -> None:

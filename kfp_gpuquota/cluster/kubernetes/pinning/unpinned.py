@@ -3,7 +3,7 @@
     released ──────────────► bound                      counted on the node that kube-scheduler has chosen
        │ refused for STUCK_S   ▲
        ▼                       │
-    reserved elsewhere ────────┤                         the node that refused it is not reserved for it again
+    reserved elsewhere ────────┤                         the node that refused it is not reserved for it for REFUSED_S
        │ no node has devices   │
        ▼                       │
     reserved on no node ───────┘                         counts against the quota only, until devices become idle
@@ -20,7 +20,8 @@ at all, since kube-scheduler spreads pods where the plan packs them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
+
+REFUSED_S: Final = 600.0
+"""For this long after a node has refused a pod it is not reserved for it: it may have lacked CPU only for a moment."""
 
 
 class PodOwners(Protocol):
@@ -67,7 +71,7 @@ class UnpinnedPods:
         self._writer, self._owners = writer, owners
         self._unbound: dict[str, PodView | None] = {}  # by uid; None: released or being created, and not seen since
         self._reserved_on: dict[str, str] = {}  # by uid, until the pod's annotation names it
-        self._refused: dict[str, set[str]] = {}  # nodes by uid
+        self._refused: dict[str, dict[str, float]] = {}  # by uid and node, until when, in the event loop's time
 
     def is_pinned(self, pod: PodView, node: str) -> bool:
         """Return whether the pod is pinned to its planned node; if not, it is tracked from now on.
@@ -120,7 +124,7 @@ class UnpinnedPods:
 
     def refuse(self, pod: PodView) -> str:
         """Move the reservation of a pod that kube-scheduler does not bind to its node; return the next node."""
-        self._refused.setdefault(pod.uid, set()).add(pod.node)
+        self._refused.setdefault(pod.uid, {})[pod.node] = asyncio.get_running_loop().time() + REFUSED_S
         node, devices = self._place_for(pod, self._idle())
         self._reserve(pod, node, devices)
         return node
@@ -143,8 +147,8 @@ class UnpinnedPods:
 
     def _place_for(self, pod: PodView, idle: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
         """Return devices of the node with the fewest idle ones that are enough, of those that did not refuse it."""
-        refused = self._refused.get(pod.uid, set())
-        enough = (name for name, free in idle.items() if len(free) >= pod.gpus and name not in refused)
+        refused, now = self._refused.get(pod.uid, {}), asyncio.get_running_loop().time()
+        enough = (name for name, free in idle.items() if len(free) >= pod.gpus and refused.get(name, 0.0) <= now)
         fitting = (name for name in enough if self._admits(name, pod))
         node = min(fitting, key=lambda name: (len(idle[name]), name), default=NOWHERE)
         return node, idle.get(node, ())[: pod.gpus]
