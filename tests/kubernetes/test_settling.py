@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api.placement import Placement
+from kfp_gpuquota.cluster.kubernetes.planner.bounded import Planned
+from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.planner.settling import LONGEST_S, SETTLE_S, Settling
 from tests.kubernetes import detached as watches
+from tests.kubernetes.detached import detached
 from tests.kubernetes.test_restarts import make_node, set_quota
 from tests.kubernetes.twin_world import Twin, World, running
 from tests.simulation.loop import SimulatedLoop
@@ -122,3 +126,35 @@ def test_a_loss_is_delayed_no_longer_although_each_plan_chooses_another_victim()
     pauses = [after - before for before, after in itertools.pairwise([0.0, *carried_out])]
     assert pauses
     assert max(pauses) <= LONGEST_S + 2 * APART_S
+
+
+class OftenOutdated(InlinePlanner):
+    """Evicts a pod; two of three plans start a job as well that was deleted meanwhile, so that they evict nothing."""
+
+    def __init__(self, state: scheduler.State, pod: str) -> None:
+        super().__init__(state)
+        self._pod, self._plans = pod, itertools.count()
+        self.outdated = True
+
+    async def plan(self, now: float) -> Planned:
+        reason = Reason(code=ReasonCode.RECLAIMED, message="reclaimed")
+        late = next(self._plans) % 3 != 2
+        bind = (scheduler.Bind("deleted", (Placement("node", (1,)),), reason),) if late else ()
+        plan = scheduler.Plan(bind=bind, evict=(scheduler.Evict(self._pod, (self._pod,), reason),))
+        return Planned(plan, {}, [], 0.0, more=False)
+
+
+def test_a_loss_is_carried_out_although_most_plans_are_outdated_when_they_arrive() -> None:
+    async def play() -> bool:
+        async with detached() as cluster:
+            cluster.node("node", 2)
+            cluster.team("team")
+            pod = cluster.pod("team", "pod", node="node")
+            await cluster.start()
+            controller = cluster.controller
+            controller._planner = OftenOutdated(controller.snapshot.state, pod)
+            for number in range(12):
+                await controller._plan_once(number * APART_S)
+            return controller.snapshot.plain.members[pod].evicted
+
+    assert asyncio.run(play())

@@ -534,9 +534,9 @@ class Controller:
         for uid in planned.gone:
             self._reasons.pop(uid, None)
         plan = msgspec.structs.replace(planned.plan, waiting=self._reasons)
-        if self._planner.outdated:
-            plan = still_valid(self.snapshot.state, plan)
         plan, settles_s = self._settling.settled(plan, self.snapshot.state.promises, started)
+        if self._planner.outdated:  # after settling: what an outdated plan wanted to stop was wanted nevertheless
+            plan = still_valid(self.snapshot.state, plan)
         self._carrying_out = True
         try:
             with because_of(f"{self._name}-{next(self._numbers)}"):
