@@ -128,6 +128,19 @@ def test_a_loss_is_delayed_no_longer_although_each_plan_chooses_another_victim()
     assert max(pauses) <= LONGEST_S + 2 * APART_S
 
 
+def test_growth_on_promised_devices_keeps_the_rest_of_the_promise_while_losses_settle() -> None:
+    first, second, third = (Placement(f"n{n}", (0,)) for n in range(3))
+    reason = Reason(code=ReasonCode.RECLAIMED, message="reclaimed")
+    plan = scheduler.Plan(
+        bind=(scheduler.Bind("starts", (first,), reason),),
+        resize=(scheduler.Resize("grows", (first,), (), 1, 2, reason),),
+        evict=(scheduler.Evict("other", ("worker",), reason),),
+        promises={"grows": (second,), "new": (third,)},
+    )
+    settled, _ = Settling().settled(plan, {"grows": (first, second), "starts": (first,), "waits": (third,)}, 0.0)
+    assert settled.promises == {"grows": (second,), "waits": (third,)}
+
+
 class OftenOutdated(InlinePlanner):
     """Evicts a pod; two of three plans start a job as well that was deleted meanwhile, so that they evict nothing."""
 

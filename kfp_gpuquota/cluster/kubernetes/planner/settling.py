@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.scheduler import promises_after_starts
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -48,10 +50,9 @@ class Settling:
             self._delayed_since = None
             return plan, None
         self._delayed_since = since
-        bound = {one.job for one in plan.bind}
-        kept = {uid: found for uid, found in promises.items() if uid not in bound}
         grows = tuple(one for one in plan.resize if not one.remove)
-        return msgspec.structs.replace(plan, evict=(), move=(), resize=grows, nominate=(), promises=kept), wait_s
+        plan = msgspec.structs.replace(plan, evict=(), move=(), resize=grows, nominate=())
+        return msgspec.structs.replace(plan, promises=promises_after_starts(promises, plan)), wait_s
 
 
 def _victims(plan: Plan) -> Iterator[str]:
