@@ -6,7 +6,7 @@ Does not belong here: clocks, I/O, logging, randomness. docs/scheduler.md has th
 
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
-from kfp_gpuquota.scheduler.actions.promises import changed_promises
+from kfp_gpuquota.scheduler.actions.promises import changed_promises, promises_after_starts
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.events import (
     ConstraintsChanged,
@@ -69,5 +69,6 @@ __all__ = [
     "WorkerStarted",
     "changed_promises",
     "plan",
+    "promises_after_starts",
     "what_if",
 ]

@@ -277,3 +277,22 @@ def test_a_bare_pod_that_was_borrowed_is_taken_back_and_given_no_place_elsewhere
     (evict,) = decided.evict
     assert evict.job == "a"
     assert "its owner does not create it again" in evict.reason.message
+
+
+def test_a_pod_that_is_bound_elsewhere_while_it_is_evicted_is_counted_there() -> None:
+    allocator, state = DeviceAllocator(), scheduler.State()
+    for name in ("n", "m"):
+        state.apply(scheduler.NodeChanged(Node(name=name, devices=(Device(index=0),))))
+        allocator.resize(name, 1)
+    plain = PlainPods(state.apply, allocator)
+    plain.settle()
+    released = msgspec.structs.replace(waiting("p"), stage=Stage.ASSIGNED, gate=None, node="n", reserved_on="n")
+    plain.put(released)
+    plain.assume_leaving("p")
+    bound = msgspec.structs.replace(released, node="m", bound=True)
+    for view in (bound, msgspec.structs.replace(bound, stage=Stage.TERMINATING)):
+        plain.put(view)
+        task = state.workers["p"]
+        assert task.node is not None
+        assert (task.node.name, task.status.name) == ("m", "LEAVING")
+        assert (allocator.idle("n"), allocator.idle("m")) == ((0,), ())

@@ -306,6 +306,55 @@ def test_a_claim_that_was_bound_after_the_start_keeps_a_running_job_within_its_z
         asyncio.run(compare([(what, "a", claim, 1), ("run",), ("bind-claim", "a", "b"), ("bind-claim", "a", "a")]))
 
 
+def test_a_pod_that_was_bound_elsewhere_while_no_controller_ran_keeps_its_devices_annotated() -> None:
+    async def play() -> str:
+        world = World()
+        for node in NODE_NAMES:
+            make_node(world, node)
+        set_quota(world, "a", 4)
+        player = History(world)
+        async with running(world) as twin:
+            world.twin = twin
+            player.apply("pod", "a", {"affinity": APART}, 1)
+            await settle(world, twin)
+        world.twin = None
+        (pod,) = world.unpinned()
+        other = next(node for node in NODE_NAMES if node != pod["metadata"]["annotations"][labels.RESERVED_ON])
+        pod["spec"]["nodeName"], pod["status"] = other, {"phase": "Running"}
+        async with running(world, follows=True) as twin:
+            await settle(world, twin)
+        devices: str = next(iter(world.objects[watches.PODS].values()))["metadata"]["annotations"][labels.DEVICES]
+        return devices
+
+    assert asyncio.run(play()) == "0"
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_job_whose_deletion_waits_for_a_finalizer_starts_no_pods(listed: bool) -> None:
+    async def play() -> tuple[int, int]:
+        world = World()
+        make_node(world, "n0", cordoned=not listed)
+        set_quota(world, "a", 4)
+        History(world).apply("job", "a", {}, 1)
+        (job,) = world.objects[watches.JOBS].values()
+        if listed:
+            job["metadata"]["deletionTimestamp"] = world.now()
+        async with running(world) as twin:
+            world.twin = twin
+            for _ in range(2):
+                await settle(world, twin)
+                job["metadata"].setdefault("deletionTimestamp", world.now())
+                world.put(watches.JOBS, job)
+            make_node(world, "n0")
+            await settle(world, twin)
+            pods = len(world.objects[watches.PODS])
+            world.drop(watches.JOBS, f"a/{job['metadata']['name']}")
+            await settle(world, twin)
+            return pods, len(twin.controller.elastic.book.runtime_states)
+
+    assert asyncio.run(play()) == (0, 0)
+
+
 @pytest.mark.parametrize("kind", ["ray", "job"])
 def test_pods_that_change_while_a_controller_starts_stay_workers_of_their_owner(
     kind: str, monkeypatch: pytest.MonkeyPatch

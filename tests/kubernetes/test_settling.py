@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes.planner.settling import SETTLE_S
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api.placement import Placement
+from kfp_gpuquota.cluster.kubernetes.planner.bounded import Planned
+from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
+from kfp_gpuquota.cluster.kubernetes.planner.settling import LONGEST_S, SETTLE_S, Settling
 from tests.kubernetes import detached as watches
+from tests.kubernetes.detached import detached
 from tests.kubernetes.test_restarts import make_node, set_quota
 from tests.kubernetes.twin_world import Twin, World, running
 from tests.simulation.loop import SimulatedLoop
@@ -110,3 +117,57 @@ def test_what_fits_starts_at_once() -> None:
     started, took_s = play(scenario)
     assert started
     assert took_s < SETTLE_S
+
+
+def test_a_loss_is_delayed_no_longer_although_each_plan_chooses_another_victim() -> None:
+    settling, reason = Settling(), Reason(code=ReasonCode.RECLAIMED, message="reclaimed")
+    plans = (scheduler.Plan(evict=(scheduler.Evict("job", (f"worker{n}",), reason),)) for n in range(100))
+    carried_out = [n * APART_S for n, plan in enumerate(plans) if settling.settled(plan, {}, n * APART_S)[0].evict]
+    pauses = [after - before for before, after in itertools.pairwise([0.0, *carried_out])]
+    assert pauses
+    assert max(pauses) <= LONGEST_S + 2 * APART_S
+
+
+def test_growth_on_promised_devices_keeps_the_rest_of_the_promise_while_losses_settle() -> None:
+    first, second, third = (Placement(f"n{n}", (0,)) for n in range(3))
+    reason = Reason(code=ReasonCode.RECLAIMED, message="reclaimed")
+    plan = scheduler.Plan(
+        bind=(scheduler.Bind("starts", (first,), reason),),
+        resize=(scheduler.Resize("grows", (first,), (), 1, 2, reason),),
+        evict=(scheduler.Evict("other", ("worker",), reason),),
+        promises={"grows": (second,), "new": (third,)},
+    )
+    settled, _ = Settling().settled(plan, {"grows": (first, second), "starts": (first,), "waits": (third,)}, 0.0)
+    assert settled.promises == {"grows": (second,), "waits": (third,)}
+
+
+class OftenOutdated(InlinePlanner):
+    """Evicts a pod; two of three plans start a job as well that was deleted meanwhile, so that they evict nothing."""
+
+    def __init__(self, state: scheduler.State, pod: str) -> None:
+        super().__init__(state)
+        self._pod, self._plans = pod, itertools.count()
+        self.outdated = True
+
+    async def plan(self, now: float) -> Planned:
+        reason = Reason(code=ReasonCode.RECLAIMED, message="reclaimed")
+        late = next(self._plans) % 3 != 2
+        bind = (scheduler.Bind("deleted", (Placement("node", (1,)),), reason),) if late else ()
+        plan = scheduler.Plan(bind=bind, evict=(scheduler.Evict(self._pod, (self._pod,), reason),))
+        return Planned(plan, {}, [], 0.0, more=False)
+
+
+def test_a_loss_is_carried_out_although_most_plans_are_outdated_when_they_arrive() -> None:
+    async def play() -> bool:
+        async with detached() as cluster:
+            cluster.node("node", 2)
+            cluster.team("team")
+            pod = cluster.pod("team", "pod", node="node")
+            await cluster.start()
+            controller = cluster.controller
+            controller._planner = OftenOutdated(controller.snapshot.state, pod)
+            for number in range(12):
+                await controller._plan_once(number * APART_S)
+            return controller.snapshot.plain.members[pod].evicted
+
+    assert asyncio.run(play())

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.api.resources import WHOLE_PORT
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions, repulsions_of
+from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ports_of
 from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import unmodelled_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
+from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import REFUSED_S
+from tests.kubernetes.detached import Detached, detached
+from tests.simulation.loop import SimulatedLoop
 
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
@@ -97,6 +104,70 @@ def test_a_wildcard_address_takes_a_whole_port_and_any_other_its_own() -> None:
     own = {"hostPort/TCP/80": 1, "hostPort/TCP/80/10.0.0.1": WHOLE_PORT}
     assert ports({"hostPort": 80, "hostIP": "10.0.0.1"}) == own
     assert ports({"hostPort": 80, "hostIP": "10.0.0.1"}, {"hostPort": 80})["hostPort/TCP/80"] == WHOLE_PORT
+
+
+def released(cluster: Detached, name: str, node: str, device: int) -> str:
+    """See a pod that was released without a pin, and is not bound; return its uid."""
+    notes = {labels.RESERVED_ON: node, labels.DEVICES: str(device)}
+    return cluster.pod("team", name, metadata={"annotations": notes}, schedulingGates=[])
+
+
+def test_a_reservation_does_not_move_to_devices_that_are_promised_to_a_job() -> None:
+    async def play() -> None:
+        async with detached() as cluster:
+            cluster.node("full", 1)
+            cluster.node("other", 2)
+            cluster.team("team")
+            first, second = released(cluster, "first", "full", 0), released(cluster, "second", "other", 1)
+            cluster.pod("team", "waiting")
+            await cluster.start()
+            controller = cluster.controller
+            controller.snapshot.emit(scheduler.PlacementsPromised("team-waiting", (Placement("other", (0,)),), 0.0))
+            assert controller.unpinned.refuse(controller.snapshot.pods[first]) == NOWHERE
+            controller.unpinned.reserve_again()
+            assert controller.snapshot.pods[first].node == NOWHERE
+            controller._pod_deleted(second)
+            controller.unpinned.reserve_again()
+            assert controller.snapshot.allocator.held(first) == ("other", (1,))
+
+    asyncio.run(play())
+
+
+def test_a_node_that_refused_a_pod_long_ago_is_reserved_for_it_again() -> None:
+    async def play() -> list[str]:
+        async with detached() as cluster:
+            cluster.node("node", 1)
+            cluster.team("team")
+            pod = released(cluster, "pod", "node", 0)
+            await cluster.start()
+            controller = cluster.controller
+            nodes = [controller.unpinned.refuse(controller.snapshot.pods[pod])]
+            for pause_s in (0.0, REFUSED_S):
+                await asyncio.sleep(pause_s)
+                controller.unpinned.reserve_again()
+                nodes.append(controller.snapshot.pods[pod].node)
+            return nodes
+
+    loop = SimulatedLoop()
+    try:
+        assert loop.run_until_complete(play()) == [NOWHERE, NOWHERE, "node"]
+    finally:
+        loop.close()
+
+
+def test_a_pod_whose_release_seems_to_fail_is_tracked_when_the_watch_has_reported_it() -> None:
+    async def play() -> None:
+        async with detached() as cluster:
+            cluster.node("node", 2)
+            cluster.team("team")
+            await cluster.start()
+            first = released(cluster, "first", "node", 0)
+            cluster.pod("team", "second")
+            controller = cluster.controller
+            controller.actions._admission_failed(controller.snapshot.pods[first], TimeoutError())
+            assert not controller.unpinned.is_pinned(controller.snapshot.pods["team-second"], "node")
+
+    asyncio.run(play())
 
 
 @pytest.mark.slow  # kube-scheduler is given 15 s to bind a pod

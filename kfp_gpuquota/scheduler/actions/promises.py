@@ -54,6 +54,16 @@ def changed_promises(promised: Promises, plan: Plan) -> dict[str, tuple[Placemen
     return ended | {uid: found for uid, found in plan.promises.items() if promised.get(uid) != found}
 
 
+def promises_after_starts(promised: Promises, plan: Plan) -> dict[str, tuple[Placement, ...]]:
+    """Return what stays promised if of a plan only its starts and growth are carried out, and no room is made.
+
+    What such a job starts with is promised no more: a placement that is held would make the rest impossible.
+    """
+    starting = {bind.job for bind in plan.bind} | {resize.job for resize in plan.resize if resize.add}
+    left = {uid: tuple(one for one in promised.get(uid, ()) if one in plan.promises.get(uid, ())) for uid in starting}
+    return {uid: found for uid, found in {**promised, **left}.items() if found}
+
+
 def _nominate(ledger: Ledger, job: Job) -> list[Task]:
     """Nominate all promised placements of the job that it still needs; none if its gang would not be whole."""
     mark = ledger.mark()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.scheduler.actions.promises import promises_after_starts
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.model import Status, Task
@@ -42,7 +43,8 @@ def still_valid(state: State, plan: Plan) -> Plan:
     resize, promises = (*grows, *shrinks), plan.promises
     if (len(bind), len(nominate)) != (len(plan.bind), len(plan.nominate)):
         evict, move, resize = (), (), grows
-        promises = state.promises  # no room is made for others
+        starts = msgspec.structs.replace(plan, bind=bind, resize=grows)
+        promises = promises_after_starts(state.promises, starts)  # no room is made for others
     return msgspec.structs.replace(
         plan, bind=bind, resize=resize, evict=evict, move=move, nominate=nominate, promises=promises
     )

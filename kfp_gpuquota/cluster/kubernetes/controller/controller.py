@@ -373,6 +373,13 @@ class Controller:
             return worker_id(pod.job_uid, pod.index)
         return self.ray.pods.holder_of(pod.uid) or pod.uid
 
+    def promised_devices(self) -> dict[str, set[int]]:
+        """Return the devices that are promised to jobs, by node."""
+        found: dict[str, set[int]] = {}
+        for one in itertools.chain.from_iterable(self.snapshot.state.promises.values()):
+            found.setdefault(one.node, set()).update(one.devices)
+        return found
+
     def put_pod(self, view: PodView) -> None:
         """Process a pod that has changed, or whose reservation has moved."""
         view = self.unpinned.apply(view)
@@ -527,9 +534,9 @@ class Controller:
         for uid in planned.gone:
             self._reasons.pop(uid, None)
         plan = msgspec.structs.replace(planned.plan, waiting=self._reasons)
-        if self._planner.outdated:
-            plan = still_valid(self.snapshot.state, plan)
         plan, settles_s = self._settling.settled(plan, self.snapshot.state.promises, started)
+        if self._planner.outdated:  # after settling: what an outdated plan wanted to stop was wanted nevertheless
+            plan = still_valid(self.snapshot.state, plan)
         self._carrying_out = True
         try:
             with because_of(f"{self._name}-{next(self._numbers)}"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 
 @dataclass(slots=True)
@@ -56,10 +56,11 @@ class DeviceAllocator:
         """Return whether any of the node's devices is held."""
         return bool(self._node(node).taken or self._node(node).parts)
 
-    def idle(self, node: str) -> int:
-        """Return the number of the node's devices that nobody holds."""
+    def idle(self, node: str, kept: Collection[int] = ()) -> tuple[int, ...]:
+        """Return the node's devices that can be planned and that nobody holds, without those to be `kept`."""
         state = self._node(node)
-        return max(0, state.count - len(state.taken) - len(state.parts))
+        left_out = {*state.taken, *state.parts, *self.unplanned(node), *kept}
+        return tuple(device for device in range(state.count) if device not in left_out)
 
     def held(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
         """Return the (node, devices) of a holder, if any."""

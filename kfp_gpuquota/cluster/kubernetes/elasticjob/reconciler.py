@@ -126,6 +126,8 @@ class ElasticJobs:
             self._decided(uid)
             self.readiness.carry_out(uid)
             self.readiness.look_soon(uid)
+            if self.book.runtime_states[uid].object.metadata.deletion_timestamp is not None:
+                self.drop_job(uid)
 
     def trust(self, authority: bytes) -> None:
         """Use another certificate authority: replace the Secrets of running jobs."""
@@ -163,11 +165,12 @@ class ElasticJobs:
     # Objects
 
     def put_job(self, job: ElasticJob) -> None:
-        """Add or update a job."""
+        """Add or update a job. One that was dropped exists until the finalizers of others have been removed."""
         uid = job.metadata.uid
         state = self.book.runtime_states.get(uid)
         if state is None:
-            self._take_in(job)
+            if job.metadata.deletion_timestamp is None or not self.pod_events.started:
+                self._take_in(job)
             return
         before, state.object = state.object, job
         if job.spec.lease != before.spec.lease:

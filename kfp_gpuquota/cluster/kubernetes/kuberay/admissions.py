@@ -48,7 +48,7 @@ class Admissions:
     def _not_admitted(self, unit: Unit, slot_id: str, pod_uid: str, error: Exception) -> None:
         """Try again after a pause, in which the watch reports the pod's state."""
         log.warning("a pod of %s could not be admitted: %s", unit.uid, error)
-        self._unpinned.drop(pod_uid)
+        self._unpinned.release_failed(pod_uid)
         asyncio.get_running_loop().call_later(RETRY_S, self._retry_admission, unit, slot_id)
 
     def _retry_admission(self, unit: Unit, slot_id: str) -> None:

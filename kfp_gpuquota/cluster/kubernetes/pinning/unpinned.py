@@ -3,14 +3,15 @@
     released ──────────────► bound                      counted on the node that kube-scheduler has chosen
        │ refused for STUCK_S   ▲
        ▼                       │
-    reserved elsewhere ────────┤                         the node that refused it is not reserved for it again
+    reserved elsewhere ────────┤                         the node that refused it is not reserved for it for REFUSED_S
        │ no node has devices   │
        ▼                       │
     reserved on no node ───────┘                         counts against the quota only, until devices become idle
 
 Invariants. The pod's GPUs count against its team's quota from its release on. On a node they are reserved until the pod
-is bound, so that no other pod is planned there. Nothing is deleted when kube-scheduler refuses a node. A pod is pinned
-only while none of these pods may still be bound to its node: then it is released without a pin, too.
+is bound, so that no other pod is planned there, but not on devices that are promised to a job: others were stopped for
+it. Nothing is deleted when kube-scheduler refuses a node. A pod is pinned only while none of these pods may still be
+bound to its node: then it is released without a pin, too.
 
 The reservation is annotated on the pod, so that a restarted controller continues with it. Rejected: to model pod
 affinity and the like, since kube-scheduler's filters change with its version and its configuration; and to pin no pod
@@ -19,7 +20,8 @@ at all, since kube-scheduler spreads pods where the plan packs them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 
+REFUSED_S: Final = 600.0
+"""For this long after a node has refused a pod it is not reserved for it: it may have lacked CPU only for a moment."""
+
 
 class PodOwners(Protocol):
     """The parts that account for pods; implemented by the controller."""
@@ -45,6 +50,9 @@ class PodOwners(Protocol):
 
     def holder_of(self, pod: PodView, /) -> str:
         """Return by which name the pod's devices are held."""
+
+    def promised_devices(self) -> Mapping[str, set[int]]:
+        """Return the devices that are promised to jobs, by node."""
 
 
 class UnpinnedPods:
@@ -63,7 +71,7 @@ class UnpinnedPods:
         self._writer, self._owners = writer, owners
         self._unbound: dict[str, PodView | None] = {}  # by uid; None: released or being created, and not seen since
         self._reserved_on: dict[str, str] = {}  # by uid, until the pod's annotation names it
-        self._refused: dict[str, set[str]] = {}  # nodes by uid
+        self._refused: dict[str, dict[str, float]] = {}  # by uid and node, until when, in the event loop's time
 
     def is_pinned(self, pod: PodView, node: str) -> bool:
         """Return whether the pod is pinned to its planned node; if not, it is tracked from now on.
@@ -83,8 +91,13 @@ class UnpinnedPods:
             return False
         return not self._repulsions.keeps_away(pod.namespace, pod.labels)
 
+    def release_failed(self, uid: str) -> None:
+        """Forget a pod, unless an earlier attempt to release it has succeeded, as the watch has reported."""
+        if self._unbound.get(uid) is None:
+            self.drop(uid)
+
     def drop(self, uid: str) -> None:
-        """Forget a pod that was deleted, or whose release has failed."""
+        """Forget a pod that was deleted, or is bound."""
         self._unbound.pop(uid, None)
         self._reserved_on.pop(uid, None)
         self._refused.pop(uid, None)
@@ -111,36 +124,47 @@ class UnpinnedPods:
 
     def refuse(self, pod: PodView) -> str:
         """Move the reservation of a pod that kube-scheduler does not bind to its node; return the next node."""
-        self._refused.setdefault(pod.uid, set()).add(pod.node)
-        node = self._node_for(pod)
-        self._reserve(pod, node)
+        self._refused.setdefault(pod.uid, {})[pod.node] = asyncio.get_running_loop().time() + REFUSED_S
+        node, devices = self._place_for(pod, self._idle())
+        self._reserve(pod, node, devices)
         return node
 
     def reserve_again(self) -> None:
         """Reserve devices for the pods without any, oldest first; called before each plan, so before other pods."""
-        without = (pod for pod in self._unbound.values() if pod is not None and pod.node == NOWHERE)
+        without = [pod for pod in self._unbound.values() if pod is not None and pod.node == NOWHERE]
+        idle = self._idle() if without else {}
         for pod in sorted(without, key=lambda pod: (pod.created, pod.uid)):
-            if (node := self._node_for(pod)) != NOWHERE:
-                self._reserve(pod, node)
+            node, devices = self._place_for(pod, idle)
+            if node != NOWHERE:
+                self._reserve(pod, node, devices)
+                idle[node] = idle[node][len(devices) :]
 
-    def _node_for(self, pod: PodView) -> str:
-        """Return the node with the fewest idle devices that are enough, of those that did not refuse it."""
-        refused = self._refused.get(pod.uid, set())
-        idle = {name: self._allocator.idle(name) for name in self._nodes if name not in refused}
-        fitting = (name for name, count in idle.items() if count >= pod.gpus and self._admits(name, pod))
-        return min(fitting, key=lambda name: (idle[name], name), default=NOWHERE)
+    def _idle(self) -> dict[str, tuple[int, ...]]:
+        """Return the devices that nobody holds or is promised, by node."""
+        promised = self._owners.promised_devices()
+        found = {name: self._allocator.idle(name, promised.get(name, ())) for name in self._nodes}
+        return {name: devices for name, devices in found.items() if devices}
+
+    def _place_for(self, pod: PodView, idle: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+        """Return devices of the node with the fewest idle ones that are enough, of those that did not refuse it."""
+        refused, now = self._refused.get(pod.uid, {}), asyncio.get_running_loop().time()
+        enough = (name for name, free in idle.items() if len(free) >= pod.gpus and refused.get(name, 0.0) <= now)
+        fitting = (name for name in enough if self._admits(name, pod))
+        node = min(fitting, key=lambda name: (len(idle[name]), name), default=NOWHERE)
+        return node, idle.get(node, ())[: pod.gpus]
 
     def _admits(self, name: str, pod: PodView) -> bool:
         node = self._nodes[name]
         return node.ready and node.pool == pod.pool and pod.constraints.within(pod.volume_terms).admit(node)
 
-    def _reserve(self, pod: PodView, node: str) -> None:
+    def _reserve(self, pod: PodView, node: str, devices: tuple[int, ...]) -> None:
         if node == pod.node:
             return
         self._reserved_on[pod.uid] = node
-        self._owners.put_pod(msgspec.structs.replace(pod, node=node, devices=None))
+        self._owners.put_pod(msgspec.structs.replace(pod, node=node, devices=devices or None))
         self._annotate(pod, "" if node == NOWHERE else node)
 
     def _annotate(self, pod: PodView, node: str) -> None:
-        _, devices = self._allocator.held(self._owners.holder_of(pod)) or (node, ())
-        self._writer.submit(requests.reservation_note(pod, node, devices), lambda _: None, lambda _: None)
+        """Annotate where the pod holds devices; not while a controller starts, before it has counted the pod."""
+        if held := self._allocator.held(self._owners.holder_of(pod)):
+            self._writer.submit(requests.reservation_note(pod, node, held[1]), lambda _: None, lambda _: None)

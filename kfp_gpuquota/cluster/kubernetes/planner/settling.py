@@ -2,6 +2,9 @@
 
 A command that deletes two objects reaches the API server as two requests: a plan in between would move running jobs for
 a job that is deleted next. Starts and growth are not delayed, and elastic jobs that only shrink lose nothing.
+
+Invariant: no loss is delayed for longer than LONGEST_S since the first plan that wanted any. Rejected: to measure that
+by worker. Where each plan chooses other victims (the youngest, while others start), none of them is wanted for long.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+from kfp_gpuquota.scheduler import promises_after_starts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,6 +31,7 @@ class Settling:
 
     def __init__(self) -> None:
         self._wanted: dict[str, float] = {}  # by worker, since when
+        self._delayed_since: float | None = None  # when the first loss was delayed that was not carried out yet
 
     def settled(
         self, plan: Plan, promises: Mapping[str, tuple[Placement, ...]], now: float
@@ -36,15 +42,17 @@ class Settling:
         """
         self._wanted = {worker: self._wanted.get(worker, now) for worker in _victims(plan)}
         if not (plan.evict or plan.move):
+            self._delayed_since = None
             return plan, None
-        since = self._wanted.values()
-        wait_s = min(max(since) + SETTLE_S, min(since) + LONGEST_S) - now
+        since = now if self._delayed_since is None else self._delayed_since
+        wait_s = min(max(self._wanted.values()) + SETTLE_S, since + LONGEST_S) - now
         if wait_s <= 0:
+            self._delayed_since = None
             return plan, None
-        bound = {one.job for one in plan.bind}
-        kept = {uid: found for uid, found in promises.items() if uid not in bound}
+        self._delayed_since = since
         grows = tuple(one for one in plan.resize if not one.remove)
-        return msgspec.structs.replace(plan, evict=(), move=(), resize=grows, nominate=(), promises=kept), wait_s
+        plan = msgspec.structs.replace(plan, evict=(), move=(), resize=grows, nominate=())
+        return msgspec.structs.replace(plan, promises=promises_after_starts(promises, plan)), wait_s
 
 
 def _victims(plan: Plan) -> Iterator[str]:

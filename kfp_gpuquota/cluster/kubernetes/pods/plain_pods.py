@@ -252,6 +252,7 @@ class PlainPods:
                 self._hold(member, was)
             case Stage.TERMINATING:
                 self._hold(member, was)
+                self._relocate(member)
                 self._emit(scheduler.WorkerLeaving(member.view.uid))
                 self._close(member)
             case Stage.ENDED | Stage.OUTSIDE if was is Stage.WAITING:
@@ -368,12 +369,14 @@ class PlainPods:
         self._emit(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created, member.part))
 
     def _relocate(self, member: Member) -> None:
-        """Hold devices of another node after kube-scheduler has chosen it, or the reservation has moved there."""
-        held = self._allocator.held(member.view.uid)
-        if member.reported is Stage.ASSIGNED and member.sent_to is None and held and held[0] != member.view.node:
-            view = member.view
-            devices = self._allocator.move(view.uid, view.node, view.devices)
-            self._emit(scheduler.WorkerMoved(view.uid, view.node, devices))
+        """Hold devices of another node after kube-scheduler has chosen it, or the reservation has moved there.
+
+        Also of a pod that is evicted: it may be bound before its deletion arrives, and runs there until it has ended.
+        """
+        view, held = member.view, self._allocator.held(member.view.uid)
+        if member.sent_to is None and held and view.located not in {"", held[0]}:
+            devices = self._allocator.move(view.uid, view.located, view.devices)
+            self._emit(scheduler.WorkerMoved(view.uid, view.located, devices))
 
     def _release(self, member: Member) -> None:
         self._release_holder(member.view.uid)

@@ -145,7 +145,7 @@ class PodActions:
     def _admission_failed(self, pod: PodView, error: Exception) -> None:
         """Undo the assumptions after a pause, in which the watch reports the pod's state."""
         log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
-        self._unpinned.drop(pod.uid)
+        self._unpinned.release_failed(pod.uid)
         self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:

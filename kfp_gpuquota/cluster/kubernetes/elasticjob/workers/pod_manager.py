@@ -155,7 +155,7 @@ class WorkerPods:
 
     def _not_made(self, worker: Worker, error: Exception) -> None:
         """Give up the worker if its pod's name exists (409); after any other refusal hold the job back as well."""
-        self._unpinned.drop(worker.id)
+        self._unpinned.release_failed(worker.id)
         if worker.id in self.pods:
             return  # an earlier attempt of the same write succeeded, and the watch has reported the pod
         taken = isinstance(error, ApiError) and error.status == 409
