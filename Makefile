@@ -108,11 +108,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.quickstart: $(VENV)/bin/python pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): two to four minutes and 6 GB, most of it torch"
+	@echo "Installing into $(VENV): one to four minutes and 5 GB, most of it torch"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[quickstart]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): two to four minutes and 6 GB, most of it torch"
+	@echo "Installing into $(VENV): one to four minutes and 5 GB, most of it torch"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.quickstart
