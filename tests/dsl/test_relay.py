@@ -747,3 +747,10 @@ def test_a_launcher_in_a_cluster_of_ipv6_is_reached(step: Step) -> None:
     step.serve(*WRITE_MODEL)
     done = worker(step, "--timeout=1s")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", ["/file?path={data}/%00", "/list?path={data}/%00"])
+def test_a_path_that_cannot_be_one_is_refused(step: Step, path: str, capfd: pytest.CaptureFixture[str]) -> None:
+    step.serve("echo")
+    assert step.ask("GET", path.format(data=step.root / "in" / "data"))[0] == 400
+    assert capfd.readouterr().err == ""

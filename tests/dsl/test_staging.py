@@ -12,6 +12,7 @@ import pytest
 
 from kfp_gpuquota.dsl.launcher.staging import Staging
 from kfp_gpuquota.dsl.worker.start import redirected
+from kfp_gpuquota.errors import JobFailedError
 
 
 @pytest.fixture
@@ -161,3 +162,22 @@ def test_the_step_file_may_hold_secrets_and_is_private(executor_input: dict[str,
         "environment": {"API_TOKEN": "secret"},
         "executor_input": executor_input,
     }
+
+
+@pytest.mark.parametrize("field", ["custom_path", "customPath"])
+def test_an_output_that_the_command_keeps_elsewhere_must_be_here(
+    tmp_path: Path, executor_input: dict[str, Any], field: str
+) -> None:
+    def publish(model: Path) -> None:
+        staging = Staging(executor_input, "train-1")
+        staging.create(["true"], {})
+        outputs = redirected(executor_input, f"{staging.tag}/w-0")["outputs"]
+        _write_outputs(executor_input, staging, "w-0")
+        artifact = {"name": "model", "uri": outputs["artifacts"]["model"]["artifacts"][0]["uri"], field: str(model)}
+        Path(outputs["outputFile"]).write_text(json.dumps({"artifacts": {"model": {"artifacts": [artifact]}}}))
+        staging.publish_outputs("w-0")
+
+    publish(tmp_path)  # as on a volume of both pods; KFP uploads it from there
+    with pytest.raises(JobFailedError, match=r"output 'model' at .*/only-at-the-worker, which does not reach"):
+        publish(tmp_path / "only-at-the-worker")
+    assert not list(tmp_path.rglob(".gpuquota"))

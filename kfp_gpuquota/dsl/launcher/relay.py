@@ -246,8 +246,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         super().setup()
 
     def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_PUT(self) -> None:
+        self._answer(self._put)
+
+    def _answer(self, handle: Callable[[], None]) -> None:
         if not self._allowed():
             return
+        try:
+            handle()
+        except (ValueError, TypeError, RecursionError):  # a path, a number, or JSON, that is none
+            self._refuse(HTTPStatus.BAD_REQUEST)
+
+    def _get(self) -> None:
         asked = urlsplit(self.path)
         relay = cast(_Server, self.server).relay
         match asked.path:
@@ -283,14 +295,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
         else:
             self._send(json.dumps(found).encode())
-
-    def do_PUT(self) -> None:
-        if not self._allowed():
-            return
-        try:
-            self._put()
-        except (ValueError, TypeError, RecursionError):  # a number, or JSON, that is none
-            self._refuse(HTTPStatus.BAD_REQUEST)
 
     def _put(self) -> None:
         length = self.headers.get("Content-Length", "")

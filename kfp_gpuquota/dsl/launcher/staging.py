@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.dsl.worker.start import STAGING, local_path, output_locations
+from kfp_gpuquota.errors import JobFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -60,14 +61,25 @@ class Staging:
         return sorted({*outputs.get("parameters", {}), *outputs.get("artifacts", {})} - {_LOGS})
 
     def publish_outputs(self, worker: str) -> None:
-        """Move this worker's outputs to their final paths, and remove the files of all workers. Idempotent."""
+        """Move this worker's outputs to their final paths, and remove the files of all workers. Idempotent.
+
+        Raises JobFailedError for an artifact at a path of its command's own (KFP's `custom_path`) that is not here: KFP
+        would end the step as succeeded, without the artifact.
+        """
+        elsewhere = ""
         with self._alone() as mine:
             if mine:
                 self._translate(worker)
                 for final in self._final_directories():
                     _move_into(final / self.tag / worker, final)
                 self._name_artifacts()
+                elsewhere = self._elsewhere()
                 self.discard()
+        if elsewhere:
+            raise JobFailedError(
+                f"the step has its output {elsewhere}, which does not reach the launcher's pod; write it to the "
+                "output's own path"
+            )
 
     def discard(self) -> None:
         """Remove every worker's files; the root last, because it marks unpublished outputs."""
@@ -93,6 +105,18 @@ class Staging:
         for path in (Path(name).parent / self.tag / worker / Path(name).name for name in names):
             if path.is_file() and staged in (content := path.read_bytes()):
                 path.write_bytes(content.replace(staged, b""))
+
+    def _elsewhere(self) -> str:
+        """Return "NAME at PATH" of an artifact that the command has at a path of its own that does not exist here."""
+        declared = {owner[key] for owner, key in output_locations(self._executor_input)}
+        try:
+            written = json.loads(Path(self._executor_input["outputs"]["outputFile"]).read_bytes())
+            listed = [(name, each) for name, kind in written["artifacts"].items() for each in kind["artifacts"]]
+            paths = [(name, each.get("custom_path") or each.get("customPath")) for name, each in listed]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return ""  # KFP reads the file, and says what is wrong with it
+        lost = (each for each in paths if each[1] and each[1] not in declared and not os.path.lexists(each[1]))
+        return next((f"{name!r} at {path}" for name, path in lost), "")
 
     def _name_artifacts(self) -> None:
         """Write the executor's output file where the command wrote none, as with container components.
