@@ -98,7 +98,7 @@ class Unit:
             self.ledger.emit(scheduler.ConstraintsChanged(self.uid, request.spec))
 
     def pause(self, *, paused: bool) -> None:
-        """Exclude it from planning, and release what waits for pods that KubeRay will not create; or include it again."""
+        """Exclude it from planning, and release what waits for pods that will not be created; or include it again."""
         if paused != self.paused and not self.ended:
             self.paused = paused
             self.ledger.emit(scheduler.JobSuspended(self.uid) if paused else scheduler.JobResumed(self.uid))
