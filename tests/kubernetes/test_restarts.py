@@ -355,6 +355,27 @@ def test_a_job_whose_deletion_waits_for_a_finalizer_starts_no_pods(listed: bool)
     assert asyncio.run(play()) == (0, 0)
 
 
+def test_a_cluster_that_is_suspended_before_it_has_pods_holds_no_gpus() -> None:
+    async def play() -> list[int]:
+        world = World()
+        make_node(world, "n0")
+        set_quota(world, "a", 4)
+        held = []
+        async with running(world) as twin:
+            world.twin = twin
+            History(world).apply("ray", "a", {}, 2)
+            (cluster,) = world.objects[watches.RAY_CLUSTERS].values()
+            for suspend in (False, True, False):
+                cluster["spec"]["suspend"] = suspend
+                world.put(watches.RAY_CLUSTERS, cluster)
+                await twin.settle()
+                held.append(twin.taken("n0"))
+        return held
+
+    before, suspended, after = asyncio.run(play())
+    assert suspended == 0 < before == after
+
+
 @pytest.mark.parametrize("kind", ["ray", "job"])
 def test_pods_that_change_while_a_controller_starts_stay_workers_of_their_owner(
     kind: str, monkeypatch: pytest.MonkeyPatch

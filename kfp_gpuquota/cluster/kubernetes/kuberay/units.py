@@ -98,10 +98,12 @@ class Unit:
             self.ledger.emit(scheduler.ConstraintsChanged(self.uid, request.spec))
 
     def pause(self, *, paused: bool) -> None:
-        """Exclude it from planning, or include it again."""
+        """Exclude it from planning, and release what waits for pods that will not be created; or include it again."""
         if paused != self.paused and not self.ended:
             self.paused = paused
             self.ledger.emit(scheduler.JobSuspended(self.uid) if paused else scheduler.JobResumed(self.uid))
+            for slot in self.missing() if paused else ():
+                self.release(slot)
 
     def end(self) -> bool:
         """Start no more workers; return whether it holds nothing, and is removed."""
