@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from tests.ray.train_loops import STEPS_PER_EPOCH, Seen, fail, over_rows, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.xdist_group("ray-train"), pytest.mark.timeout(600)]
 
@@ -82,9 +82,10 @@ class Training:
         return self.future.result(120)
 
     def pid(self, rank: int) -> int:
-        """The newest process of this rank; 0: there is none yet."""
+        """The running process that was this rank last; 0: it has ended, and the next one has made no step yet."""
         file = self.directory / f"pid-{rank}"
-        return int(file.read_text() or 0) if file.exists() else 0
+        pid = int(file.read_text() or 0) if file.exists() else 0
+        return pid if Path(f"/proc/{pid}").exists() else 0
 
     def steps(self) -> list[int]:
         """The steps that a rank 0 has applied."""
