@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CASES ?=
-# A test waits for other processes more than half of its time: five tests at once keep two cores busy.
-PARALLEL ?= -n $(shell echo $$(( $$(nproc 2> /dev/null || echo 2) * 5 / 2 ))) --dist loadgroup
+# A test waits for other processes half of its time: four tests at once keep two cores busy.
+PARALLEL ?= -n $(shell echo $$(( $$(nproc 2> /dev/null || echo 2) * 2 ))) --dist loadgroup
 SEEDS ?= 0:200
 HISTORIES ?= 300
 KARPENTER ?= v1.13.0
