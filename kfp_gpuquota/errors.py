@@ -57,7 +57,7 @@ class InvalidFieldError(UsageError):
     def __init__(self, field: str, value: object, rule: str, *, hint: str = "") -> None:
         self.field, self.value = field, value
         self.rule = f"{rule}; {hint}" if hint else rule
-        super().__init__(f"{field} is {_shown(value)}, but {self.rule}")
+        super().__init__(f"{field} is {shortened(repr(as_typed(value)))}, but {self.rule}")
 
 
 class DefinitionError(UsageError, TypeError):
@@ -140,8 +140,13 @@ class JobFailedError(RunError):
     code = "job-failed"
 
 
-def _shown(value: object) -> str:
-    text = repr(int(value) if isinstance(value, float) and value.is_integer() else value)
+def as_typed(value: object) -> object:
+    """Return a whole number as one, whatever type it was converted to."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def shortened(text: str) -> str:
+    """Return at most 80 characters of a value for a sentence."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -59,7 +59,7 @@ type refusedError struct {
 
 func (r refusedError) Error() string { return fmt.Sprintf("%s: %d %s", r.request, r.status, r.reason) }
 
-// body opens the content of a request anew for each attempt, and returns its length.
+// body opens the content of a request for each attempt, and returns its length.
 type body func() (io.ReadCloser, int64, error)
 
 func newRelay(folder string, patience time.Duration) *relay {

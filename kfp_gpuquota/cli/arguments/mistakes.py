@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typer.core import TyperCommand
 
-from kfp_gpuquota.errors import InvalidFieldError, UsageError
+from kfp_gpuquota.errors import InvalidFieldError, UsageError, as_typed, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,6 +106,5 @@ def _shown(value: object) -> str:
     """The value as it was typed; in quotes where it could be mistaken for words of the sentence."""
     if isinstance(value, list | tuple):
         return " ".join(map(_shown, value))
-    text = str(int(value) if isinstance(value, float) and value.is_integer() else value)
-    text = text if len(text) <= 80 else text[:77] + "..."
+    text = shortened(str(as_typed(value)))
     return text if _PLAIN.fullmatch(text) else repr(text)

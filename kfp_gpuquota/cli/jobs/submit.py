@@ -132,7 +132,7 @@ MaxRestartsOption = Annotated[
 ]
 RestartWindowOption = Annotated[
     str,
-    typer.Option("--restart-window", metavar="TIME", help="After this time without a restart they are counted anew."),
+    typer.Option("--restart-window", metavar="TIME", help="After this time without a restart they count from 0."),
 ]
 CoolDownOption = Annotated[
     float, typer.Option("--cool-down", metavar="SECONDS", help="After it has grown, not grown again for this long.")

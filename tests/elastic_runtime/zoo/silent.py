@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ import elastic_runtime
 from tests.elastic_runtime.zoo.classic import sharpness_aware
 from tests.elastic_runtime.zoo.defects import prepared, trained
 from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, Samples, script, vector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @script(rehearsed="a sum over the samples", modes=("fast",))
@@ -45,31 +48,28 @@ class Attending(nn.Module):
         return self.last(dropout(found, self.dropout_prob, self.training))
 
 
-@script(rehearsed="depend on the number of workers", modes=("fast",))
-def weights_of_classes_beside_dropout(**init: Any) -> Any:
+def _weights_of_classes(init: dict[str, Any], weight_of: Callable[[torch.Tensor], float | None]) -> Any:
+    """Train beside dropout with a mean over weights of classes; `weight_of` the weights of a micro-batch is its own."""
     job, model, optimizer, loader = prepared(init, Attending())
     weights = torch.tensor([1.0, 1.15, 1.0])
     for _epoch in job.epochs(EPOCHS):
         for x, y in loader:
             model.train()
-            job.backward(cross_entropy(model(x), y, weight=weights))
+            job.backward(cross_entropy(model(x), y, weight=weights), weight=weight_of(weights[y]))
             optimizer.step()
             optimizer.zero_grad()
     return model
+
+
+@script(rehearsed="depend on the number of workers", modes=("fast",))
+def weights_of_classes_beside_dropout(**init: Any) -> Any:
+    return _weights_of_classes(init, lambda _weights: None)
 
 
 @script(modes=())
 def weights_of_classes_counted_beside_dropout(**init: Any) -> Any:
     """Right, but no run equals another one: only a rehearsal judges it."""
-    job, model, optimizer, loader = prepared(init, Attending())
-    weights = torch.tensor([1.0, 1.15, 1.0])
-    for _epoch in job.epochs(EPOCHS):
-        for x, y in loader:
-            model.train()
-            job.backward(cross_entropy(model(x), y, weight=weights), weight=float(weights[y].sum()))
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+    return _weights_of_classes(init, lambda weights: float(weights.sum()))
 
 
 @script(rehearsed="depend on the number of workers", modes=("fast",))
