@@ -73,7 +73,10 @@ class Member:
         self._failures = 0  # in a row, at that point of the training
         secret = Secret(self._key, bool(environment.coordinator) and environment.local)
         self._backend = _backend if not environment.rehearse else lambda: "gloo"  # two workers may share a GPU
-        self._generations = Generations(environment.worker_id, self._store, self._outbox.send, self._backend, secret)
+        outbox = self._outbox
+        self._generations = Generations(
+            environment.worker_id, self._store, outbox.send, outbox.publish, self._backend, secret
+        )
         shown = Progress(sys.stderr, wanted=progress)
         self._began = time.perf_counter()
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._outbox.publish, shown)
@@ -360,6 +363,7 @@ class Member:
         self.reporter.clock.restart()
         pause_ms = 0.0 if cause == "join" else (time.perf_counter() - began) * 1e3  # a joiner has no loop yet
         self._outbox.retract("CollectiveFailed")
+        self._outbox.retract("PreparationFailed")
         lost = max(stood - state.position.step, 0)  # where a shard was lost
         self._outbox.send(
             "GenerationAdopted",
@@ -415,7 +419,7 @@ class Member:
         if generation.group:
             generation.group.close_soon()
         if self._generations.adopted is None:
-            self._outbox.send("PreparationFailed", generation=generation.number, why=str(error)[:500])
+            self._outbox.publish("PreparationFailed", generation=generation.number, why=str(error)[:500])
         else:
             self._report_failure(generation, state, error)
 

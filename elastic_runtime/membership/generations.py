@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from elastic_runtime.errors import ElasticError
     from elastic_runtime.torch_internals import Store
 
+BUILD_S = 30.0
+"""For connecting the members of a generation, and `BUILD_S_A_MEMBER` more for each: it takes milliseconds where all of
+them can be reached. What takes longer (a route drops packets) is given up, and the next number gets twice the time: the
+network may just be slow.
+"""
+BUILD_S_A_MEMBER = 0.1
 CLOSE_AFTER_S = 0.5
 """Old groups are closed this much later, so that the first steps of a new size do not compete for cores."""
 
@@ -60,8 +66,8 @@ ALONE = Generation(0, ("local",), None)
 class Generations:
     """Turns orders into built groups.
 
-    `make_store(number)` gives the rendezvous space of a generation, `send(event, **fields)` reaches the coordinator,
-    `secret` is what peers have in common.
+    `make_store(number)` gives the rendezvous space of a generation, `secret` is what peers have in common.
+    `send(event, **fields)` reaches the coordinator if it is connected; `publish` does in any case, if later.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Generations:
         worker: str,
         make_store: Callable[[int], Store],
         send: Callable[..., None],
+        publish: Callable[..., None],
         backend: Callable[[], str],
         secret: Secret | None = None,
     ) -> None:
@@ -76,11 +83,13 @@ class Generations:
         self._secret = secret or Secret()
         self.interrupt = Interrupt()
         self.adopted: Generation | None = None
-        self._make_store, self._send, self._backend = make_store, send, backend
+        self._make_store, self._send, self._publish, self._backend = make_store, send, publish, backend
         self._order = Order("Stay")
         self._entering = 0
         self._building: set[int] = set()
         self._built: dict[int, Generation] = {}
+        self._given_up: set[int] = set()  # could not be built: what its store holds of this worker is outdated
+        self._overdue = 0  # generations in a row that were given up for their time
         self._refused: ElasticError | None = None
         self._changed = threading.Condition()
 
@@ -95,7 +104,8 @@ class Generations:
             if self._withdraws(order):
                 self.interrupt.set()
             self._order = order
-            if order.kind == "Release" or (order.kind == "Recover" and order.generation > current):
+            again = order.generation == self._entering  # the order that is being followed, on a new connection
+            if order.kind == "Release" or (order.kind == "Recover" and order.generation > current and not again):
                 self.interrupt.set()
             if order.kind in {"Propose", "Recover"} and order.generation > current:
                 self._start_building(order)
@@ -120,13 +130,24 @@ class Generations:
 
     def _start_building(self, order: Order) -> None:
         number = order.generation
-        if number in self._building or number in self._built:
+        if number in self._building or number in self._built or number in self._given_up:
             return
         if self.worker not in order.members:
             self._built[number] = Generation(number, order.members, None)
             return
         self._building.add(number)
-        background.start(partial(self._build, order), f"elastic-build-{number}")
+        background.start(partial(self._build_in_time, order), f"elastic-build-{number}")
+
+    def _build_in_time(self, order: Order) -> None:
+        limit_s = (BUILD_S + BUILD_S_A_MEMBER * len(order.members)) * 2**self._overdue
+        overdue = TimeoutError(f"its {len(order.members)} members were not connected within {limit_s:g} s")
+        timer = threading.Timer(limit_s, self._give_up, (order.generation, overdue))
+        timer.daemon = True
+        timer.start()
+        try:
+            self._build(order)
+        finally:
+            timer.cancel()
 
     def _build(self, order: Order) -> None:
         rank, size = order.members.index(self.worker), len(order.members)
@@ -140,19 +161,34 @@ class Generations:
             suspect = partial(check_users, before) if self._secret.local else None
             prove((group, second), rank, size, order.generation, self._secret.key(), suspect)
         except Exception as error:  # noqa: BLE001  (a build that failed without an event would be waited for without end)
-            _log.debug("generation %d could not be built: %s", order.generation, error)
-            with self._changed:
-                self._building.discard(order.generation)
-            self._send("PreparationFailed", generation=order.generation, why=str(error)[:500])
+            self._give_up(order.generation, error)
             return
+        connected = Group(group, rank, size, self.interrupt, second, store=store)
         with self._changed:
-            self._building.discard(order.generation)
-            connected = Group(group, rank, size, self.interrupt, second, store=store)
-            took_ms = (time.perf_counter() - began) * 1e3
-            self._built[order.generation] = Generation(order.generation, order.members, connected, took_ms)
-            self._drop_outdated()
-            self._changed.notify_all()
-        self._send("GenerationPrepared", generation=order.generation)
+            in_time = order.generation in self._building
+            if in_time:
+                self._building.discard(order.generation)
+                took_ms = (time.perf_counter() - began) * 1e3
+                self._built[order.generation] = Generation(order.generation, order.members, connected, took_ms)
+                self._drop_outdated()
+                self._changed.notify_all()
+        if in_time:
+            self._send("GenerationPrepared", generation=order.generation)
+        else:
+            connected.close_soon()
+
+    def _give_up(self, number: int, error: Exception) -> None:
+        """Report that a generation could not be built, unless it was, or that is known. It is never tried again."""
+        with self._changed:
+            if number not in self._building:
+                return
+            self._building.discard(number)
+            self._given_up.add(number)
+            overdue = isinstance(error, TimeoutError) and self._order.generation == number
+            self._overdue += overdue
+        log = _log.warning if overdue else _log.debug
+        log("generation %d could not be built: %s", number, error)
+        self._publish("PreparationFailed", generation=number, why=str(error)[:500])
 
     def _drop_outdated(self) -> None:
         """Close groups older than the one in force. A withdrawn one that is newer may have votes: it is kept."""
@@ -177,6 +213,7 @@ class Generations:
         with self._changed:
             previous, self.adopted = self.adopted, generation
             self._built.pop(generation.number, None)
+            self._overdue = 0
             if not (self._order.kind in {"Recover", "Release"} and self._order.generation != generation.number):
                 self.interrupt.clear()
             self._drop_outdated()

@@ -1,6 +1,8 @@
-"""Random delays at the places where the runtime's threads meet: what a busy machine does, more often.
+"""Random delays at the places where the runtime's threads meet, and connections that are refused or never made: what
+a busy machine and a bad network do, more often.
 
-They found a joiner's rehearsal that overlapped with the received state, and a joiner that was never released.
+They found a joiner's rehearsal that overlapped with the received state, a joiner that was never released, and a
+generation for which its members waited without end because the report of its failure was lost with a connection.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ PLACES: list[tuple[Any, str]] = [
     (member, "exchange"),
 ]
 DELAYS_S = (0, 0, 0, 0, 0.02, 0.15, 0.4)
+REFUSED, DROPPED = 0.1, 0.05
+"""How often a generation cannot be built: at once, or never in time."""
+BUILD_S = 2.0
 
 
 def delay_meetings(seed: int) -> None:
@@ -39,6 +44,9 @@ def delay_meetings(seed: int) -> None:
     draw = random.Random(seed)
     for owner, name in PLACES:
         setattr(owner, name, _delayed(getattr(owner, name), draw))
+    name = "build_group"
+    setattr(generations, name, _failing(getattr(generations, name), draw))
+    setattr(generations, "BUILD_S", BUILD_S)  # noqa: B010
 
 
 def _delayed(original: Callable[..., Any], draw: random.Random) -> Callable[..., Any]:
@@ -48,3 +56,16 @@ def _delayed(original: Callable[..., Any], draw: random.Random) -> Callable[...,
         return original(*args, **kwargs)
 
     return delayed
+
+
+def _failing(build: Callable[..., Any], draw: random.Random) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        drawn = draw.random()
+        if drawn < REFUSED:
+            raise RuntimeError("connection refused")
+        if drawn < REFUSED + DROPPED:
+            time.sleep(2 * BUILD_S)
+        return build(*args, **kwargs)
+
+    return failing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -24,10 +25,12 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 import elastic_runtime
 from elastic_runtime.errors import CheckpointError, SettingsError, UsageError
 from elastic_runtime.membership import coordinator_client as coordinator_module
+from elastic_runtime.membership import generations as generations_module
 from elastic_runtime.membership.coordinator_client import FIRST_PAUSE_S, Coordinator
 from elastic_runtime.membership.environment import Environment
 from elastic_runtime.membership.generations import Generation, Generations
 from elastic_runtime.membership.orders import Order
+from elastic_runtime.membership.outbox import EventOutbox
 from elastic_runtime.membership.process_group import Interrupt
 from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests import forked
@@ -39,7 +42,7 @@ from tests.membership.test_service import Recorder
 from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Bad input
 
@@ -274,13 +277,12 @@ def stands_at(file: Path, step: int) -> bool:
 
 
 class Doorman:
-    """Where the coordinator is expected: closes each connection, or first gives one order. Notes when each came."""
+    """Where the coordinator is expected: closes each connection, or first gives one order."""
 
     ORDER = b'{"order": "Stay", "generation": 0}\n'
     ANSWER = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(ORDER), ORDER)
 
     def __init__(self) -> None:
-        self.came: list[tuple[float, bool]] = []
         self.answers = False
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1/membership/job"
@@ -294,8 +296,7 @@ class Doorman:
             except OSError:
                 return
             with connection:
-                self.came.append((time.monotonic(), self.answers))
-                if self.came[-1][1]:
+                if self.answers:
                     self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
@@ -305,14 +306,6 @@ class Doorman:
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(1 << 16):
                 pass
-
-    def gaps(self, *, after_an_answer: bool) -> list[float]:
-        """Seconds from each connection, answered or not, to the one after it."""
-        return [
-            later - at
-            for (at, output), (later, _) in zip(self.came, self.came[1:], strict=False)
-            if output is after_an_answer
-        ]
 
     def __enter__(self) -> Self:
         return self
@@ -360,18 +353,30 @@ def test_attempts_to_reconnect_become_rarer_up_to_a_limit_and_begin_anew_after_a
 ) -> None:
     longest_s = 8 * FIRST_PAUSE_S
     monkeypatch.setattr(coordinator_module, "LONGEST_PAUSE_S", longest_s)
+    attempts: list[float] = []
+    connect = Environment.connect
+
+    def noted(environment: Environment, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
+        """Note the time here, not at the other side, whose thread may accept a connection late."""
+        attempts.append(time.monotonic())
+        return connect(environment, timeout_s)
+
+    monkeypatch.setattr(Environment, "connect", noted)
     with Doorman() as doorman:
         environment = Environment(worker_id="w0", coordinator=doorman.url)
         worker = Coordinator(environment, lambda _: None, lambda: [{"event": "WorkerJoined", "worker": "w0"}], print)
         worker.start()
         try:
-            until(lambda: len(doorman.came) > 13, "attempts whose pauses, doubled without end, would take minutes")
+            until(lambda: len(attempts) > 13, "attempts whose pauses, doubled without end, would take minutes")
             pauses = [min(FIRST_PAUSE_S * 2**i, longest_s) for i in range(13)]
-            waited = doorman.gaps(after_an_answer=False)[:13]
+            waited = [later - at for at, later in itertools.pairwise(attempts)][:13]
             assert all(gap >= pause for gap, pause in zip(waited, pauses, strict=True)), waited
             doorman.answers = True
-            until(lambda: len(doorman.gaps(after_an_answer=True)) > 10, "connections that were answered")
-            assert min(doorman.gaps(after_an_answer=True)) < longest_s
+            before = len(attempts)
+            until(
+                lambda: any(later - at < longest_s for at, later in itertools.pairwise(attempts[before:])),
+                "a shorter pause after an answer",
+            )
         finally:
             worker.close(timeout_s=0.1)
     until(lambda: not worker._reader.is_alive() and not worker._writer.is_alive(), "the end of its threads")
@@ -408,7 +413,7 @@ def generations() -> Generations:
     def no_store(number: int) -> Any:
         raise AssertionError(f"generation {number} is not to be built")
 
-    made = Generations("w0", no_store, lambda *_, **__: None, lambda: "gloo")
+    made = Generations("w0", no_store, lambda *_, **__: None, lambda *_, **__: None, lambda: "gloo")
     made.adopt(Generation(5, ("w0", "w1"), None))
     made.on_order(Order("Propose", 7, ("w1", "w2"), base=5))
     return made
@@ -442,6 +447,58 @@ def test_a_worker_that_waits_for_a_generation_does_not_enter_an_older_one(genera
     found = generations.wait_for_next(after=5)
     assert found is not None
     assert found.number == 8
+
+
+class Unbuildable:
+    """A worker before its first generation, whose groups cannot be built; `asked`: for which one was tried to."""
+
+    def __init__(self, fails: Callable[[], Any]) -> None:
+        self.asked: list[int] = []
+        self.outbox = EventOutbox("w0", lambda: None)
+        self._fails = fails
+        send, publish = self.outbox.send, self.outbox.publish
+        self.generations = Generations("w0", self._store, send, publish, lambda: "gloo")
+
+    def _store(self, number: int) -> Any:
+        self.asked.append(number)
+        return self._fails()
+
+    def reported(self) -> list[int]:
+        """The generations that a coordinator is told of on each new connection, as not built."""
+        return [event["generation"] for event in self.outbox.published() if event["event"] == "PreparationFailed"]
+
+
+def refuse() -> Any:
+    raise ConnectionRefusedError("nobody listens there")
+
+
+def test_a_generation_that_could_not_be_built_is_reported_on_each_new_connection_and_not_tried_again() -> None:
+    worker = Unbuildable(refuse)
+    worker.generations.on_order(Order("Recover", 1, ("w0", "w1")))
+    until(worker.reported, "the report")
+    worker.generations.on_order(Order("Recover", 1, ("w0", "w1")))  # as after each reconnection
+    worker.generations.on_order(Order("Recover", 2, ("w0", "w1")))
+    until(lambda: worker.reported() == [2], "the report of the next one")
+    assert worker.asked == [1, 2]
+
+
+def test_a_generation_whose_members_cannot_be_connected_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations_module, "BUILD_S", 0.01)
+    reached = threading.Event()
+    worker = Unbuildable(reached.wait)
+    worker.generations.on_order(Order("Recover", 1, ("w0", "w1")))
+    until(worker.reported, "the report")
+    reached.set()
+
+
+def test_an_order_that_comes_again_does_not_interrupt_the_entry_that_it_demands(generations: Generations) -> None:
+    entered = Order("Recover", 8, ("w1",))
+    generations.on_order(entered)
+    generations.wait_for_next(after=5)
+    generations.on_order(entered)
+    assert not generations.interrupt.is_set
+    generations.on_order(Order("Recover", 9, ("w1",)))
+    assert generations.interrupt.is_set
 
 
 @pytest.mark.slow
