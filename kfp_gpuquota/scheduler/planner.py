@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.scheduler.actions.reservations import Reservation
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Queue, Shape
     from kfp_gpuquota.scheduler.state.state import State
@@ -98,7 +99,8 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
             nominate.append(_nominate(job, outcome.nominate))
         if not before and not outcome.start:
             idle.add(job.uid)
-    waiting = _waiting(state, cycle, outcomes, _promised(cycle.ledger, outcomes.values()))
+    for_others = _promised(cycle.ledger, outcomes.values())
+    waiting = _waiting(state, cycle, outcomes, for_others._replace(idle=for_others.idle + cycle.hold_reserved()))
     waiting.update((n.job, n.reason) for n in nominate if n.job in idle)
     return Plan(
         tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting, promises, cycle.again_at
@@ -202,12 +204,17 @@ def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
 
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promised) -> dict[str, Reason]:
     alike: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
+    reasons: dict[str, Reason] = {}
     for jobs, held_off in _of_one_shape(cycle, placed):
         delay = None if held_off is None else held_off - cycle.now
+        if jobs[0] in cycle.reserved:
+            first = jobs.pop(0)
+            reasons[first.uid] = _reserved(cycle, cycle.reserved[first], promised)
+            if not jobs:
+                continue
         reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), promised, delay)
         found = alike.setdefault((reason.project, reason.message), (reason, []))
         found[1].extend(job.uid for job in jobs)
-    reasons: dict[str, Reason] = {}
     for reason, uids in alike.values():
         reasons.update(dict.fromkeys(uids, of_several(reason, len(uids))))
     reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
@@ -215,6 +222,15 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promi
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
     reasons.update(_deferred(state, cycle.now))
     return reasons
+
+
+def _reserved(cycle: Cycle, reservation: Reservation, promised: Promised) -> Reason:
+    """Return why a job waits for which idle devices are kept: they are not promised to others."""
+    others = promised._replace(idle=promised.idle - reservation.devices)
+    reservation.drop(cycle.ledger)
+    reason = waits(cycle.ledger, reservation.job, next_tasks(reservation.job), others)
+    reservation.hold(cycle.ledger)
+    return sentences.reserved(reason, reservation.nodes)
 
 
 def _of_one_shape(cycle: Cycle, placed: Container[Job]) -> Iterator[tuple[list[Job], float | None]]:

@@ -7,6 +7,8 @@
     evict_stale   stop gangs that have been below their minimum for too long, and what exceeds an enforced limit
     lend          give remaining idle GPUs to elastic jobs above their request
 
+Before the first of them come entitled jobs that have waited too long, and what is kept for them (reservations.py).
+
 Every action visits the waiting jobs in the same fair order and decides on the real ledger. The caller reads the changes
 from the ledger and rolls them back. Rejected: a copy of the ledger per action, which would cost the size of the
 cluster for each of them.
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.promises import keep
+from kfp_gpuquota.scheduler.actions.reservations import MOST, Reservation, overdue, reserve
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
@@ -88,6 +91,8 @@ class Cycle:
         self.held_off: dict[tuple[Queue, Shape], float] = {}
         self.unsheltered = Finders(ledger)
         self.again_at: float | None = None
+        self.reserved: dict[Job, Reservation] = {}
+        self.lacking: dict[Queue, Amount] = {}
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
         self._keep(promised)
@@ -125,29 +130,93 @@ class Cycle:
             "reclaim": self._reclaim,
             "preempt": self._preempt,
         }
-        for action in actions:
-            if action == "consolidate" and not self.ledger.moves:
-                continue
-            if action == "lend":
-                self._lend()
-            elif action == "evict_stale":
-                self._evict_stale()
-            elif action in tries:
-                self._each(action, tries[action])
+        wanted = {action: tries[action] for action in actions if action in tries and self._has(action)}
+        if not self.strict and not self.in_order:
+            self._reserve(wanted)
+        for action, attempt in wanted.items():
+            self._each(action, attempt)
+        self._open_reserved()
+        if "evict_stale" in actions:
+            self._evict_stale()
+        if "lend" in actions:
+            self._lend()
+
+    def _has(self, action: str) -> bool:
+        return self.ledger.moves or action != "consolidate"
+
+    def _reserve(self, tries: Mapping[str, Try]) -> None:
+        """Serve the first job of each queue that has waited too long, or hold what is idle where it can start next."""
+        waited, soonest = overdue(self.ledger, self.shapes, self.now, self.ledger.reserve_after_s)
+        if soonest is not None:
+            self._too_early(soonest)
+        for jobs in waited[: 2 * MOST]:
+            for job in jobs[: 0 if len(self.reserved) == MOST else None]:
+                tasks = next_tasks(job)
+                amount = quota.total(self.ledger, tasks)
+                if not tasks or job in self.touched or job in self.losers or self._is_deferred(job):
+                    continue
+                if self._serve(job, tasks, amount, tries) or self._hold(job, tasks, amount):
+                    break
+
+    def _serve(self, job: Job, tasks: list[Task], amount: Amount, tries: Mapping[str, Try]) -> bool:
+        mark = self.ledger.mark()
+        for action, attempt in tries.items():
+            if attempt(job, tasks, amount):
+                self._note(action, job, mark)
+                self.touched[job] = None
+                return True
+        return False
+
+    def _hold(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
+        if quota.barred_by_guarantee(job, amount):
+            return False
+        found = reserve(self.ledger, job, tasks)
+        if found is not None:
+            self.reserved[job] = found
+            self.lacking[job.queue] = found.lacks
+        return found is not None
+
+    def _would_overtake(self, job: Job, amount: Amount) -> bool:
+        """Return whether the job would use the part of its queue's guarantee that a reserved one is going to need."""
+        lacks = self.lacking.get(job.queue)
+        if lacks is None or not job.preemptible:
+            return False
+        return not quota.within_guarantee(job.queue, Amount(*map(sum, zip(amount, lacks, strict=True))))
+
+    def _open_reserved(self) -> None:
+        """Leave what is reserved to jobs that give way: sessions, and those that the reserved job can reclaim from."""
+        held = sum(reservation.devices for reservation in self.reserved.values())
+        for reservation in self.reserved.values():
+            reservation.drop(self.ledger)
+        if held:
+            self._each("allocate", self._allocate_reserved, look_ahead=False)
+
+    def hold_reserved(self) -> int:
+        """Hold again what is reserved and still idle; return the number of devices. For reasons of waiting jobs."""
+        for reservation in self.reserved.values():
+            reservation.hold(self.ledger)
+        return sum(reservation.devices for reservation in self.reserved.values())
+
+    def _allocate_reserved(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
+        gives_way = not job.preemptible or not quota.within_guarantee(job.queue, amount)
+        return gives_way and self._allocate(job, tasks, amount)
 
     def changed(self) -> list[Task]:
         """Return the tasks that this cycle placed, moved or stopped, in the order of their first change."""
         return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
 
-    def _each(self, action: str, attempt: Try) -> None:
+    def _each(self, action: str, attempt: Try, *, look_ahead: bool = True) -> None:
         useful = self._useful(action)
         pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes)
-        if action == "allocate" and not self.strict:
+        if action == "allocate" and look_ahead and not self.strict:
             pending.close_where(lambda job: not self._can_be_placed(job))
         while (head := pending.next()) is not None:
             group, job = head
-            if job in self.losers or self._must_not_grow(job):
+            if job in self.losers or job in self.reserved or self._must_not_grow(job):
                 pending.skipped(group, job)
+                continue
+            if self._would_overtake(job, group.amount):
+                pending.failed(group)
                 continue
             mark = self.ledger.mark()
             if attempt(job, next_tasks(job), group.amount):

@@ -15,6 +15,7 @@ from kfp_gpuquota.api import Project, Reason
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Plan
+from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S
 from kfp_gpuquota.scheduler.state.model import GPU, NEVER, STALE_AFTER_S, UNLIMITED, Group, Mark
 
 FORMAT: Final = 1
@@ -180,8 +181,8 @@ class StateDump(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the planner of `version` saw at `at`, and the plan that it makes of it.
 
     `usage_half_life_s`: the half-life of over-quota usage, None: it does not count. `reclaim_shelter_s`: the longest
-    time for which a minimum run time protects over-quota workers. `moves`: jobs are moved to make
-    room. `last_at`: the time of the last event.
+    time for which a minimum run time protects over-quota workers. `reserve_after_s`: how long an entitled job waits
+    until what it needs is kept for it. `moves`: jobs are moved to make room. `last_at`: the time of the last event.
     """
 
     format: int
@@ -194,6 +195,7 @@ class StateDump(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     jobs: tuple[JobRecord, ...] = ()
     usage_half_life_s: Number | None = None
     reclaim_shelter_s: Number = UNLIMITED
+    reserve_after_s: Number = RESERVE_AFTER_S
     moves: bool = True
     last_at: Number = 0.0
     orders: Orders = Orders()

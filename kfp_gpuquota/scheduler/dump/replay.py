@@ -44,6 +44,7 @@ def take_dump(state: State, now: float, version: str) -> StateDump:
         jobs=writing.job_records(state),
         usage_half_life_s=state.ledger.half_life_s,
         reclaim_shelter_s=state.ledger.reclaim_shelter_s,
+        reserve_after_s=state.ledger.reserve_after_s,
         moves=state.ledger.moves,
         last_at=state.last_at,
         orders=writing.orders(state),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import MIB, show_mib
 from kfp_gpuquota.scheduler.fairness.quota import barred_by_guarantee
@@ -101,6 +103,15 @@ def nominated(job: Job, workers: Sequence[Task]) -> Reason:
         message=f"{act} when {len(workers)} {noun}{of_jobs} {verb} gone",
         project=job.queue.name,
     )
+
+
+def reserved(reason: Reason, nodes: Sequence[str]) -> Reason:
+    """Return the reason of a waiting job with the nodes whose idle devices are kept for it."""
+    if not nodes:
+        return reason
+    named = ", ".join(sorted(nodes))
+    message = f"{reason.message}; what is idle on {named} is kept for it, because it has waited long"
+    return msgspec.structs.replace(reason, message=message, details={**reason.details, "reserved_nodes": named})
 
 
 def suspended(job: Job) -> Reason:

@@ -94,6 +94,7 @@ class _Copier:
         ledger.by_size, ledger.special = dict(original.by_size), original.special
         ledger.gpu_memory_mib, ledger.half_life_s = original.gpu_memory_mib, original.half_life_s
         ledger.reclaim_shelter_s, ledger.moves = original.reclaim_shelter_s, original.moves
+        ledger.reserve_after_s = original.reserve_after_s
         ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}
         ledger.held_gpus, ledger.leaving_gpus = dict(original.held_gpus), dict(original.leaving_gpus)
         ledger.lent_tasks = original.lent_tasks

@@ -7,7 +7,7 @@ size of the cluster. Rejected: copying the cluster for each attempt.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Change = tuple[Task, Status, Host | None, tuple[int, ...]]
 
+RESERVE_AFTER_S: Final = 300.0
 _USED, _LEAVING, _NOMINATED = 0, 1, 2
 _COLUMN = {Status.HELD: _USED, Status.BOUND: _USED, Status.NOMINATED: _NOMINATED, Status.LEAVING: _LEAVING}
 
@@ -31,13 +32,14 @@ class Ledger:
     """Hosts, queues and the tasks on them. `by_idle[n]` and `by_future[n]` are names of hosts with n free whole GPUs.
 
     `half_life_s`: the half-life of over-quota usage in fair shares; None: usage does not count. `reclaim_shelter_s`:
-    the longest time for which a minimum run time protects over-quota workers from reclaim. Without `moves` no job is
-    moved to make room. `held_gpus` and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what
-    their job requests. `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state`
-    identifies what is held: after a rollback it is what it was. `epoch` counts changes of hosts by which a task that no
-    host can hold may become one that fits. `packing`: the ranking for shares, during a plan. `one_by_one`: each task
-    of a gang is packed by itself, and shares onto the fullest device, as KAI-Scheduler does, instead of close to the
-    others and with the least fragmentation.
+    the longest time for which a minimum run time protects over-quota workers from reclaim. `reserve_after_s`: how long
+    an entitled job waits until what it needs is kept for it. Without `moves` no job is moved to make room. `held_gpus`
+    and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
+    `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state` identifies what is held:
+    after a rollback it is what it was. `epoch` counts changes of hosts by which a task that no host can hold may become
+    one that fits. `packing`: the ranking for shares, during a plan. `one_by_one`: each task of a gang is packed by
+    itself, and shares onto the fullest device, as KAI-Scheduler does, instead of close to the others and with the least
+    fragmentation.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class Ledger:
         self.one_by_one = False
         self.half_life_s: float | None = None
         self.reclaim_shelter_s = UNLIMITED
+        self.reserve_after_s = RESERVE_AFTER_S
         self.moves = True
         self.packing: Packing | None = None
         self.gpu_memory_mib = 0

@@ -1,0 +1,270 @@
+"""Reservations: what an entitled job that has waited too long needs is kept for it as it becomes idle.
+
+Without them a stream of small jobs overtakes a large one for ever: each of them fits at once into what the one before
+it released, and nothing is released that is large enough. So the first job of a queue, by priority and age, that is not
+larger than the guaranteed quota and has waited for `after_s` comes first in each plan. If it cannot start, a set of
+hosts is chosen on which it fits once their preemptible workers have ended, those that lack the least, and what is idle
+there is held until the other actions of the plan are done. After them the idle devices are open to jobs that give way
+within a step or by reclaim (see `Cycle`): a reservation costs no utilization where such jobs wait.
+
+Two rules keep it from costing other queues their guarantee. No more is held than the queue's own guarantee leaves
+beside what it holds; so at first, where the queue's own small jobs use all of it, nothing is. And meanwhile no other
+job of the queue starts that would use the part of the guarantee that the reserved job is going to need.
+
+The choice is a function of the state alone, so nothing has to be stored and a restarted scheduler decides alike. It
+does not wander: while a host is held only the reserved job starts there, so what it lacks only decreases, and another
+one is chosen only when that lacks less.
+
+Rejected: an expected start, and filling the hole with jobs that end before it (EASY backfill), which needs run times
+that nobody has declared here. Rejected: waiting for workers of jobs that cannot be preempted: sessions have no end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kfp_gpuquota.api.resources import capacity_of
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Status, Task
+from kfp_gpuquota.scheduler.state.order import shape_amount
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape
+
+
+MOST: Final = 8
+"""Reservations of one plan, those of the queues that have waited longest."""
+MOST_TRIES: Final = 4
+"""Jobs of one queue that a plan tries to serve first: a queue may begin with some for which nothing can be kept."""
+_ENOUGH: Final = 16
+"""Hosts that are compared for one reservation, those with most idle devices: to compare all takes long at 5,000."""
+_MANY: Final = 1 << 20
+"""Workers on one host, where nothing limits them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What is held for a job on some hosts, by placeholders, and the amount that it will need besides (`lacks`).
+
+    The placeholders belong to a job of their own in the same queue, so that they count against its quota.
+    """
+
+    job: Job
+    placeholders: tuple[tuple[Task, Host, tuple[int, ...]], ...]
+    lacks: Amount
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the hosts that are kept for the job."""
+        return [host.name for _, host, _ in self.placeholders]
+
+    @property
+    def devices(self) -> int:
+        """The number of idle devices that are held now."""
+        return sum(len(devices) for task, _, devices in self.placeholders if task.status is Status.NOMINATED)
+
+    def hold(self, ledger: Ledger) -> None:
+        """Take what is reserved, where nobody has taken it."""
+        for task, host, devices in self.placeholders:
+            if all(host.idle(device) >= task.request.share for device in devices):
+                ledger.set(task, Status.NOMINATED, host, devices)
+
+    def drop(self, ledger: Ledger) -> None:
+        """Leave it to others."""
+        for task, _, _ in self.placeholders:
+            if task.status is Status.NOMINATED:
+                ledger.set(task, Status.PENDING, None)
+
+
+class _Candidate(NamedTuple):
+    """A host that has room for `workers` of the job once its preemptible workers have ended; the best one sorts first.
+
+    `idle`: how many of the devices for them are idle now; `latest`: when the last of those that must end was started.
+    """
+
+    idle: int
+    latest: float
+    host: Host
+    workers: int
+
+    @property
+    def key(self) -> tuple[int, float, str]:
+        return (-self.idle, self.latest, self.host.name)
+
+
+def overdue(
+    ledger: Ledger, shapes: Mapping[Queue, Collection[Shape]], now: float, after_s: float
+) -> tuple[list[list[Job]], float | None]:
+    """Return for each queue the jobs that have waited for `after_s`, in their order and before any other, and when the
+    next one will have. Jobs of one shape are one entry, the first of them; larger ones than the guarantee are left out.
+    """
+    found: list[list[Job]] = []
+    soonest: float | None = None
+    for queue in ledger.queues.values():
+        considered = shapes.get(queue, queue.waiting)
+        entitled = (s for s in considered if s in queue.waiting and _is_entitled(ledger, queue, s))
+        jobs: list[Job] = []
+        for _, job in sorted((queue.waiting[shape][0] for shape in entitled), key=_order):
+            due = job.submitted_at + after_s
+            if due > now:
+                soonest = due if soonest is None else min(soonest, due)
+                break
+            jobs.append(job)
+            if len(jobs) == MOST_TRIES:
+                break
+        if jobs:
+            found.append(jobs)
+    found.sort(key=lambda jobs: (-jobs[0].queue.priority, jobs[0].submitted_at, jobs[0].uid))
+    return found, soonest
+
+
+def _order(entry: tuple[OrderKey, Job]) -> OrderKey:
+    return entry[0]
+
+
+def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
+    """Return whether such a job fits into the guaranteed quota, and all limits, if the queue holds nothing else."""
+    amount = shape_amount(shape, ledger.gpu_memory_mib)
+    return shape.starts and all(
+        value <= queue.guarantee[r] and all(value <= above.limit[r] for above in queue.path)
+        for r, value in enumerate(amount)
+        if value
+    )
+
+
+def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> Reservation | None:
+    """Hold what is idle on the hosts that can be free for the job soonest; None where no hosts can be."""
+    request = tasks[0].request
+    if job.groups is not None or any(task.request != request for task in tasks):
+        return None
+    chosen, missing = [], len(tasks)
+    for candidate in sorted(_candidates(ledger, tasks), key=lambda candidate: candidate.key):
+        if missing > 0:
+            chosen.append(candidate._replace(workers=min(candidate.workers, missing)))
+            missing -= candidate.workers
+    if missing > 0:
+        return None
+    placeholders = tuple(_placeholders(job, request, chosen))
+    held = quota.total(ledger, [task for task, _, _ in placeholders])
+    wanted = quota.total(ledger, tasks)
+    lacks = Amount(*(max(0.0, all_of_it - part) for all_of_it, part in zip(wanted, held, strict=True)))
+    reservation = Reservation(job, placeholders, lacks)
+    reservation.hold(ledger)
+    return reservation
+
+
+def _placeholders(
+    job: Job, request: Request, chosen: Sequence[_Candidate]
+) -> Iterator[tuple[Task, Host, tuple[int, ...]]]:
+    """Yield what is idle on the chosen hosts, as far as the queue's guarantee allows to hold it."""
+    queue = job.queue
+    keeper = Job(
+        uid=job.uid, name=job.name, queue=queue, gang=1, wanted=1, most=1, request=request, priority=job.priority
+    )
+    left = [guarantee - queue.claim(r) for r, guarantee in enumerate(queue.guarantee)]
+    for candidate in chosen:
+        part, devices = _idle_part(candidate.host, request, candidate.workers, left)
+        if devices:
+            left = [free - taken for free, taken in zip(left, part.amount(0), strict=True)]
+            yield Task(keeper, part, 0), candidate.host, devices
+
+
+def _candidates(ledger: Ledger, tasks: Sequence[Task]) -> list[_Candidate]:
+    """Return enough hosts for all tasks, and some more to choose from."""
+    found: dict[Host, _Candidate] = {}
+    workers = 0
+    for host in _in_order(ledger, shared=not tasks[0].request.whole):
+        candidate = _candidate(host, tasks[0]) if host not in found else None
+        if candidate is not None:
+            found[host] = candidate
+            workers += candidate.workers
+            if len(found) >= _ENOUGH and workers >= len(tasks):
+                break
+    return list(found.values())
+
+
+def _in_order(ledger: Ledger, *, shared: bool) -> Iterator[Host]:
+    """Yield hosts with lent devices, which come back within a step, then those with most idle devices."""
+    if ledger.lent_tasks:
+        lending = (queue for queue in ledger.queues.values() if queue.lent[0])
+        hosts = {host for queue in lending for job in queue.running if job.lent for host in job.hosts}
+        yield from sorted(hosts, key=lambda host: (-host.idle_whole, host.name))[:_ENOUGH]
+    if shared:
+        yield from sorted(ledger.shared_hosts, key=lambda host: host.name)
+    for count in sorted(ledger.by_idle, reverse=True):
+        for name in ledger.by_idle[count]:
+            yield ledger.hosts[name]
+
+
+def _candidate(host: Host, task: Task) -> _Candidate | None:
+    if not host.ready or not placement.may_use(host, task):
+        return None
+    ending: list[Task] = []
+    staying: list[Task] = []
+    for other in host.tasks:
+        ends = other.status is Status.LEAVING or (other.status is Status.HELD and other.job.preemptible)
+        (ending if ends else staying).append(other)
+    request = task.request
+    workers = _room(host, request, staying)
+    if workers < 1:
+        return None
+    lent = {device for other in ending if other.job.lent for device in other.devices}
+    share = min(request.share_of(host.gpu_memory_mib), GPU)
+    idle = sum(host.idle(device) >= share or device in lent for device in host.devices)
+    latest = max((other.started_at for other in ending), default=0.0)
+    return _Candidate(min(idle, workers * request.devices), latest, host, workers)
+
+
+def _room(host: Host, request: Request, staying: Sequence[Task]) -> int:
+    """Return how many such workers fit on the host beside those that stay."""
+    most: list[float] = [host.max_tasks - len(staying)]
+    if request.devices:
+        held = dict.fromkeys(host.devices, 0)
+        for task in staying:
+            for device in set(task.devices) & held.keys():
+                held[device] += task.request.share_of(host.gpu_memory_mib)
+        share = request.share_of(host.gpu_memory_mib)
+        most.append(sum((GPU - taken) // share for taken in held.values()) // request.devices)
+    if request.cpu:
+        most.append((host.cpu - sum(task.request.cpu for task in staying)) // request.cpu)
+    if request.memory:
+        most.append((host.memory - sum(task.request.memory for task in staying)) // request.memory)
+    for resource, need in request.resources:
+        taken = sum(amount for task in staying for name, amount in task.request.resources if name == resource)
+        most.append((capacity_of(host.resources, resource) - taken) // need)
+    room = min(most)
+    return _MANY if room == UNLIMITED else int(room)
+
+
+def _idle_part(host: Host, request: Request, workers: int, most: Sequence[float]) -> tuple[Request, tuple[int, ...]]:
+    """Return what of the workers' request is idle on the host, up to the amounts `most`, and on which devices."""
+    share = request.share_of(host.gpu_memory_mib)
+    if share < GPU:
+        emptiest = max(host.devices, key=lambda device: (host.idle(device), -device))
+        share = int(min(share, host.idle(emptiest), most[0]))
+        devices: tuple[int, ...] = (emptiest,) if share > 0 else ()
+    else:
+        count = int(min(workers * request.devices, most[0] // GPU))
+        devices = tuple(device for device in host.devices if host.idle(device) == GPU)[: max(0, count)]
+    part = replace(
+        request,
+        devices=len(devices),
+        share=share,
+        memory_mib=0,
+        compute=0,
+        cpu=int(max(0, min(workers * request.cpu, _left(host, 0, host.cpu), most[1]))),
+        memory=int(max(0, min(workers * request.memory, _left(host, 1, host.memory), most[2]))),
+        resources=(),
+    )
+    return part, devices
+
+
+def _left(host: Host, index: int, total: float) -> float:
+    """Return what is free of CPU (0) or memory (1) now."""
+    used, leaving, nominated = (column[index] for column in host.other)
+    return total - used - max(leaving, nominated)

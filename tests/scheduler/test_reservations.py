@@ -1,0 +1,174 @@
+"""No entitled job starves: what it needs is kept for it once it has waited too long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S
+from tests.scheduler.world import World
+
+AFTER_S = 5
+
+
+def world_of(nodes: int, gpus: int, **guaranteed: float) -> World:
+    world = World()
+    world.state.ledger.reserve_after_s = AFTER_S
+    for number in range(nodes):
+        world.node(f"node-{number}", gpus)
+    for name, amount in guaranteed.items():
+        world.project(name, amount)
+    return world
+
+
+@dataclass
+class Stream:
+    """Jobs that run for so many rounds each; `ends`: the round in which each running one ends."""
+
+    world: World
+    rounds: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
+    round: int = 0
+
+    def submit(self, name: str, gpus: int, rounds: int, team: str = "team", **more: object) -> None:
+        self.world.submit(name, team, gpus, **more)  # type: ignore[arg-type]
+        self.world.now -= 1  # several jobs arrive in one second
+        self.rounds[name] = rounds
+
+    def play(self) -> None:
+        """End what is due, plan, and start what was planned."""
+        self.round += 1
+        for name in [name for name, end in self.ends.items() if end <= self.round]:
+            for worker in self.world.of(name):
+                self.world.exit(worker)
+            del self.ends[name]
+            self.world.remove(name)
+        self.world.step()
+        self.world.release()
+        for name, rounds in self.rounds.items():
+            if name not in self.ends and name in self.world.specs and self.world.of(name):
+                self.ends[name] = self.round + rounds
+
+
+def test_a_stream_of_small_jobs_does_not_keep_a_large_one_waiting_for_ever() -> None:
+    stream = Stream(world_of(1, 8, team=8))
+    for number in range(8):
+        stream.submit(f"first-{number}", 1, 1 + number)
+    stream.play()
+    stream.submit("large", 8, 3)
+    for number in range(40):
+        stream.submit(f"small-{number}", 1, 8)
+        stream.play()
+        if "large" in stream.ends:
+            assert number <= AFTER_S + 8
+            return
+    raise AssertionError("the large job was never started")
+
+
+LONGEST = 6
+NODES, GPUS = 3, 4
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["ours", "theirs"]), st.integers(1, 2), st.integers(1, GPUS), st.integers(1, LONGEST)
+            ),
+            max_size=4,
+        ),
+        min_size=10,
+        max_size=30,
+    ),
+    st.integers(0, 2),
+)
+def test_the_first_job_of_a_queue_starts_within_a_bounded_time(
+    rounds: list[list[tuple[str, int, int, int]]], even: int
+) -> None:
+    """Whatever arrives: from when a job within its team's guarantee is the first, all that it may have to wait for is
+    the time until it is served first, its own team's jobs that use the guarantee, and those on the hosts it needs.
+    """
+    ours = 4 + 2 * even
+    stream = Stream(world_of(NODES, GPUS, ours=ours, theirs=NODES * GPUS - ours))
+    guaranteed = {"ours": ours, "theirs": NODES * GPUS - ours}
+    order: dict[str, list[str]] = {"ours": [], "theirs": []}
+    first_since: dict[str, int] = {}
+    for number in range(len(rounds) * 3):
+        for index, (team, workers, gpus, lasts) in enumerate(rounds[number % len(rounds)]):
+            if workers * gpus <= guaranteed[team]:
+                name = f"{number:03}-{index}"
+                stream.submit(name, workers * gpus, lasts, team, gpus_per_worker=gpus)
+                order[team].append(name)
+        stream.play()
+        for waiting in order.values():
+            waiting[:] = [name for name in waiting if name in stream.world.specs and name not in stream.ends]
+            for name in waiting[:1]:
+                since = first_since.setdefault(name, stream.round)
+                assert stream.round - since <= AFTER_S + 3 * LONGEST + 3, (
+                    f"{name} waits: {stream.world.plan().waiting[name]}"
+                )
+
+
+def test_nothing_that_is_kept_costs_another_team_its_guarantee() -> None:
+    world = world_of(1, 4, ours=2, theirs=2)
+    for number in range(2):
+        world.submit(f"small-{number}", "ours", 1)
+    world.settle()
+    world.submit("pair", "ours", 2)
+    world.now += AFTER_S
+    world.submit("needy", "theirs", 2)
+    world.settle()
+    assert world.size("needy") == 2
+
+
+def test_the_waiting_job_says_what_is_kept_for_it_and_others_what_is_promised() -> None:
+    world = world_of(1, 4, team=4)
+    world.submit("small", "team", 2)
+    world.settle()
+    world.submit("whole", "team", 4)
+    world.submit("other", "team", 1)
+    world.now += AFTER_S
+    waiting = world.plan().waiting
+    assert waiting["whole"].message == (
+        "needs 4 GPUs; 2 are idle, and project team holds 2 of its fair share of 4, so it starts when 2 more are "
+        "released; what is idle on node-0 is kept for it, because it has waited long"
+    )
+    assert waiting["other"].message.startswith("needs 1 GPU; 0 are idle (2 more are promised to other jobs)")
+
+
+def test_what_is_kept_is_used_by_jobs_that_give_it_back_at_once() -> None:
+    world = world_of(1, 4, team=4)
+    world.submit("small", "team", 2)
+    world.submit("elastic", "team", 1, 1, 4)
+    world.settle()
+    world.submit("whole", "team", 4)
+    world.now += AFTER_S
+    world.settle()
+    assert world.size("elastic") == 2
+    for name in ("small", "elastic"):
+        for worker in world.of(name):
+            world.exit(worker)
+        world.remove(name)
+    world.settle()
+    assert world.size("whole") == 4
+
+
+def test_what_a_session_holds_is_not_waited_for() -> None:
+    world = world_of(2, 4, team=8)
+    world.session("notebook", "team", 1)
+    world.submit("small", "team", 2)
+    world.settle()
+    assert world.nodes_of("notebook") == world.nodes_of("small")
+    world.submit("other", "team", 2)
+    world.settle()
+    world.submit("whole", "team", 4)
+    world.now += AFTER_S
+    kept = world.plan().waiting["whole"].details["reserved_nodes"]
+    assert {kept} == world.nodes_of("other") != world.nodes_of("notebook")
+
+
+def test_the_time_is_five_minutes_unless_another_one_is_set() -> None:
+    assert World().state.ledger.reserve_after_s == RESERVE_AFTER_S == 300
