@@ -26,13 +26,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode
+from kfp_gpuquota.api import Occurrence, Phase, Progress, Reason, ReasonCode
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kfp_gpuquota.api import Progress
 
 KILLED_ABOVE = 128
 INCIDENT_S = 10.0
@@ -166,6 +164,14 @@ def members_reported(
     if any(record.released for record in judged) and not any(finished(record) for record in (*judged, *others)):
         job = msgspec.structs.replace(job, completing=False)
     return job, judged
+
+
+def trained(job: JobRecord, step: int, now: float) -> JobRecord:
+    """Return the job after its last step was applied: rank 0 may have been lost with its report of that step."""
+    progress = job.status.progress or Progress()
+    if progress.step < step:
+        job = with_status(job, progress=msgspec.structs.replace(progress, step=step, at=now))
+    return msgspec.structs.replace(job, completing=True)
 
 
 def progressed(job: JobRecord, progress: Progress) -> JobRecord:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.engine.lifecycle import members_reported, progressed
+from kfp_gpuquota.engine.lifecycle import members_reported, progressed, trained
 from kfp_gpuquota.engine.records import Intent, WorkerRecord, leaving
 from kfp_gpuquota.engine.size_changes import after_commit
 
@@ -70,7 +70,7 @@ class MembershipNotices:
             return
         log.info("job %s finished its training with step %s of worker %s", job_uid, step, worker)
         with self._store.noting(job_uid) as recorder:
-            recorder.record(msgspec.structs.replace(job, completing=True))
+            recorder.record(trained(job, step, recorder.now))
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
         """Record a training's progress. All workers report the same steps: only rank 0's report is kept."""

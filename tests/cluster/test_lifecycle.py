@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Resize, Worker, WorkerPhase
-from kfp_gpuquota.engine.lifecycle import GROWTH_S, after_worker_exited, members_reported
+from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Progress, Reason, ReasonCode, Resize, Worker, WorkerPhase
+from kfp_gpuquota.engine.lifecycle import GROWTH_S, after_worker_exited, members_reported, trained
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.engine.scheduling import NEVER_AGAIN, job_changed
 
@@ -47,6 +47,13 @@ def test_the_result_is_the_lowest_ranks() -> None:
 def test_a_job_takes_no_more_workers_once_one_has_ended_with_0() -> None:
     going_on = after(job(), worker(0, 0), worker(1))
     assert (going_on.completing, going_on.status.phase) == (True, Phase.RUNNING)
+
+
+@pytest.mark.parametrize("reported", [None, Progress(step=1, total_steps=40, at=NOW - 2)])
+def test_a_training_ends_at_the_step_that_any_of_its_workers_applied_last(reported: Progress | None) -> None:
+    found = trained(with_status(job(), progress=reported), 40, NOW).status.progress
+    assert found is not None
+    assert (found.step, found.at) == (40, NOW)
 
 
 def test_a_worker_that_was_told_to_go_says_nothing_about_the_job() -> None:
