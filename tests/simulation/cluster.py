@@ -23,7 +23,8 @@ from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.membership import Ticked
 from tests.simulation import histories as h
-from tests.simulation.processes import Pace, Processes
+from tests.simulation.processes import Processes
+from tests.simulation.trainings import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,7 +174,7 @@ class SimulatedCluster:
                 self.processes.paces[spec.name] = Pace(*pace)
                 submitted = self.cluster.submit(SubmitJob(spec=spec, request_id=spec.name))
                 if steps is not None:
-                    self.processes.finished_steps[submitted.uid] = steps
+                    self.processes.trainings.finished_steps[submitted.uid] = steps
             case h.SetQuota(project):
                 self._disturb()
                 self.cluster.set_project(project)
@@ -200,7 +201,7 @@ class SimulatedCluster:
         if isinstance(how, h.Crash):
             self.processes.end(process, how.code)
         else:
-            self.processes.silence(process)
+            self.processes.trainings.silence(process)
 
     def _change(self, job: JobRecord, how: h.Suspend | h.Resume | h.Update) -> None:
         self.requested = {job.uid}

@@ -22,8 +22,8 @@ from tests.kubernetes.twin_world import EPOCH, Answering, World, pinned_to, plan
 from tests.simulation import histories as h
 from tests.simulation.invariants import ViolationError, contradiction
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.processes import Pace
 from tests.simulation.search import fits, free_devices
+from tests.simulation.trainings import Pace
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec

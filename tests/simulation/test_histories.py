@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
 from tests.simulation import kubernetes
 from tests.simulation.histories import Delete, History, Submit, draw_history, from_seed
-from tests.simulation.processes import ELASTIC
 from tests.simulation.running import play
+from tests.simulation.trainings import ELASTIC
 
 if TYPE_CHECKING:
     import pytest
