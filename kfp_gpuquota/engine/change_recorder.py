@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.engine.lifecycle import after_worker_exited, settled
@@ -169,7 +169,7 @@ class ChangeRecorder:
             phase=Phase.STOPPING,
             reason=evict.reason,
             evictions=job.status.evictions + 1,
-            last_eviction=Eviction(at=self.now, reason=evict.reason),
+            last_eviction=Occurrence(at=self.now, reason=evict.reason),
         )
         self.note(job, EventKind.JOB_EVICTED, reason=evict.reason)
         self._release(job, [record.worker.id for record in self.state.alive_of(job.uid)], evict.reason)

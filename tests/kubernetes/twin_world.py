@@ -150,7 +150,7 @@ class World:
             if collection == watches.PODS and labels.RESERVES in found["metadata"].get("labels", {}):
                 self.drop(collection, f"{namespace}/{name}")  # it ends at once, as it has started
                 return found
-            found["metadata"].setdefault("deletionTimestamp", self.now())
+            self._delete(found["metadata"], body)
         elif verb == "PATCH" and isinstance(body, list):
             found = patched(found, body)
         elif verb == "PATCH" and part == "status":
@@ -161,6 +161,13 @@ class World:
         elif verb == "GET":
             return found
         return self.put(collection, found)
+
+    def _delete(self, meta: Object, options: Object | None) -> None:
+        """Mark an object as being deleted; the grace period is that of the first deletion."""
+        if "deletionTimestamp" not in meta:
+            meta["deletionTimestamp"] = self.now()
+            if (grace_s := (options or {}).get("gracePeriodSeconds")) is not None:
+                meta["deletionGracePeriodSeconds"] = grace_s
 
     # What kube-scheduler, kubelets, KubeRay and users do
 

@@ -21,10 +21,9 @@ from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
-from kfp_gpuquota.membership import Ticked
 from tests.simulation import histories as h
 from tests.simulation.processes import Processes
-from tests.simulation.trainings import Pace
+from tests.simulation.trainings import TICK_S, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 EPOCH = 1_700_000_000.0
 INSTANT_S = 0.1
 """What happens is followed by a plan before that."""
-TICK_S = 3.0  # of the membership service: rarely, since its limits are 5 s and more
 MEMORY = Path("/dev/shm")
 
 
@@ -145,11 +143,7 @@ class SimulatedCluster:
 
     def _tick(self) -> None:
         self.loop.call_later(TICK_S, self._tick)
-        if self.up:
-            service = self.driver.membership
-            service._clock.listened()
-            for uid in list(service._jobs):
-                service._apply(uid, Ticked())
+        self.processes.trainings.tick()
 
     # What happens
 

@@ -57,6 +57,11 @@ def test_gpus_of_a_failed_job_are_not_idle_while_its_workers_exit_under_a_restar
     kubernetes.play(from_seed(641))
 
 
+def test_a_worker_that_shares_a_gpu_is_on_the_same_gpu_for_a_restarted_controller() -> None:
+    """Its pod requests no GPU: its devices were not read, and the first free ones were taken for them."""
+    kubernetes.play(from_seed(8))
+
+
 def test_a_gang_that_moves_is_promised_no_worker_more_than_it_has() -> None:
     """When the first of its workers had exited, a sixth one was promised to a gang of five."""
     play(from_seed(743))

@@ -15,6 +15,7 @@ from kfp_gpuquota.membership import (
     Propose,
     Recover,
     Release,
+    Ticked,
     TrainingFinished,
     WorkerHeard,
     WorkerJoined,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.membership.service import MembershipService
 
 STEP_S: Final = 2.0
+TICK_S: Final = 3.0  # of the membership service: rarely, since its limits are 5 s and more
 RETRY_S: Final = 1.0
 KILLED: Final = 137
 ELASTIC: Final = "elastic"  # the command of a job that joins a membership
@@ -97,6 +99,13 @@ class Trainings:
         self.members: dict[str, Member] = {}
         self.trainings: dict[str, Training] = {}
         self.finished_steps: dict[str, int] = {}
+
+    def tick(self) -> None:
+        """Let the coordinator look at its clock."""
+        if self.service is not None:
+            self.service._clock.listened()
+            for uid in list(self.service._jobs):
+                self.service._apply(uid, Ticked())
 
     def silence(self, process: Member) -> None:
         """It hangs: it neither trains nor answers, and its connection stays."""

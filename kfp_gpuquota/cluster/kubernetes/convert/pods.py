@@ -266,6 +266,7 @@ def pod_view(pod: Pod) -> PodView:
     elastic = elastic_owner(meta) is not None
     if not gpus and not elastic:
         return _non_gpu_view(pod)
+    annotated = (meta.annotations or {}).get(labels.DEVICES, "")  # a worker that shares GPUs requests none of them
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -276,7 +277,7 @@ def pod_view(pod: Pod) -> PodView:
         node=intern(node),
         bound=bool(spec.node_name),
         running=pod.status.phase == "Running",
-        devices=None if moved else _devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
+        devices=None if moved else _devices(annotated, gpus or annotated.count(",") + 1),
         gate=gate,
         controller_uid=intern(owner.uid) if owner is not None else "",
         controller_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
