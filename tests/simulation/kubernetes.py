@@ -229,8 +229,21 @@ class SimulatedKubernetes:
     # What must hold
 
     def _shares(self) -> list[tuple[str, tuple[int, ...], float]]:
-        held = self.kubelets.holders()
-        return [(node, devices, self.jobs[job_of(pod)].spec.share_of(0)) for node, devices, pod in held]
+        """Return (node, devices, share) of all holders.
+
+        A pod that kube-scheduler has bound to a full node, as the plan sees it, has a device beyond the node's count:
+        it holds any of them that is free.
+        """
+        held = sorted(self.kubelets.holders(), key=lambda one: max(one[1], default=0))
+        taken: dict[str, set[int]] = {node: set() for node in self.kubelets.nodes}
+        found = []
+        for node, devices, pod in held:
+            count = self.kubelets.nodes.get(node, 0)
+            free = (device for device in range(count) if device not in taken[node])
+            real = tuple(device if device < count else next(free, device) for device in devices)
+            taken.setdefault(node, set()).update(real)
+            found.append((node, real, self.jobs[job_of(pod)].spec.share_of(0)))
+        return found
 
     def _held_by(self, project: str, *, fixed: bool = False) -> float:
         """Return the GPUs that a project's workers hold; with `fixed` those that cannot be preempted."""

@@ -62,6 +62,11 @@ def test_a_worker_that_shares_a_gpu_is_on_the_same_gpu_for_a_restarted_controlle
     kubernetes.play(from_seed(8))
 
 
+def test_the_end_of_a_run_is_not_recorded_as_a_generation_of_the_next() -> None:
+    """The loss of the last worker completed a generation, whose members the waiting job had."""
+    kubernetes.play(from_seed(299))
+
+
 def test_a_gang_that_moves_is_promised_no_worker_more_than_it_has() -> None:
     """When the first of its workers had exited, a sixth one was promised to a gang of five."""
     play(from_seed(743))
