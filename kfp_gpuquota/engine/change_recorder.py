@@ -84,17 +84,27 @@ class ChangeRecorder:
         self.record(job)
 
     def end(
-        self, record: WorkerRecord, code: int | None, *, why: Reason | None = None, ending: Sequence[WorkerRecord] = ()
+        self,
+        record: WorkerRecord,
+        code: int | None,
+        *,
+        at: float | None = None,
+        why: Reason | None = None,
+        ending: Sequence[WorkerRecord] = (),
     ) -> None:
-        """Record the end of a worker's process, and what follows for its job; `ending` workers end at the same time."""
-        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=self.now)
+        """Record the end of a worker's process, and what follows for its job; `ending` workers end at the same time.
+
+        `at` is when it ended, by its machine's clock; None: now.
+        """
+        ended_at = self.now if at is None else min(self.now, max(at, record.worker.started_at))
+        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=ended_at)
         record = msgspec.structs.replace(record, worker=gone)
         before = after = self._job(gone.job_uid)
         ended = {each.worker.id for each in (record, *ending)}
         staying = [each for each in self.state.attempt_of(before) if each.worker.id not in ended]
         if record.attempt == before.attempt and not before.status.phase.final:
             alike = [each for each in ending if each.attempt == before.attempt and each.alive]
-            after = after_worker_exited(before, record, [*staying, *alike, record], self.now)
+            after = after_worker_exited(before, record, [*staying, *alike, record], ended_at)
         if why is not None:
             after = with_status(after, reason=why)
         self.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)

@@ -66,14 +66,20 @@ class Decisions:
             self._workers.ask_to_leave(record)
 
     def worker_ended(
-        self, record: WorkerRecord, code: int | None, *, why: Reason | None = None, ending: Sequence[WorkerRecord] = ()
+        self,
+        record: WorkerRecord,
+        code: int | None,
+        *,
+        at: float | None = None,
+        why: Reason | None = None,
+        ending: Sequence[WorkerRecord] = (),
     ) -> None:
-        """Record that a worker's process has ended, `why` if that is known better than by its exit code.
+        """Record that a worker's process has ended `at` this time; `why` if more than its exit code is known.
 
         `ending` are workers whose ends are recorded next: they count as alive until then, and are not asked to leave.
         """
         with self.decide() as recorder:
-            recorder.end(record, code, why=why, ending=ending)
+            recorder.end(record, code, at=at, why=why, ending=ending)
         uid, worker = record.worker.job_uid, record.worker.id
         self._memberships.worker_exited(uid, worker, finished=code == 0 and not record.released)
         if uid in self._store.jobs:

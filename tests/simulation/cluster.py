@@ -23,7 +23,7 @@ from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
 from tests.simulation import histories as h
 from tests.simulation.processes import Processes
-from tests.simulation.trainings import TICK_S, Pace
+from tests.simulation.trainings import EPOCH, TICK_S, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tests.simulation.loop import SimulatedLoop
     from tests.simulation.processes import Process
 
-EPOCH = 1_700_000_000.0
 INSTANT_S = 0.1
 """What happens is followed by a plan before that."""
 MEMORY = Path("/dev/shm")

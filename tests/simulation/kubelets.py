@@ -180,7 +180,7 @@ class Kubelets:
             return
         uid, deleted = pod["metadata"]["uid"], "deletionTimestamp" in pod["metadata"]
         if not deleted or self._rng.random() < 0.5:
-            self._world.put(watches.PODS, {**pod, "status": _ended(code)})
+            self._world.put(watches.PODS, {**pod, "status": _ended(code, self._world.now())})
         if deleted:
             self._loop.call_later(0.1, self._remove, process.key, uid)
 
@@ -209,8 +209,8 @@ class Kubelets:
         return {key for key, pod in pods if labels.RESERVES in pod["metadata"].get("labels", {})}
 
 
-def _ended(code: int) -> dict[str, Any]:
-    terminated = {"name": "main", "state": {"terminated": {"exitCode": code}}}
+def _ended(code: int, at: str) -> dict[str, Any]:
+    terminated = {"name": "main", "state": {"terminated": {"exitCode": code, "finishedAt": at}}}
     return {"phase": "Failed" if code else "Succeeded", "containerStatuses": [terminated]}
 
 

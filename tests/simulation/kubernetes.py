@@ -104,12 +104,20 @@ class SimulatedKubernetes:
                 await asyncio.sleep(after_s)
             await self._happen(happening)
         await asyncio.sleep(REST_S)
+        await self._until_written()
         self._check_rest()
         await self._check_restart()
         assert self.controller is not None
         await self.controller.stop()
         if self.violations:
             raise self.violations[0]
+
+    async def _until_written(self) -> None:
+        """Return when the API server has all that the controller has decided: then it may end at any moment."""
+        assert self.controller is not None
+        controller = self.controller.controller
+        while controller.elastic.statuses._dirty or controller._writer._tasks:
+            await asyncio.sleep(0.1)
 
     async def _start(self) -> None:
         self.controller = SimulatedController(self.world)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.cluster.local.workers.shims import EXIT_SHIM_LOST, Found
-from tests.simulation.trainings import ELASTIC, KILLED, Member, Pace, Trainings
+from tests.simulation.trainings import ELASTIC, EPOCH, KILLED, Member, Pace, Trainings
 
 if TYPE_CHECKING:
     import random
@@ -26,6 +26,7 @@ class Process(Member):
     job: JobRecord
     running: bool = False
     lost: bool = False
+    ended_at: float | None = None
 
 
 class Processes:
@@ -90,6 +91,10 @@ class Processes:
         code = self.all[worker.id].code
         return EXIT_SHIM_LOST if code is None else code
 
+    def ended_at(self, worker: Worker) -> float | None:
+        process = self.all.get(worker.id)
+        return None if process is None else process.ended_at
+
     def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:
         return None
 
@@ -126,7 +131,7 @@ class Processes:
         """End it with this exit code, unless it has ended."""
         if not process.alive:
             return
-        process.code = code
+        process.code, process.ended_at = code, EPOCH + self.loop.time()
         self.trainings.ended(process)
         self.loop.call_later(self.rng.choice((0.0, 0.1, 2.0)), self._report_end, process)
 

@@ -62,6 +62,11 @@ def test_a_worker_that_shares_a_gpu_is_on_the_same_gpu_for_a_restarted_controlle
     kubernetes.play(from_seed(8))
 
 
+def test_a_controller_starts_beside_a_worker_with_a_share_whose_job_was_deleted() -> None:
+    """It counted as a job of no GPU, which ended each controller until the pod was removed."""
+    kubernetes.play(from_seed(789))
+
+
 def test_the_end_of_a_run_is_not_recorded_as_a_generation_of_the_next() -> None:
     """The loss of the last worker completed a generation, whose members the waiting job had."""
     kubernetes.play(from_seed(299))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.server.membership.service import MembershipService
 
+EPOCH: Final = 1_700_000_000.0
 STEP_S: Final = 2.0
 TICK_S: Final = 3.0  # of the membership service: rarely, since its limits are 5 s and more
 RETRY_S: Final = 1.0

@@ -358,7 +358,7 @@ class Driver:
         job, lost = self._state.jobs[record.worker.job_uid], msgspec.structs.replace(record, lost_with=lost_with)
         why = self.sharing.why_ended(worker) or self.runtime.why_ended(job.spec, record.worker)
         try:
-            self.decisions.worker_ended(lost, code, why=why)
+            self.decisions.worker_ended(lost, code, at=self.runtime.ended_at(record.worker), why=why)
         except StateFileError as error:
             log.error("the end of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
             self._loop.call_later(RETRY_S, self.worker_ended, worker, code, lost_with)

@@ -48,7 +48,7 @@ from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects.core_types import NodeSelectorTerm, OwnerReference
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import NodeSelectorTerm, OwnerReference, Terminated
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 NODE_NAME_FIELD: Final = "metadata.name"
@@ -123,6 +123,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
     a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
     devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not.
+    `ended_at` is when its first container ended, by its kubelet's clock.
     """
 
     uid: str
@@ -148,6 +149,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     index: int = 0
     attempt: int = 0
     exit_code: int | None = None
+    ended_at: float | None = None
     start_failure: str = ""
     prepared: bool = False
     constraints: NodeConstraints = NodeConstraints()
@@ -260,13 +262,14 @@ def pod_view(pod: Pod) -> PodView:
     node = spec.node_name or reserved_on or ("" if gate else _sent_to(pod) or stand_in)
     moved = bool(reserved_on) and node != reserved_on  # its annotation names devices of another node
     share = _share(pod)
-    requested = gpus_of(spec)
+    requested, annotated = gpus_of(spec), (meta.annotations or {}).get(labels.DEVICES, "")
     gpus = min(dict(share).get("gpu_devices", 1), MAX_DEVICES) if share else requested
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = elastic_owner(meta) is not None
-    if not gpus and not elastic:
+    if elastic and not gpus:
+        gpus = min(annotated.count(",") + 1, MAX_DEVICES)  # a worker that shares GPUs requests none of them
+    if not gpus:
         return _non_gpu_view(pod)
-    annotated = (meta.annotations or {}).get(labels.DEVICES, "")  # a worker that shares GPUs requests none of them
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -277,12 +280,13 @@ def pod_view(pod: Pod) -> PodView:
         node=intern(node),
         bound=bool(spec.node_name),
         running=pod.status.phase == "Running",
-        devices=None if moved else _devices(annotated, gpus or annotated.count(",") + 1),
+        devices=None if moved else _devices(annotated, gpus),
         gate=gate,
         controller_uid=intern(owner.uid) if owner is not None else "",
         controller_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
+        ended_at=_ended_at(pod),
         lost=_lost(pod),
         start_failure=trouble_of(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
@@ -473,10 +477,20 @@ def _exit_code(pod: Pod) -> int | None:
         return None
     if _lost(pod):
         return KILLED
-    ended = next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
+    ended = _terminated(pod)
     if ended is None:
         return 0 if pod.status.phase == "Succeeded" else KILLED
     return ended.exit_code
+
+
+def _ended_at(pod: Pod) -> float | None:
+    """Return when the first terminated container of a pod that is over has ended, by its kubelet's clock, if known."""
+    ended = _terminated(pod) if pod.status.phase in {"Succeeded", "Failed"} else None
+    return ended.finished_at.timestamp() if ended is not None and ended.finished_at is not None else None
+
+
+def _terminated(pod: Pod) -> Terminated | None:
+    return next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
 
 
 def _lost(pod: Pod) -> str:

@@ -141,7 +141,8 @@ class WorkerPodEvents:
             known = msgspec.structs.replace(known, lost_with=pod.lost)
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
-        self._decisions.worker_ended(known, KILLED if exit_code is None or killed else exit_code, ending=ending)
+        code = KILLED if exit_code is None or killed else exit_code
+        self._decisions.worker_ended(known, code, at=pod.ended_at, ending=ending)
 
     def _restore_ended(self, pod: PodView) -> None:
         """Restore a worker whose exit an earlier controller has processed.
