@@ -83,16 +83,16 @@ class Decisions:
         uid, worker = record.worker.job_uid, record.worker.id
         self._memberships.worker_exited(uid, worker, finished=code == 0 and not record.released)
         if uid in self._store.jobs:
-            self.workers_changed(uid)
+            self.workers_changed(uid, exited=self._store.workers.get(worker))
 
-    def workers_changed(self, uid: str) -> None:
+    def workers_changed(self, uid: str, *, exited: WorkerRecord | None = None) -> None:
         """Pass the job's workers to its membership, and record the size that a job without one has."""
         if not self._store.alive_of(uid):
             self._memberships.close(uid)
             return
         self.update_target(uid)
         job = self._store.jobs[uid]
-        after = unmanaged_size(job, self._store.attempt_of(job), self._store.clock())
+        after = unmanaged_size(job, self._store.attempt_of(job), self._store.clock(), exited)
         if after != job:
             with self._store.noting(uid) as recorder:
                 recorder.record(after)
