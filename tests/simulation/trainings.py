@@ -75,14 +75,19 @@ class Training:
 
 
 class Slot:
-    """Delivers the coordinator's orders to one worker, a little later; stands for the service's own slot."""
+    """Delivers the order that stands to one worker, a little later; stands for the service's own slot.
+
+    Only the last one: timers of the same moment run in any order.
+    """
 
     def __init__(self, trainings: Trainings, process: Member) -> None:
         self._trainings, self._process = trainings, process
         self.closed = False
+        self.order: Order | None = None
 
     def put(self, order: Order) -> None:
-        self._trainings.loop.call_later(0.01, self._trainings.deliver, self, self._process, order)
+        self.order = order
+        self._trainings.loop.call_later(0.01, self._trainings.deliver, self, self._process)
 
     def ping(self) -> None:
         """Nothing to say."""
@@ -178,9 +183,9 @@ class Trainings:
         if service is not None and job is not None and worker.id in job.slots:
             service._close_slot(process.job_uid, worker.id, job.slots[worker.id])
 
-    def deliver(self, slot: Slot, process: Member, order: Order) -> None:
-        worker = process.training
-        if slot.closed or worker is None or not process.alive or process.silent:
+    def deliver(self, slot: Slot, process: Member) -> None:
+        worker, order = process.training, slot.order
+        if slot.closed or worker is None or order is None or not process.alive or process.silent:
             return
         worker.order = order
         if isinstance(order, Release):

@@ -30,6 +30,7 @@ from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.decisions import Decisions
 from kfp_gpuquota.engine.lifecycle import after_reboot
+from kfp_gpuquota.engine.memberships import Access, open_membership
 from kfp_gpuquota.engine.notices import MembershipNotices
 from kfp_gpuquota.engine.records import JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.errors import PlanningFailedError, StateFileError
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
+
+LIMITS: Final = Limits(starting_s=math.inf)
+"""A script may build its model for an hour."""
 
 log = logging.getLogger(__name__)
 
@@ -255,16 +259,8 @@ class Driver:
         make_private(self._home.checkpoints(job.uid))
         if not token_file.exists():
             write_private(token_file, secrets.token_urlsafe(32))
-        self.membership.open(
-            job.uid,
-            token_file.read_text(),
-            min_workers=job.spec.smallest // job.spec.worker_gpus,
-            first_generation=job.generation_high + 1,
-            running=[record.worker.id for record in self._state.alive_of(job.uid)],
-            limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
-            worker_prefix=f"{job.uid}-",
-        )
-        self.decisions.update_target(job.uid)
+        access = Access(token_file.read_text(), job.generation_high + 1)
+        open_membership(self._state, self.membership, job, access, LIMITS)
 
     @contextlib.contextmanager
     def _logging_errors(self, job: JobRecord) -> Iterator[None]:
