@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.lifecycle import after_worker_runs
+from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.size_changes import unmanaged_size
 from kfp_gpuquota.errors import NotFoundError
 
@@ -56,6 +58,25 @@ class Decisions:
         """Stop the job with this intent."""
         with self.decide() as recorder:
             recorder.stop(job, intent, reason)
+
+    def stop_unless_over(self, uid: str, intent: Intent, reason: Reason) -> None:
+        """Stop the job with this intent, unless it was deleted, has ended or is being stopped permanently."""
+        job = self._store.jobs.get(uid)
+        if job is not None and not job.over:
+            self.stop(job, intent, reason)
+
+    def explain(self, uid: str, reason: Reason) -> None:
+        """Record what keeps the job from what was decided, until the next decision about it."""
+        with self._store.noting(uid) as recorder:
+            recorder.record(with_status(self._store.jobs[uid], reason=reason))
+
+    def worker_runs(self, record: WorkerRecord) -> None:
+        """Record that a worker's process runs; `record` is as it is now."""
+        uid = record.worker.job_uid
+        with self._store.noting(record.worker.id) as recorder:
+            recorder.change.workers[record.worker.id] = record
+            recorder.record(after_worker_runs(self._store.jobs[uid]))
+        self.workers_changed(uid)
 
     def release(self, workers: Iterable[str]) -> None:
         """Ask workers to leave that are recorded as leaving."""

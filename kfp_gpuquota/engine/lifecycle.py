@@ -41,6 +41,11 @@ GROWTH_S = 60.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
+def after_worker_runs(job: JobRecord) -> JobRecord:
+    """Return the job after one of its workers has begun to run."""
+    return with_status(job, phase=Phase.RUNNING) if job.status.phase is Phase.STARTING else job
+
+
 def after_worker_exited(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
     """Return the job after the end of `exited`, one of `workers`, which are all of the present attempt.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BIND_AGAIN_S: Final = 1.0
 GRACE_S: Final = 10.0
-LOST: Final = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
+LOST: Final = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC", "message": "node is gone"}
 _ALIVE: Final = {"Pending", "Running"}
 
 
@@ -155,7 +155,9 @@ class Kubelets:
 
     def silence(self, number: int) -> None:
         """Make one of the processes of trainings hang."""
-        if found := [p for p in self._processes.values() if p.alive and p.training is not None]:
+        found = [p for p in self._processes.values() if p.alive and p.training is not None]
+        if found:
+            found.sort(key=lambda process: process.id)
             process = found[number % len(found)]
             self.trainings.silence(process)
             job = self.jobs[process.job_uid]

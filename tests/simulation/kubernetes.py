@@ -75,6 +75,7 @@ class SimulatedKubernetes:
     history: h.History
     happened: int = 0
     violations: list[ViolationError] = field(default_factory=list)
+    records: dict[str, JobRecord] = field(default_factory=dict)  # at the end
 
     def __post_init__(self) -> None:
         self.loop = cast("SimulatedLoop", asyncio.get_running_loop())
@@ -108,6 +109,7 @@ class SimulatedKubernetes:
         self._check_rest()
         await self._check_restart()
         assert self.controller is not None
+        self.records = {job.spec.name: job for job in _jobs(self.controller)}
         await self.controller.stop()
         if self.violations:
             raise self.violations[0]
@@ -372,15 +374,17 @@ def _jobs(controller: SimulatedController) -> Iterable[JobRecord]:
     return controller.controller.elastic.book.jobs.values()
 
 
-def play(history: h.History) -> None:
+def play(history: h.History) -> SimulatedKubernetes:
     """Play a history. Raises ViolationError."""
     loop = SimulatedLoop()
 
-    async def run() -> None:
-        await SimulatedKubernetes(history).play()
+    async def run() -> SimulatedKubernetes:
+        simulated = SimulatedKubernetes(history)
+        await simulated.play()
+        return simulated
 
     try:
-        loop.run_until_complete(run())
+        return loop.run_until_complete(run())
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()

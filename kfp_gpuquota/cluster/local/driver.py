@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
@@ -222,9 +222,7 @@ class Driver:
         delay_s = self._start_failures.setdefault(worker, Backoff(RETRY_S, LONGEST_RETRY_S)).next_s()
         message = f"worker {record.worker.index} could not be started ({why}); it is tried again in {delay_s:g} s"
         log.error("worker %s: %s", worker, message)
-        with self._state.noting(worker) as recorder:
-            job = self._state.jobs[record.worker.job_uid]
-            recorder.record(with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=message)))
+        self.decisions.explain(record.worker.job_uid, Reason(code=ReasonCode.WORKER_FAILED, message=message))
         self._loop.call_later(delay_s, self._start_again, worker)
 
     def _start_again(self, worker: str) -> None:
@@ -335,15 +333,9 @@ class Driver:
         record = self._state.workers.get(worker)
         if record is None or record.worker.phase is not WorkerPhase.STARTING:
             return
-        job = self._state.jobs[record.worker.job_uid]
         pid = self.runtime.process_id(record.worker)
         running = msgspec.structs.replace(record.worker, phase=WorkerPhase.RUNNING, pid=pid)
-        if job.status.phase is Phase.STARTING:
-            job = with_status(job, phase=Phase.RUNNING)
-        with self._state.noting(worker) as recorder:
-            recorder.change.workers[worker] = msgspec.structs.replace(record, worker=running)
-            recorder.record(job)
-        self.decisions.workers_changed(job.uid)
+        self.decisions.worker_runs(msgspec.structs.replace(record, worker=running))
 
     def worker_ended(self, worker: str, code: int, lost_with: str = "") -> None:
         """Record that the worker has ended, by itself or with its node, and plan with its devices."""

@@ -12,8 +12,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, with_rank, worker_record
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S
 from kfp_gpuquota.engine.job_book import Change
-from kfp_gpuquota.engine.lifecycle import finished
-from kfp_gpuquota.engine.records import WorkerRecord, leaving, with_status
+from kfp_gpuquota.engine.lifecycle import after_worker_runs, finished
+from kfp_gpuquota.engine.records import WorkerRecord, leaving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,7 @@ class WorkerPodEvents:
         if before is None:
             job = counting(job, pod)
         if pod.running and job.status.phase is Phase.STARTING:
-            job = with_status(job, phase=Phase.RUNNING)
+            job = after_worker_runs(job)
             state.held_back = ""
             state.hold_pauses.reset()
         if after == before and job is self._book.jobs[job.uid]:
@@ -104,7 +104,7 @@ class WorkerPodEvents:
         self._book.commit(Change(jobs={job.uid: job}, workers={worker: after}))
         if self.started:
             self._decisions.workers_changed(job.uid)
-        if before is None and self.started and (job.status.phase.final or job.ending):
+        if before is None and self.started and job.over:
             self._workers.delete(worker, job.spec.grace_period_s)
 
     def _held_by(self, pod: PodView, worker: str) -> tuple[str, tuple[int, ...]]:
