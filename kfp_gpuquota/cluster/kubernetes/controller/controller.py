@@ -35,7 +35,8 @@ from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view
+from kfp_gpuquota.cluster.kubernetes.convert.unreadable_pods import recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs

@@ -19,6 +19,7 @@ from kfp_gpuquota.api.validation import check_no_runtime_env
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     occurrence_of,
@@ -148,7 +149,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
     return Job(
         uid=stored.metadata.uid,
-        spec=msgspec.structs.replace(plain_job(translate.elastic_job(stored)), command=_command(stored)),
+        spec=msgspec.structs.replace(plain_job(job_spec_of(stored)), command=_command(stored)),
         status=JobStatus(
             phase=Phase(status.phase or Phase.PENDING),
             reason=_trouble(status) or _reason(status.reason, status.message),

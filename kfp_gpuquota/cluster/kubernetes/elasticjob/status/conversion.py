@@ -9,7 +9,7 @@ import msgspec
 
 from kfp_gpuquota.api import JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes.convert import pods
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of, worker_id
@@ -45,7 +45,7 @@ def record_of(
     meta, status = job.metadata, job.status
     return JobRecord(
         uid=meta.uid,
-        spec=pods.elastic_job(job, requests, volume_terms),
+        spec=job_spec_of(job, requests, volume_terms),
         status=JobStatus(
             phase=Phase(status.phase),
             reason=_reason(status.reason, status.message),
