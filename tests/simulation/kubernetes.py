@@ -27,6 +27,7 @@ from tests.simulation.invariants import EPSILON, ViolationError, contradictions
 from tests.simulation.kubelets import JobHistory, Kubelets, job_of
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.records import facts_of, only_in
+from tests.simulation.running import no_tracebacks
 from tests.simulation.search import fits, free_devices
 from tests.simulation.trainings import TICK_S, Pace
 
@@ -384,7 +385,8 @@ def play(history: h.History) -> SimulatedKubernetes:
         return simulated
 
     try:
-        return loop.run_until_complete(run())
+        with no_tracebacks():
+            return loop.run_until_complete(run())
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()

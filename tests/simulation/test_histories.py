@@ -67,6 +67,11 @@ def test_a_controller_starts_beside_a_worker_with_a_share_whose_job_was_deleted(
     kubernetes.play(from_seed(789))
 
 
+def test_a_device_beyond_a_nodes_count_makes_no_room() -> None:
+    """A pod without a pin was bound to a full node; each plan that chose it as a victim failed."""
+    kubernetes.play(from_seed(556))
+
+
 def test_the_end_of_a_run_is_not_recorded_as_a_generation_of_the_next() -> None:
     """The loss of the last worker completed a generation, whose members the waiting job had."""
     kubernetes.play(from_seed(299))
