@@ -142,7 +142,7 @@ class World:
         if kept is None:
             return {}  # events, Secrets and others that no plan depends on
         if verb == "POST" and not name:
-            return self.put(collection, _created(namespace, body))
+            return self._create(collection, _created(namespace, body))
         found = kept.get(f"{namespace}/{name}" if namespace else name)
         if found is None:
             raise ApiError(404, "NotFound", f"{path} does not exist")
@@ -161,6 +161,11 @@ class World:
         elif verb == "GET":
             return found
         return self.put(collection, found)
+
+    def _create(self, collection: str, body: Object) -> Object:
+        if _key(body["metadata"]) in self.objects[collection]:
+            raise ApiError(409, "AlreadyExists", f"{_key(body['metadata'])} exists")
+        return self.put(collection, body)
 
     def _delete(self, meta: Object, options: Object | None) -> None:
         """Mark an object as being deleted; the grace period is that of the first deletion."""

@@ -67,6 +67,12 @@ def test_a_controller_starts_beside_a_worker_with_a_share_whose_job_was_deleted(
     kubernetes.play(from_seed(789))
 
 
+def test_a_job_that_ran_while_no_controller_did_is_not_run_again() -> None:
+    """The start was not written when the controller ended, and the workers finished before the next one began."""
+    played = kubernetes.play(from_seed(1410))
+    assert played.records["j02"].attempt == 1
+
+
 def test_a_device_beyond_a_nodes_count_makes_no_room() -> None:
     """A pod without a pin was bound to a full node; each plan that chose it as a victim failed."""
     kubernetes.play(from_seed(556))

@@ -49,14 +49,21 @@ class WorkerPodEvents:
 
         Those of one job are processed together, completed ones first: an exit is judged by the job's other workers.
         """
-        for exits in self._exits.values():
+        for uid, exits in self._exits.items():
             pods = sorted(exits.values(), key=lambda pod: (pod.exit_code != 0, pod.index))
+            self._count_unseen_run(uid, max(pods, key=lambda pod: (pod.attempt, pod.index)))
             records = [self._last_known(pod) for pod in pods]
             for position, (pod, record) in enumerate(zip(pods, records, strict=True)):
                 if record.alive:
                     self._ended(pod, pod.exit_code, records[position + 1 :])
         self._exits.clear()
         self.started = True
+
+    def _count_unseen_run(self, uid: str, pod: PodView) -> None:
+        """Count a run whose pods were created and have ended before its start was written to the status."""
+        job = self._book.jobs[uid]
+        if pod.attempt > job.attempt:
+            self._book.record(counting(job, msgspec.structs.replace(pod, stage=Stage.ASSIGNED)))
 
     def put_pod(self, pod: PodView) -> None:
         """Process a new or changed pod of a worker."""
