@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.engine.records import JobRecord
 
 REST_S = 150.0
+COLLECTED_S = 1.0
 UNPINNED_EVERY = 7
 """Of each seventh job kube-scheduler checks more than the plan does."""
 
@@ -187,6 +188,14 @@ class SimulatedKubernetes:
     def _delete(self, name: str) -> None:
         self.jobs[name].touched = True
         self.world.drop(watches.JOBS, f"{self.jobs[name].spec.project}/{name}")
+        self.loop.call_later(COLLECTED_S, self._collect, name)
+
+    def _collect(self, name: str) -> None:
+        """Delete the pods of a deleted job, as the garbage collector does, also while no controller runs."""
+        for key, pod in self.kubelets.workers():
+            if job_of(pod) == name and "deletionTimestamp" not in pod["metadata"]:
+                namespace, _, pod_name = key.partition("/")
+                self.world.answer("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pod_name}", {})
 
     def _suspend(self, name: str, *, suspend: bool) -> None:
         job = self.world.objects[watches.JOBS][f"{self.jobs[name].spec.project}/{name}"]
@@ -263,10 +272,14 @@ class SimulatedKubernetes:
         return sum(count * spec.share_of(0) for count, spec in own if not (fixed and spec.may_be_preempted))
 
     def _check_devices(self) -> None:
-        """Of pods that are not pinned, only kube-scheduler decides which devices they get."""
+        """Of pods that are not pinned, only kube-scheduler decides which devices they get.
+
+        A worker with a share whose job was deleted counts as a whole GPU, on another device, until it is collected.
+        """
         taken: Counter[tuple[str, int]] = Counter()
         for node, devices, pod in self.kubelets.holders():
-            if labels.RESERVED_ON not in pod["metadata"]["annotations"]:
+            deleted = f"{pod['metadata']['namespace']}/{job_of(pod)}" not in self.world.objects[watches.JOBS]
+            if labels.RESERVED_ON not in pod["metadata"]["annotations"] and not deleted:
                 share = self.jobs[job_of(pod)].spec.share_of(0)
                 taken.update({(node, device): share for device in devices})
         for where, share in taken.items():
