@@ -305,13 +305,6 @@ class Resize(msgspec.Struct, frozen=True, kw_only=True):
     lost_steps: int = 0
 
 
-class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole job was stopped for another one and returned to the queue; `at` is seconds since the epoch."""
-
-    at: float
-    reason: Reason
-
-
 class Occurrence(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened to a job, and why; `at` is in seconds since the epoch."""
 
@@ -334,7 +327,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     restarts: int = 0
     evictions: int = 0
-    last_eviction: Eviction | None = None
+    last_eviction: Occurrence | None = None
     last_failure: Occurrence | None = None
     moves: int = 0
     last_move: Occurrence | None = None

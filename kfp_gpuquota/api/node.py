@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from kfp_gpuquota.api.affinity import Taint
+from kfp_gpuquota.api.share import DEFAULT_SMALLEST_SHARE, SMALLEST_FRACTION
 from kfp_gpuquota.api.validation import (
     MAX_COUNT,
     MAX_MIB,
@@ -28,6 +29,7 @@ DEFAULT_MEMORY_RESERVE: Final = 0.02
 """The part of a device's memory that the driver holds for its page tables and error correction."""
 
 MAX_MEMORY_RESERVE: Final = 0.5
+MAX_SMALLEST_SHARE: Final = 0.5
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +54,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `cpu` (cores), `memory_mib` and `max_workers` are what its workers may hold together; None: not counted. A
     node of a `pool` runs only what asks for that pool. At most `max_sharers` workers share a device. The part
-    `memory_reserve` of each device's memory is the driver's.
+    `memory_reserve` of each device's memory is the driver's, and no job may ask for less than `smallest_share` of one.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pool: str = ""
     max_sharers: int = DEFAULT_MAX_SHARERS
     memory_reserve: float = 0.0
+    smallest_share: float = DEFAULT_SMALLEST_SHARE
 
     def __post_init__(self) -> None:
         check_node_name("name", self.name)
@@ -79,6 +82,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             check_count("max_workers", self.max_workers, 0, "workers")
         check_count("max_sharers", self.max_sharers, 1, "workers")
         check_range("memory_reserve", self.memory_reserve, 0, MAX_MEMORY_RESERVE)
+        check_range("smallest_share", self.smallest_share, SMALLEST_FRACTION, MAX_SMALLEST_SHARE)
         indices = [device.index for device in self.devices]
         if len(set(indices)) != len(indices):
             raise InvalidFieldError("devices", indices, "each device's index must be unique on its node")
@@ -98,14 +102,16 @@ class SharingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     max_sharers: int = DEFAULT_MAX_SHARERS
     memory_reserve: float = DEFAULT_MEMORY_RESERVE
+    smallest_share: float = DEFAULT_SMALLEST_SHARE
 
     def __post_init__(self) -> None:
         check_count("max_sharers", self.max_sharers, 1, "workers")
         check_range("memory_reserve", self.memory_reserve, 0, MAX_MEMORY_RESERVE)
+        check_range("smallest_share", self.smallest_share, SMALLEST_FRACTION, MAX_SMALLEST_SHARE)
 
     def on(self, node: Node) -> Node:
         """Return the node with these rules."""
-        return msgspec.structs.replace(node, max_sharers=self.max_sharers, memory_reserve=self.memory_reserve)
+        return msgspec.structs.replace(node, **msgspec.structs.asdict(self))
 
 
 def usable_mib(total_mib: int, reserve: float) -> int:

@@ -5,6 +5,7 @@ them for CPU. The same words wherever a share is asked for: command line, API, d
 from __future__ import annotations
 
 from decimal import Decimal
+from math import ceil
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kfp_gpuquota.api.quantity import MIB, show_mib
@@ -18,8 +19,11 @@ _WHOLE = ("min_gpus", "max_gpus", "gpus_per_worker")
 SHARE_FIELDS: Final = ("gpu_fraction", "gpu_fraction_limit", "gpu_memory_mib", "gpu_memory_limit_mib")
 
 
-SMALLEST_FRACTION: Final = 0.01
-"""Of each device; less would not cover a process's own memory on it, and far less would count as nothing."""
+SMALLEST_FRACTION: Final = 0.001
+"""The smallest share of a device that an administrator can allow; far less would count as nothing."""
+
+DEFAULT_SMALLEST_SHARE: Final = 0.01
+"""Of each device; less would not cover a process's own memory on it."""
 
 COMPUTE_VARIABLE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 """NVIDIA's MPS gives a process no more than this percentage of a device's threads."""
@@ -118,7 +122,7 @@ def _check_fractions(request: float | None, limit: float | None) -> None:
         hint = "ask for whole GPUs with gpus" if request >= 1 else ""
         raise InvalidFieldError("gpu_fraction", request, "it must be more than 0 and less than 1", hint=hint)
     if request is not None and request < SMALLEST_FRACTION:
-        rule = f"the smallest share of a GPU is {SMALLEST_FRACTION:g}"
+        rule = f"no cluster gives a share of a GPU below {SMALLEST_FRACTION:g}"
         raise InvalidFieldError("gpu_fraction", request, rule)
     if limit is None:
         return
@@ -127,6 +131,22 @@ def _check_fractions(request: float | None, limit: float | None) -> None:
     if not request <= limit <= 1:
         rule = f"it must be between gpu_fraction, which is {request:g}, and 1"
         raise InvalidFieldError("gpu_fraction_limit", limit, rule)
+
+
+def refuse_small_share(fraction: float | None, memory_mib: int | None, smallest: float, device_mib: int = 0) -> None:
+    """Raise InvalidFieldError for a share below the administrator's `smallest`.
+
+    `memory_mib` is compared on devices of `device_mib`, if their memory is known.
+    """
+    hint = "ask for more, or have the administrator lower the smallest share"
+    if fraction is not None and fraction < smallest:
+        raise InvalidFieldError(
+            "gpu_fraction", fraction, f"the smallest share of a GPU is {smallest:g} here", hint=hint
+        )
+    least_mib = ceil(round(smallest * device_mib, 6))
+    if memory_mib is not None and memory_mib < least_mib:
+        rule = f"the smallest share of a GPU is {smallest:g} here, which is {least_mib} MiB"
+        raise InvalidFieldError("gpu_memory_mib", memory_mib, rule, hint=hint)
 
 
 def _check_memory(request: int | None, limit: int | None) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.api import PoolQuota
 from kfp_gpuquota.api.affinity import keeps_off
 from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
+from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -90,6 +91,10 @@ def _check_share(spec: JobSpec, nodes: Sequence[Node]) -> None:
             )  # fmt: skip
         if mib is not None and mib > largest:
             raise InvalidFieldError(field, mib, f"the largest GPU has {largest} MiB ({show_mib(largest)})")
+    if spec.shared and nodes:
+        smallest = min((node.gpu_memory_mib for node in nodes if node.gpu_memory_mib), default=0)
+        least = min(node.smallest_share for node in nodes)
+        refuse_small_share(spec.gpu_fraction, spec.gpu_memory_mib, least, smallest)
 
 
 def _check_node_size(spec: JobSpec, nodes: Sequence[Node]) -> None:

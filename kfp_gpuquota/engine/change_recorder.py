@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.engine.lifecycle import after_worker_exited, settled
@@ -84,17 +84,27 @@ class ChangeRecorder:
         self.record(job)
 
     def end(
-        self, record: WorkerRecord, code: int | None, *, why: Reason | None = None, ending: Sequence[WorkerRecord] = ()
+        self,
+        record: WorkerRecord,
+        code: int | None,
+        *,
+        at: float | None = None,
+        why: Reason | None = None,
+        ending: Sequence[WorkerRecord] = (),
     ) -> None:
-        """Record the end of a worker's process, and what follows for its job; `ending` workers end at the same time."""
-        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=self.now)
+        """Record the end of a worker's process, and what follows for its job; `ending` workers end at the same time.
+
+        `at` is when it ended, by its machine's clock; None: now.
+        """
+        ended_at = self.now if at is None else min(self.now, max(at, record.worker.started_at))
+        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=ended_at)
         record = msgspec.structs.replace(record, worker=gone)
         before = after = self._job(gone.job_uid)
         ended = {each.worker.id for each in (record, *ending)}
         staying = [each for each in self.state.attempt_of(before) if each.worker.id not in ended]
         if record.attempt == before.attempt and not before.status.phase.final:
             alike = [each for each in ending if each.attempt == before.attempt and each.alive]
-            after = after_worker_exited(before, record, [*staying, *alike, record], self.now)
+            after = after_worker_exited(before, record, [*staying, *alike, record], ended_at)
         if why is not None:
             after = with_status(after, reason=why)
         self.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
@@ -169,7 +179,7 @@ class ChangeRecorder:
             phase=Phase.STOPPING,
             reason=evict.reason,
             evictions=job.status.evictions + 1,
-            last_eviction=Eviction(at=self.now, reason=evict.reason),
+            last_eviction=Occurrence(at=self.now, reason=evict.reason),
         )
         self.note(job, EventKind.JOB_EVICTED, reason=evict.reason)
         self._release(job, [record.worker.id for record in self.state.alive_of(job.uid)], evict.reason)

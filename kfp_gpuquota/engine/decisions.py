@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.lifecycle import after_worker_runs
+from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.size_changes import unmanaged_size
 from kfp_gpuquota.errors import NotFoundError
 
@@ -57,6 +59,25 @@ class Decisions:
         with self.decide() as recorder:
             recorder.stop(job, intent, reason)
 
+    def stop_unless_over(self, uid: str, intent: Intent, reason: Reason) -> None:
+        """Stop the job with this intent, unless it was deleted, has ended or is being stopped permanently."""
+        job = self._store.jobs.get(uid)
+        if job is not None and not job.over:
+            self.stop(job, intent, reason)
+
+    def explain(self, uid: str, reason: Reason) -> None:
+        """Record what keeps the job from what was decided, until the next decision about it."""
+        with self._store.noting(uid) as recorder:
+            recorder.record(with_status(self._store.jobs[uid], reason=reason))
+
+    def worker_runs(self, record: WorkerRecord) -> None:
+        """Record that a worker's process runs; `record` is as it is now."""
+        uid = record.worker.job_uid
+        with self._store.noting(record.worker.id) as recorder:
+            recorder.change.workers[record.worker.id] = record
+            recorder.record(after_worker_runs(self._store.jobs[uid]))
+        self.workers_changed(uid)
+
     def release(self, workers: Iterable[str]) -> None:
         """Ask workers to leave that are recorded as leaving."""
         records = [self._store.workers[worker] for worker in workers]
@@ -66,27 +87,33 @@ class Decisions:
             self._workers.ask_to_leave(record)
 
     def worker_ended(
-        self, record: WorkerRecord, code: int | None, *, why: Reason | None = None, ending: Sequence[WorkerRecord] = ()
+        self,
+        record: WorkerRecord,
+        code: int | None,
+        *,
+        at: float | None = None,
+        why: Reason | None = None,
+        ending: Sequence[WorkerRecord] = (),
     ) -> None:
-        """Record that a worker's process has ended, `why` if that is known better than by its exit code.
+        """Record that a worker's process has ended `at` this time; `why` if more than its exit code is known.
 
         `ending` are workers whose ends are recorded next: they count as alive until then, and are not asked to leave.
         """
         with self.decide() as recorder:
-            recorder.end(record, code, why=why, ending=ending)
+            recorder.end(record, code, at=at, why=why, ending=ending)
         uid, worker = record.worker.job_uid, record.worker.id
         self._memberships.worker_exited(uid, worker, finished=code == 0 and not record.released)
         if uid in self._store.jobs:
-            self.workers_changed(uid)
+            self.workers_changed(uid, exited=self._store.workers.get(worker))
 
-    def workers_changed(self, uid: str) -> None:
+    def workers_changed(self, uid: str, *, exited: WorkerRecord | None = None) -> None:
         """Pass the job's workers to its membership, and record the size that a job without one has."""
         if not self._store.alive_of(uid):
             self._memberships.close(uid)
             return
         self.update_target(uid)
         job = self._store.jobs[uid]
-        after = unmanaged_size(job, self._store.attempt_of(job), self._store.clock())
+        after = unmanaged_size(job, self._store.attempt_of(job), self._store.clock(), exited)
         if after != job:
             with self._store.noting(uid) as recorder:
                 recorder.record(after)

@@ -39,8 +39,16 @@ GROWTH_S = 60.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
+def after_worker_runs(job: JobRecord) -> JobRecord:
+    """Return the job after one of its workers has begun to run."""
+    return with_status(job, phase=Phase.RUNNING) if job.status.phase is Phase.STARTING else job
+
+
 def after_worker_exited(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
-    """Return the job after the end of `exited`, one of `workers`, which are all of the present attempt."""
+    """Return the job after the end of `exited`, one of `workers`, which are all of the present attempt.
+
+    `now` is when it ended: while no process of the cluster ran, ends that were far apart are reported together.
+    """
     if not exited.released and job.intent is Intent.RUN:
         job = _after_own_end(job, exited, workers, now)
     if any(worker.alive for worker in workers):
@@ -66,7 +74,8 @@ def _after_own_end(job: JobRecord, exited: WorkerRecord, workers: Sequence[Worke
     recoverable = recoverable and not (job.completing and _failed_by_itself(job, exited))
     why = _failure(exited, code, job, recoverable=recoverable, counted=counted)
     job = with_status(job, restarts=job.status.restarts + (recoverable and counted), exit_code=code, reason=why)
-    job = msgspec.structs.replace(job, incident_at=now if counted else job.incident_at)
+    if counted:
+        job = msgspec.structs.replace(job, incident_at=max(now, job.incident_at or now))
     job = _with_failure(job, exited, why, now)
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
@@ -122,7 +131,7 @@ def _without_growth(job: JobRecord, exited: WorkerRecord, code: int, now: float)
 
 def _is_new_incident(job: JobRecord, now: float) -> bool:
     """Return whether a loss now is a new incident, not a part of the one that was counted last."""
-    return job.incident_at is None or not 0 <= now - job.incident_at <= INCIDENT_S
+    return job.incident_at is None or not abs(now - job.incident_at) <= INCIDENT_S
 
 
 def _forgiven(job: JobRecord, now: float) -> JobRecord:

@@ -30,9 +30,12 @@ class MembershipNotices:
         self._store.reserve_generation(job_uid, generation)
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
-        """A generation is in force: give the workers their ranks, and record the change of size."""
+        """A generation is in force: give the workers their ranks, and record the change of size.
+
+        Not of a run that is over: the end of its last worker completes a generation, too.
+        """
         job = self._store.jobs.get(job_uid)
-        if job is None or not commit.complete:
+        if job is None or not commit.complete or not self._store.alive_of(job_uid):
             return
         with self._store.noting(job_uid) as recorder:
             after, ranked = after_commit(job, self._store.attempt_of(job), commit, recorder.now)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.membership import Limits
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,26 @@ class Workers(Protocol):
 
 class Memberships(Protocol):
     """The memberships of elastic jobs; implemented by `server.membership.service.MembershipService`."""
+
+    def open(
+        self,
+        job_uid: str,
+        token: str,
+        /,
+        *,
+        min_workers: int,
+        first_generation: int,
+        running: Sequence[str],
+        limits: Limits,
+        trained: Sequence[str],
+        worker_prefix: str,
+        attempt: int,
+        stored: int,
+    ) -> None:
+        """Serve the job's workers: those `running` may run, those `trained` were in the generation in force."""
+
+    def is_open(self, job_uid: str, /) -> bool:
+        """Return whether the job is open."""
 
     def set_target(self, job_uid: str, workers: Sequence[str], /) -> None:
         """Set the workers that the job should have. Raises NotFoundError for a job that is not open."""

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from kfp_gpuquota.api import Job, JobSpec, JobStatus, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Reason, Worker, WorkerPhase
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.api.quantity import as_number
 
@@ -62,6 +62,16 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def ending(self) -> bool:
         """Whether the job is being stopped permanently, so that the scheduler does not consider it any more."""
         return self.intent in {Intent.CANCEL, Intent.DELETE, Intent.FAIL}
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended or is being stopped permanently."""
+        return self.status.phase.final or self.ending
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the job is suspended, or will be when its workers have exited."""
+        return self.status.phase is Phase.SUSPENDED or self.intent is Intent.SUSPEND
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

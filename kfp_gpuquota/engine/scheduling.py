@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase
-from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 NEVER_AGAIN = 1e12
 """A time in seconds since the epoch, later than the end of any run."""
@@ -27,13 +27,13 @@ def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator
 def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
     """Yield the events for a changed job, which must follow the events of its workers."""
     job = before or after
-    if job is None or job.status.phase.final or (before is not None and _over(before)):
+    if job is None or job.status.phase.final or (before is not None and before.over):
         return
-    if after is None or _over(after):
+    if after is None or after.over:
         yield scheduler.JobRemoved(job.uid)
         return
-    if _suspended(after) != (before is not None and _suspended(before)):
-        yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
+    if after.suspended != (before is not None and before.suspended):
+        yield scheduler.JobSuspended(after.uid) if after.suspended else scheduler.JobResumed(after.uid)
     if before is not None and before.spec is not after.spec and _sizes(before) != _sizes(after):
         yield scheduler.JobUpdated(after.uid, after.spec, after.updated_at or None)
     if after.completing != (before is not None and before.completing):
@@ -108,12 +108,3 @@ def _sizes(job: JobRecord) -> tuple[int, int, int, int, int]:
     """Return the values that an update of a job can change for the scheduler."""
     spec = job.spec
     return spec.smallest, spec.gpus, spec.largest, spec.worker_gpus, spec.effective_priority
-
-
-def _over(job: JobRecord) -> bool:
-    """Return whether the job has ended or is being stopped permanently."""
-    return job.status.phase.final or job.ending
-
-
-def _suspended(job: JobRecord) -> bool:
-    return job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND

@@ -51,8 +51,12 @@ def after_commit(
     return _resized(job, change, joined, left), ranked
 
 
-def unmanaged_size(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+def unmanaged_size(
+    job: JobRecord, workers: Sequence[WorkerRecord], now: float, exited: WorkerRecord | None = None
+) -> JobRecord:
     """Return the job with the size of its running workers, if it has no membership; `workers` are of its attempt.
+
+    `exited` is the worker whose end was recorded just now: several may have ended at the same moment.
 
     It has no size until all workers that it starts with run: one that is slower than the others is not a growth.
     """
@@ -62,11 +66,15 @@ def unmanaged_size(job: JobRecord, workers: Sequence[WorkerRecord], now: float) 
     running = [record for record in kept if record.worker.phase is WorkerPhase.RUNNING]
     if job.size == 0 and len(running) < len(kept):
         return job
-    return after_processes_changed(job, workers, running, now)
+    return after_processes_changed(job, workers, running, now, exited)
 
 
 def after_processes_changed(
-    job: JobRecord, workers: Sequence[WorkerRecord], running: Sequence[WorkerRecord], now: float
+    job: JobRecord,
+    workers: Sequence[WorkerRecord],
+    running: Sequence[WorkerRecord],
+    now: float,
+    exited: WorkerRecord | None = None,
 ) -> JobRecord:
     """Return a job without a membership: it has the size of its `running` processes, of all `workers` of its attempt.
 
@@ -77,7 +85,8 @@ def after_processes_changed(
     if gpus >= job.size:
         return _resized(job, change, running, ())
     kept = {record.worker.id for record in running}
-    latest = max((record for record in workers if record.worker.id not in kept), key=_left_at, default=None)
+    lost = [record for record in workers if record.worker.id not in kept]
+    latest = exited if exited in lost else max(lost, key=_left_at, default=None)
     return _resized(job, change, (), () if latest is None else (latest,))
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kfp_gpuquota.api import JobSpec, Worker
+from kfp_gpuquota.api import Device, JobSpec, Node, Project, Worker
+from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.share import compute_variables
+from kfp_gpuquota.cluster.admission import check_fits
 from kfp_gpuquota.errors import InvalidFieldError
 
 
@@ -97,3 +99,26 @@ def test_what_cannot_be_asked_for_is_refused_with_the_rule(fields: dict[str, Any
         spec(**fields)
     assert refused.value.field == field
     assert sentence in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("smallest", "asked", "refused"),
+    [
+        (0.01, {"gpu_fraction": 0.009}, "gpu_fraction is 0.009, but the smallest share of a GPU is 0.01 here"),
+        (0.001, {"gpu_fraction": 0.009}, ""),
+        (0.01, {"gpu_memory_mib": 163}, "the smallest share of a GPU is 0.01 here, which is 164 MiB"),
+        (0.01, {"gpu_memory_mib": 164}, ""),
+        (0.25, {"gpu_memory_mib": 4000, "gpu_compute": 0.5}, "which is 4096 MiB"),
+    ],
+)
+def test_the_administrator_sets_the_smallest_share(smallest: float, asked: dict[str, Any], refused: str) -> None:
+    node = SharingRules(smallest_share=smallest, memory_reserve=0).on(
+        Node(name="n", devices=(Device(index=0, memory_mib=16384),))
+    )
+    message = ""
+    try:
+        check_fits(spec(**asked), Project(name="team-a"), (node,))
+    except InvalidFieldError as error:
+        message = error.message
+    assert refused in message
+    assert bool(refused) == bool(message)

@@ -192,6 +192,8 @@ MISTAKES = [
     ("--gpu-memory 17Gi", "--gpu-memory is 17Gi, but the largest GPU has 16384 MiB (16Gi)"),
     ("--gpu-memory 1Gi --gpu-memory-limit 17Gi", "--gpu-memory-limit is 17Gi, but the largest GPU has 16384 MiB"),
     ("-g 0.5 --gpu-devices 3", "--gpu-devices is 3, but one worker runs on one node, and the largest has 2 GPUs"),
+    ("-g 0.009", "--gpus is 0.009, but the smallest share of a GPU is 0.01 here; ask for more"),
+    ("--gpu-memory 163Mi", "--gpu-memory is 163Mi, but the smallest share of a GPU is 0.01 here, which is 164 MiB"),
     ("-g 0.5 --elastic", "it counts whole GPUs, and the job asks for a share of them (--gpus)"),
     ("--cpu 5", "--cpu is 5, but one worker runs on one node, and the largest has 4 cores"),
     ("--memory 9Gi", "--memory is 9Gi, but one worker runs on one node, and the largest has 8192 MiB"),

@@ -7,7 +7,7 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Progress, Reason, ReasonCode, Resize, Worker, WorkerPhase
-from kfp_gpuquota.engine.lifecycle import GROWTH_S, after_worker_exited, members_reported, trained
+from kfp_gpuquota.engine.lifecycle import GROWTH_S, INCIDENT_S, after_worker_exited, members_reported, trained
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.engine.scheduling import NEVER_AGAIN, job_changed
 
@@ -212,3 +212,13 @@ def test_a_worker_that_ended_unseen_has_finished_if_it_is_a_member_of_the_genera
     unseen = msgspec.structs.replace(worker(0, 0), unseen=True)
     record, (judged,) = members_reported(job(managed=True, completing=True), [unseen, worker(1)], members)
     assert (record.completing, judged.released, judged.unseen) == (completing, not completing, False)
+
+
+def test_ends_are_judged_by_their_own_times() -> None:
+    """Ends that were far apart are processed together by a cluster that was down, and one by one after an outage."""
+    record = job(managed=True)
+    first = after_worker_exited(record, worker(0, KILLED), [worker(0, KILLED), worker(1), worker(2)], NOW)
+    later = after_worker_exited(first, worker(1, KILLED), [worker(1, KILLED), worker(2)], NOW + INCIDENT_S + 1)
+    together = after_worker_exited(first, worker(1, KILLED), [worker(1, KILLED), worker(2)], NOW - 1)
+    assert (later.status.restarts, later.incident_at) == (2, NOW + INCIDENT_S + 1)
+    assert (together.status.restarts, together.incident_at) == (1, NOW)

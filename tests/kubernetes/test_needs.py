@@ -121,10 +121,13 @@ def test_an_amount_that_cannot_be_read_or_is_negative_counts_for_nothing() -> No
 
 
 def test_the_policy_sets_how_gpus_are_shared_and_whether_jobs_are_moved() -> None:
-    spec = {"sharing": {"maxSharers": 4, "memoryReserve": 0.1}, "moves": False}
+    spec = {"sharing": {"maxSharers": 4, "memoryReserve": 0.1, "smallestShare": 0.1}, "moves": False}
     stored = msgspec.convert({"metadata": {"name": "default"}, "spec": spec}, QuotaPolicyObject)
     rules = rules_of(stored)
-    assert (rules.sharing, rules.moves) == (SharingRules(max_sharers=4, memory_reserve=0.1), False)
+    assert (rules.sharing, rules.moves) == (
+        SharingRules(max_sharers=4, memory_reserve=0.1, smallest_share=0.1),
+        False,
+    )
     seen = node_of(node("2"), sharing=rules.sharing)
-    assert (seen.max_sharers, seen.memory_reserve) == (4, 0.1)
+    assert (seen.max_sharers, seen.memory_reserve, seen.smallest_share) == (4, 0.1, 0.1)
     assert rules_of(msgspec.convert({"metadata": {"name": "default"}}, QuotaPolicyObject)).sharing == SharingRules()

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Kind
+from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.cluster.kubernetes.admission import pods as admission
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook, policy_body, policy_of
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.installation import jobs_of
@@ -126,6 +128,18 @@ def test_an_elastic_jobs_limit_is_set_too() -> None:
     assert not admission.review_job(job, "team-a", [SESSIONS]).patch
     refused = msgspec.convert({"spec": {"gpuFraction": 0.5, "gpuFractionLimit": 0.9}}, SharingJob)
     assert admission.review_job(refused, "team-a", [TIGHT]).message.endswith("policy 'tight' allows at most 0.8")
+
+
+@pytest.mark.parametrize(("smallest", "refused"), [(0.01, {0.009}), (0.005, set()), (0.2, {0.009, 0.1})])
+def test_the_administrator_sets_the_smallest_share(smallest: float, refused: set[float]) -> None:
+    rules = ClusterRules(sharing=SharingRules(smallest_share=smallest))
+    for fraction in (0.009, 0.1, 0.5):
+        made = msgspec.convert(pod(annotations={"gpu-fraction": str(fraction)}), admission.Pod)
+        job = msgspec.convert({"spec": {"gpuFraction": fraction}}, SharingJob)
+        verdicts = admission.review(made, "t", "1", rules=rules), admission.review_job(job, "t", (), rules)
+        assert [verdict.allowed for verdict in verdicts] == [fraction not in refused] * 2
+        if fraction in refused:
+            assert all(f"the smallest share of a GPU is {smallest:g} here" in verdict.message for verdict in verdicts)
 
 
 def test_a_policy_that_cannot_be_leaves_the_one_before_in_force() -> None:

@@ -14,14 +14,10 @@ from kfp_gpuquota.api import JobSpec, Kind, PoolQuota, Project
 from kfp_gpuquota.api.resources import plain_job
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
-from kfp_gpuquota.cluster.kubernetes.convert.pods import (
-    KILLED,
-    Stage,
-    elastic_job,
-    pod_job,
-    pod_view,
-)
+from kfp_gpuquota.cluster.kubernetes.convert.pod_status import KILLED
+from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
@@ -147,7 +143,7 @@ def test_an_elastic_job_asks_for_what_its_object_says() -> None:
     body = b"""{"metadata": {"name": "digits", "namespace": "team-a"}, "spec": {"gpus": 2, "minGpus": 1, "maxGpus": 4,
         "priority": 70, "gracePeriodSeconds": 5, "template": {"spec": {"nodeSelector": {"gpu": "big"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}], "containers": [{"name": "m"}]}}}}"""
-    spec = elastic_job(msgspec.json.decode(body, type=ElasticJob))
+    spec = job_spec_of(msgspec.json.decode(body, type=ElasticJob))
     assert (spec.project, spec.smallest, spec.gpus, spec.largest, spec.worker_gpus) == ("team-a", 1, 2, 4, 1)
     assert (spec.effective_priority, spec.grace_period_s, spec.node_selector) == (70, 5.0, {"gpu": "big"})
     assert spec.tolerations[0].key == "gpu"
@@ -168,7 +164,7 @@ def test_a_job_that_a_client_submits_is_the_job_that_the_controller_plans() -> N
         node_selector={"disk": "fast"},
     )
     made = views.elastic_job(asked, views.pod_template(asked, "image:1"), request_id="r", lease=None, now=0.0)
-    planned = plain_job(elastic_job(msgspec.json.decode(msgspec.json.encode(made), type=ElasticJob)))
+    planned = plain_job(job_spec_of(msgspec.json.decode(msgspec.json.encode(made), type=ElasticJob)))
     assert planned == msgspec.structs.replace(asked, command=planned.command)
 
 

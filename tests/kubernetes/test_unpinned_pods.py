@@ -11,8 +11,8 @@ import pytest
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.api.resources import WHOLE_PORT
+from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions, repulsions_of
-from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ports_of
 from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import unmodelled_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels

@@ -9,7 +9,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
-from kfp_gpuquota.cluster.kubernetes.controller import controller as controllers
+from kfp_gpuquota.cluster.kubernetes.controller.watches import FOREIGN_KINDS
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Profile
 from kfp_gpuquota.cluster.kubernetes.pods import pod_groups
 from tests.kubernetes.detached import Detached, Unanswered, detached
@@ -98,7 +98,7 @@ def test_look_ups_of_some_namespaces_leave_slots_for_others_and_none_of_the_writ
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("path", sorted(controllers.FOREIGN_KINDS))
+@pytest.mark.parametrize("path", sorted(FOREIGN_KINDS))
 def test_planning_starts_without_a_kind_of_another_project_that_cannot_be_listed(path: str) -> None:
     async def scenario() -> bool:
         test = Detached()

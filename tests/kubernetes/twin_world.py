@@ -142,7 +142,7 @@ class World:
         if kept is None:
             return {}  # events, Secrets and others that no plan depends on
         if verb == "POST" and not name:
-            return self.put(collection, _created(namespace, body))
+            return self._create(collection, _created(namespace, body))
         found = kept.get(f"{namespace}/{name}" if namespace else name)
         if found is None:
             raise ApiError(404, "NotFound", f"{path} does not exist")
@@ -150,7 +150,7 @@ class World:
             if collection == watches.PODS and labels.RESERVES in found["metadata"].get("labels", {}):
                 self.drop(collection, f"{namespace}/{name}")  # it ends at once, as it has started
                 return found
-            found["metadata"].setdefault("deletionTimestamp", self.now())
+            self._delete(found["metadata"], body)
         elif verb == "PATCH" and isinstance(body, list):
             found = patched(found, body)
         elif verb == "PATCH" and part == "status":
@@ -161,6 +161,18 @@ class World:
         elif verb == "GET":
             return found
         return self.put(collection, found)
+
+    def _create(self, collection: str, body: Object) -> Object:
+        if _key(body["metadata"]) in self.objects[collection]:
+            raise ApiError(409, "AlreadyExists", f"{_key(body['metadata'])} exists")
+        return self.put(collection, body)
+
+    def _delete(self, meta: Object, options: Object | None) -> None:
+        """Mark an object as being deleted; the grace period is that of the first deletion."""
+        if "deletionTimestamp" not in meta:
+            meta["deletionTimestamp"] = self.now()
+            if (grace_s := (options or {}).get("gracePeriodSeconds")) is not None:
+                meta["deletionGracePeriodSeconds"] = grace_s
 
     # What kube-scheduler, kubelets, KubeRay and users do
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kfp_gpuquota.api import ReasonCode
-from kfp_gpuquota.scheduler import WorkerGone
+from kfp_gpuquota.api import Device, Node, ReasonCode
+from kfp_gpuquota.scheduler import NodeChanged, WorkerGone
 from tests.scheduler.world import World
 
 
@@ -48,6 +48,18 @@ def test_who_goes(why: str, running: list[tuple[str, int, int, int]], needed: in
     world.settle()
     world.submit("needy", "owner", needed)
     assert losers(world) == lost, why
+
+
+def test_a_device_that_the_node_has_lost_makes_no_room() -> None:
+    """The worker that still holds it was the cheapest victim, and the plan failed when its device was not there."""
+    world = world_of(3, greedy=0, owner=2)
+    for name in ("a", "b", "c"):
+        world.submit(name, "greedy", 1)
+    world.settle()
+    assert [world.workers[worker].devices for worker in world.of("c")] == [(2,)]
+    world.state.apply(NodeChanged(Node(name="n0", devices=(Device(index=0), Device(index=1)))))
+    world.submit("needy", "owner", 1)
+    assert [evicted.job for evicted in world.plan().evict] == ["b"]
 
 
 def test_a_lower_priority_goes_before_a_younger_job() -> None:

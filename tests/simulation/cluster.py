@@ -21,9 +21,9 @@ from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
-from kfp_gpuquota.membership import Ticked
 from tests.simulation import histories as h
-from tests.simulation.processes import Pace, Processes
+from tests.simulation.processes import Processes
+from tests.simulation.trainings import EPOCH, TICK_S, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from tests.simulation.loop import SimulatedLoop
     from tests.simulation.processes import Process
 
-EPOCH = 1_700_000_000.0
 INSTANT_S = 0.1
 """What happens is followed by a plan before that."""
-TICK_S = 3.0  # of the membership service: rarely, since its limits are 5 s and more
 MEMORY = Path("/dev/shm")
 
 
@@ -144,11 +142,7 @@ class SimulatedCluster:
 
     def _tick(self) -> None:
         self.loop.call_later(TICK_S, self._tick)
-        if self.up:
-            service = self.driver.membership
-            service._clock.listened()
-            for uid in list(service._jobs):
-                service._apply(uid, Ticked())
+        self.processes.trainings.tick()
 
     # What happens
 
@@ -173,7 +167,7 @@ class SimulatedCluster:
                 self.processes.paces[spec.name] = Pace(*pace)
                 submitted = self.cluster.submit(SubmitJob(spec=spec, request_id=spec.name))
                 if steps is not None:
-                    self.processes.finished_steps[submitted.uid] = steps
+                    self.processes.trainings.finished_steps[submitted.uid] = steps
             case h.SetQuota(project):
                 self._disturb()
                 self.cluster.set_project(project)
@@ -200,7 +194,7 @@ class SimulatedCluster:
         if isinstance(how, h.Crash):
             self.processes.end(process, how.code)
         else:
-            self.processes.silence(process)
+            self.processes.trainings.silence(process)
 
     def _change(self, job: JobRecord, how: h.Suspend | h.Resume | h.Update) -> None:
         self.requested = {job.uid}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind, Project
-from tests.simulation.processes import ELASTIC, Pace
+from tests.simulation.trainings import ELASTIC, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

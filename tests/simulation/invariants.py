@@ -16,7 +16,7 @@ from tests.simulation.cluster import INSTANT_S
 from tests.simulation.search import fits, free_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, Resize
     from kfp_gpuquota.api.wire import ProjectView
@@ -31,6 +31,7 @@ HOLDS = re.compile(
 )
 STARTS = re.compile(r"starts with (\d+) GPUs? of the (\d+) requested(.*)")
 FIRST_OF = re.compile(r"so the first of (\d+) such jobs starts when")
+ENDED = re.compile(r"worker \d+ has ended with exit code 0")
 EXPANDED = re.compile(r"expanded from (\d+) to (\d+) GPUs: (\d+) GPUs? (?:is|are) idle")
 
 
@@ -52,6 +53,15 @@ def contradiction(resize: Resize) -> str:
     if after > before and ("shrunk" in message or "was lost" in message):
         return f"grows from {before} to {after} because: {message!r}"
     return ""
+
+
+def contradictions(job: JobRecord) -> Iterator[str]:
+    """Yield what the job's changes of size contradict: a worker is lost once in a run of the job."""
+    yield from filter(None, map(contradiction, job.status.resizes))
+    ended = Counter(r.reason.message for r in job.status.resizes if ENDED.fullmatch(r.reason.message))
+    for message, times in ended.items():
+        if times > job.attempt:
+            yield f"has lost a worker {times} times: {message}"
 
 
 class ViolationError(AssertionError):
@@ -150,9 +160,8 @@ class Invariants:
             self._count_restart(new, new.status.last_eviction.reason.beneficiary)
         if new.status.restarts > old.status.restarts:
             self._check_charge(new, change)
-        added = new.status.resizes[len(old.status.resizes) :]
-        for resize in added:
-            if wrong := contradiction(resize):
+        if len(new.status.resizes) > len(old.status.resizes):
+            for wrong in contradictions(new):
                 self.fail(f"{new.spec.name} {wrong}")
 
     def _check_start_reason(self, job: JobRecord, held: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tests.simulation.cluster import SimulatedCluster
@@ -10,6 +11,8 @@ from tests.simulation.invariants import Invariants
 from tests.simulation.loop import simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.simulation.histories import History
 
 REST_S = 150.0
@@ -21,23 +24,32 @@ LOOK_S = 21.0
 
 def play(history: History) -> SimulatedCluster:
     """Play a history. Raises ViolationError, or what the engine raised."""
-    playing, logged = Playing(history), _Errors()
-    engine = logging.getLogger("kfp_gpuquota")
-    engine.addHandler(logged)
-    try:
-        simulate(playing.begin)
-    except Exception:
+    playing = Playing(history)
+    with no_tracebacks():
+        try:
+            simulate(playing.begin)
+        except Exception:
+            playing.raise_violation()
+            raise
+        finally:
+            if playing.cluster is not None:
+                playing.cluster.close()
         playing.raise_violation()
-        raise
-    finally:
-        engine.removeHandler(logged)
-        if playing.cluster is not None:
-            playing.cluster.close()
-    playing.raise_violation()
-    if logged.tracebacks:
-        raise AssertionError(f"the engine logged a traceback: {logged.tracebacks[0]}")
     assert playing.cluster is not None
     return playing.cluster
+
+
+@contextmanager
+def no_tracebacks() -> Iterator[None]:
+    """Raise AssertionError after the block if the engine has logged a traceback in it."""
+    engine, logged = logging.getLogger("kfp_gpuquota"), _Errors()
+    engine.addHandler(logged)
+    try:
+        yield
+    finally:
+        engine.removeHandler(logged)
+    if logged.tracebacks:
+        raise AssertionError(f"the engine logged a traceback: {logged.tracebacks[0]}")
 
 
 class Playing:

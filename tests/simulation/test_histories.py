@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
 from tests.simulation import kubernetes
 from tests.simulation.histories import Delete, History, Submit, draw_history, from_seed
-from tests.simulation.processes import ELASTIC
 from tests.simulation.running import play
+from tests.simulation.trainings import ELASTIC
 
 if TYPE_CHECKING:
     import pytest
@@ -55,6 +55,32 @@ def test_a_suspended_job_whose_worker_had_finished_is_as_before_when_the_control
 def test_gpus_of_a_failed_job_are_not_idle_while_its_workers_exit_under_a_restarted_controller() -> None:
     """The scheduler forgot the job before its pods were listed, and another job's worker got a GPU of one of them."""
     kubernetes.play(from_seed(641))
+
+
+def test_a_worker_that_shares_a_gpu_is_on_the_same_gpu_for_a_restarted_controller() -> None:
+    """Its pod requests no GPU: its devices were not read, and the first free ones were taken for them."""
+    kubernetes.play(from_seed(8))
+
+
+def test_a_controller_starts_beside_a_worker_with_a_share_whose_job_was_deleted() -> None:
+    """It counted as a job of no GPU, which ended each controller until the pod was removed."""
+    kubernetes.play(from_seed(789))
+
+
+def test_a_job_that_ran_while_no_controller_did_is_not_run_again() -> None:
+    """The start was not written when the controller ended, and the workers finished before the next one began."""
+    played = kubernetes.play(from_seed(1410))
+    assert played.records["j02"].attempt == 1
+
+
+def test_a_device_beyond_a_nodes_count_makes_no_room() -> None:
+    """A pod without a pin was bound to a full node; each plan that chose it as a victim failed."""
+    kubernetes.play(from_seed(556))
+
+
+def test_the_end_of_a_run_is_not_recorded_as_a_generation_of_the_next() -> None:
+    """The loss of the last worker completed a generation, whose members the waiting job had."""
+    kubernetes.play(from_seed(299))
 
 
 def test_a_gang_that_moves_is_promised_no_worker_more_than_it_has() -> None:

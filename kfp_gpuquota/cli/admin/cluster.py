@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -97,23 +97,30 @@ ReserveOption = Annotated[
         help="The part of each GPU's memory that is the driver's (default 0.02; 0 with --gpu-memory).",
     ),
 ]
+SmallestOption = Annotated[
+    float | None,
+    typer.Option(
+        "--smallest-share",
+        min=0.001,
+        max=0.5,
+        metavar="PART",
+        help="The smallest part of a GPU that a job may ask for (default 0.01).",
+    ),
+]
 NoMovesOption = Annotated[bool, typer.Option("--no-moves", help="Move no job to make room for another one.")]
 LendOption = Annotated[
     bool, typer.Option("--lend-silent", help="Lend also what jobs without elastic_runtime leave of their GPU memory.")
 ]
 
 
-def _sharing(max_sharers: int | None, memory_reserve: float | None, *, simulated: bool) -> SharingRules | None:
+def _sharing(*, simulated: bool, **given: float | None) -> SharingRules | None:
     """Return the rules that are given, the others by default; None: no rule is given."""
-    from kfp_gpuquota.api.node import DEFAULT_MAX_SHARERS, DEFAULT_MEMORY_RESERVE, SharingRules  # noqa: PLC0415
+    from kfp_gpuquota.api.node import SharingRules  # noqa: PLC0415
 
-    if max_sharers is None and memory_reserve is None:
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if not chosen:
         return None
-    reserve = 0.0 if simulated else DEFAULT_MEMORY_RESERVE
-    return SharingRules(
-        max_sharers=DEFAULT_MAX_SHARERS if max_sharers is None else max_sharers,
-        memory_reserve=reserve if memory_reserve is None else memory_reserve,
-    )
+    return SharingRules(**({"memory_reserve": 0.0} if simulated else {}) | chosen)
 
 
 @app.command("start", short_help="Start the cluster.")
@@ -136,6 +143,7 @@ def start(
     ray_port: RayPortOption = 0,
     max_sharers: SharersOption = None,
     memory_reserve: ReserveOption = None,
+    smallest_share: SmallestOption = None,
     *,
     no_moves: NoMovesOption = False,
     gpu_memory_killer: KillerOption = False,
@@ -165,11 +173,17 @@ def start(
 
     home = embedded_home()
     amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
-    kept = (log_limit, keep_ended_days, keep_ended_jobs, max_sharers, memory_reserve)
+    kept = (log_limit, keep_ended_days, keep_ended_jobs)
+    sharing = _sharing(
+        simulated=gpu_memory is not None,
+        max_sharers=max_sharers,
+        memory_reserve=memory_reserve,
+        smallest_share=smallest_share,
+    )
     switches = gpu_memory_killer or lend_silent or no_moves
     shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool)
     on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
-    if all(given is None for given in (*amounts, *kept, on_ray)) and not switches:
+    if all(given is None for given in (*amounts, *kept, on_ray, sharing)) and not switches:
         ensure_running(home)
     else:
         sizes = pairs("pool", pool or [], "a node pool is given as POOL=NODES")
@@ -187,7 +201,7 @@ def start(
             keep_ended_jobs=DEFAULT_KEEP_ENDED_JOBS if keep_ended_jobs is None else keep_ended_jobs,
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
             ray=on_ray,
-            sharing=_sharing(max_sharers, memory_reserve, simulated=gpu_memory is not None),
+            sharing=sharing,
             moves=not no_moves,
         )
         _start_as(home, config)

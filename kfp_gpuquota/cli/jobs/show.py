@@ -31,7 +31,7 @@ from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.api import Eviction, Job, Occurrence
+    from kfp_gpuquota.api import Job, Occurrence
     from kfp_gpuquota.api.wire import ShareView
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
@@ -189,11 +189,11 @@ def _preemptible(job: Job) -> str:
     return "preemptible" if job.spec.may_be_preempted else "not preemptible"
 
 
-def _occurred(last: Occurrence | Eviction | None) -> str:
+def _occurred(last: Occurrence | None) -> str:
     return "" if last is None else f"{age(last.at)} ago: {last.reason.message}"
 
 
-def _times(count: int, last: Occurrence | Eviction | None) -> str:
+def _times(count: int, last: Occurrence | None) -> str:
     if last is None:
         return ""
     return f"{'once' if count == 1 else f'{count} times'}, {_occurred(last)}"

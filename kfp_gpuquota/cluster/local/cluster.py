@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Job, JobStatus, Phase, Project, Reason, ReasonCode
+from kfp_gpuquota.api import Job, JobStatus, Project, Reason, ReasonCode
 from kfp_gpuquota.api.annotations import with_limit_variable
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.project import check_parents, version_of
@@ -221,8 +221,7 @@ class LocalCluster:
     def cancel_job(self, project: str, name: str, why: str = requests.CANCELLED.message) -> Job:
         """Stop it; it stays listed. Of a job that has ended: nothing."""
         job = self._state.job_named(project, name)
-        if _has_effect(StopAction.CANCEL, job):
-            self._driver.decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
+        self._driver.decisions.stop_unless_over(job.uid, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
         return self._state.view(job.uid)
 
     def delete_job(self, project: str, name: str) -> None:
@@ -253,7 +252,7 @@ class LocalCluster:
         """Return a suspended job to the queue with its age; do nothing for another job."""
         job = self._state.job_named(project, name)
         self._refuse_ended(job)
-        if job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND:
+        if job.suspended:
             with self._driver.decisions.decide() as recorder:
                 recorder.resume(job)
         return self._state.view(job.uid)
@@ -370,7 +369,7 @@ class LocalCluster:
         )
 
     def _refuse_ended(self, job: JobRecord) -> None:
-        if job.status.phase.final or job.ending:
+        if job.over:
             raise ConflictError(f"job {job.spec.name!r} has ended ({job.status.phase.value}); submit it again instead")
 
     def _check_not_below_use(self, project: Project) -> None:
@@ -423,14 +422,13 @@ class LocalCluster:
 
     def _lease_ended(self, uid: str) -> None:
         self._leases.pop(uid, None)
-        job = self._state.jobs.get(uid)
-        if job is not None and not job.status.phase.final and not job.ending:
-            try:
-                self._driver.decisions.stop(job, Intent.CANCEL, requests.lease_ended(job.lease_s))
-            except StateFileError as error:
-                log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
-                again = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)
-                self._leases[uid] = again
+        if (job := self._state.jobs.get(uid)) is None:
+            return
+        try:
+            self._driver.decisions.stop_unless_over(uid, Intent.CANCEL, requests.lease_ended(job.lease_s))
+        except StateFileError as error:
+            log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
+            self._leases[uid] = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)
 
 
 def _has_effect(action: StopAction, job: JobRecord) -> bool:
@@ -439,6 +437,6 @@ def _has_effect(action: StopAction, job: JobRecord) -> bool:
         case StopAction.DELETE:
             return True
         case StopAction.SUSPEND:
-            return job.status.phase is not Phase.SUSPENDED and job.intent is not Intent.SUSPEND
+            return not job.suspended
         case StopAction.CANCEL:
-            return not job.status.phase.final and not job.ending
+            return not job.over

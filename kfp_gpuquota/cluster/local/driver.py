@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
@@ -30,6 +30,7 @@ from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.decisions import Decisions
 from kfp_gpuquota.engine.lifecycle import after_reboot
+from kfp_gpuquota.engine.memberships import Access, open_membership
 from kfp_gpuquota.engine.notices import MembershipNotices
 from kfp_gpuquota.engine.records import JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.errors import PlanningFailedError, StateFileError
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
+
+LIMITS: Final = Limits(starting_s=math.inf)
+"""A script may build its model for an hour."""
 
 log = logging.getLogger(__name__)
 
@@ -218,9 +222,7 @@ class Driver:
         delay_s = self._start_failures.setdefault(worker, Backoff(RETRY_S, LONGEST_RETRY_S)).next_s()
         message = f"worker {record.worker.index} could not be started ({why}); it is tried again in {delay_s:g} s"
         log.error("worker %s: %s", worker, message)
-        with self._state.noting(worker) as recorder:
-            job = self._state.jobs[record.worker.job_uid]
-            recorder.record(with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=message)))
+        self.decisions.explain(record.worker.job_uid, Reason(code=ReasonCode.WORKER_FAILED, message=message))
         self._loop.call_later(delay_s, self._start_again, worker)
 
     def _start_again(self, worker: str) -> None:
@@ -255,16 +257,8 @@ class Driver:
         make_private(self._home.checkpoints(job.uid))
         if not token_file.exists():
             write_private(token_file, secrets.token_urlsafe(32))
-        self.membership.open(
-            job.uid,
-            token_file.read_text(),
-            min_workers=job.spec.smallest // job.spec.worker_gpus,
-            first_generation=job.generation_high + 1,
-            running=[record.worker.id for record in self._state.alive_of(job.uid)],
-            limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
-            worker_prefix=f"{job.uid}-",
-        )
-        self.decisions.update_target(job.uid)
+        access = Access(token_file.read_text(), job.generation_high + 1)
+        open_membership(self._state, self.membership, job, access, LIMITS)
 
     @contextlib.contextmanager
     def _logging_errors(self, job: JobRecord) -> Iterator[None]:
@@ -339,15 +333,9 @@ class Driver:
         record = self._state.workers.get(worker)
         if record is None or record.worker.phase is not WorkerPhase.STARTING:
             return
-        job = self._state.jobs[record.worker.job_uid]
         pid = self.runtime.process_id(record.worker)
         running = msgspec.structs.replace(record.worker, phase=WorkerPhase.RUNNING, pid=pid)
-        if job.status.phase is Phase.STARTING:
-            job = with_status(job, phase=Phase.RUNNING)
-        with self._state.noting(worker) as recorder:
-            recorder.change.workers[worker] = msgspec.structs.replace(record, worker=running)
-            recorder.record(job)
-        self.decisions.workers_changed(job.uid)
+        self.decisions.worker_runs(msgspec.structs.replace(record, worker=running))
 
     def worker_ended(self, worker: str, code: int, lost_with: str = "") -> None:
         """Record that the worker has ended, by itself or with its node, and plan with its devices."""
@@ -358,7 +346,7 @@ class Driver:
         job, lost = self._state.jobs[record.worker.job_uid], msgspec.structs.replace(record, lost_with=lost_with)
         why = self.sharing.why_ended(worker) or self.runtime.why_ended(job.spec, record.worker)
         try:
-            self.decisions.worker_ended(lost, code, why=why)
+            self.decisions.worker_ended(lost, code, at=self.runtime.ended_at(record.worker), why=why)
         except StateFileError as error:
             log.error("the end of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
             self._loop.call_later(RETRY_S, self.worker_ended, worker, code, lost_with)

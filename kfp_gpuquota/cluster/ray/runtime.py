@@ -182,6 +182,10 @@ class RayRuntime:
         """Nothing that is asked for: `adopt` never returns ENDED."""
         return shims.EXIT_SHIM_LOST
 
+    def ended_at(self, worker: Worker) -> float | None:  # noqa: ARG002 (the protocol's)
+        """Return None: nodes report an end, and not its time."""
+        return None
+
     def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:  # noqa: ARG002 (the protocol's)
         """Return why the worker could not run, if Ray said so: no limits of the machine are enforced."""
         why = self._cannot_run.pop(worker.id, "")

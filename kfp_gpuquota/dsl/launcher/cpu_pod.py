@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.convert.pods import trouble_of
+from kfp_gpuquota.cluster.kubernetes.convert.pod_status import trouble_of
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.dsl.launcher import pod_workers
 from kfp_gpuquota.dsl.launcher.log_stream import ENDED, lines_of

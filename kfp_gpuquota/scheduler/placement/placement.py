@@ -135,7 +135,9 @@ class Capacity:
     def __init__(self, host: Host, task: Task) -> None:
         request = task.request
         self._host, self._task = host, task
-        self._countable = request.whole and host.countable and not request.counted
+        # A device that the node does not have any more, or that is withheld, is no capacity for others when it is free.
+        known = len(host.taken) <= len(host.devices)
+        self._countable = request.whole and host.countable and not request.counted and known
         self._short = request.devices - host.future_whole
 
     def suffices(self, others: Iterable[Task]) -> bool:

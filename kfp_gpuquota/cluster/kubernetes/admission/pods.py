@@ -236,7 +236,7 @@ def review_job(
 ) -> Verdict:
     """Return the verdict on an ElasticJob, whose limits are set by policies."""
     try:
-        rules.refuse_shares_in(job.spec.node_pool or "")
+        rules.check_share(job.spec.gpu_fraction, job.spec.node_pool or "")
         return Verdict(tuple(shares.of_job(job, namespace, policies)))
     except InvalidFieldError as error:
         return Verdict((), UNPROCESSABLE, error.message)
@@ -282,7 +282,7 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
     if spec.may_be_preempted:
         gated = _capped(gated, pod.spec, rules)
     if shared:
-        rules.refuse_shares_in(spec.node_pool)
+        rules.check_share(spec.gpu_fraction, spec.node_pool)
         more = shares.of_pod(pod, spec, uid, policies)
         return msgspec.structs.replace(gated, patch=(*gated.patch, *more))
     return gated

@@ -16,7 +16,7 @@ import logging
 import uuid
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -24,7 +24,6 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of
 from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
-from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
@@ -33,9 +32,10 @@ from kfp_gpuquota.cluster.kubernetes.controller.cluster_objects import ClusterOb
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
+from kfp_gpuquota.cluster.kubernetes.controller.watches import FOREIGN_KINDS, Watches
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
@@ -44,7 +44,6 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import R
 from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
 from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.planner.settling import Settling
@@ -78,19 +77,13 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types
     from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
-PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
-FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})
 FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
-LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
-KINDS: Final = {
-    "PolicyObject": "WorkloadPolicy",
-    "QuotaPolicyObject": "QuotaPolicy",
-}  # kinds whose structs have another name
 NOT_READY: Final = "not_ready"  # a kind of decision: GPUs released because pods did not start
 
 log = logging.getLogger(__name__)
@@ -141,9 +134,8 @@ class Controller:
         self.quarantine = Quarantine(partial(self.events.record, warning=True))
         self.rules = RulesBook(self._rules_changed)
         self.volumes, self.limits = Volumes(self._volume_changed), LimitRanges(self._limits_changed)
-        self.pods = self._reflector(
-            "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_deleted, recover=recovered_pod
-        )
+        watches = Watches(connection, self.quarantine)
+        self.pods = watches.pods(self._pod_changed, self._pod_deleted)
         cluster = ClusterObjects(self.wake)
         self._planner = planner(cluster.state)
         cluster.feed = self._planner.feed
@@ -190,7 +182,11 @@ class Controller:
         self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
-        self.reflectors = [self.pods, *self._other_reflectors()]
+        own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules)
+        others = watches.cluster_kinds(snapshot, self.volumes, self.limits)
+        foreign = watches.foreign_kinds(self.profiles, self.ray)
+        namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
+        self.reflectors = [self.pods, *own, *others, *foreign, namespaces]
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
@@ -272,77 +268,6 @@ class Controller:
         self.reservations.start()
         self.profiles.start()
         self.default_quotas.start()
-
-    def _other_reflectors(self) -> list[Reflector[Any]]:
-        ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
-        return [
-            self._reflector("/api/v1/nodes", core_types.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(
-                f"{ours}/gpuquotas",
-                custom_types.GpuQuota,
-                self._quota_changed,
-                self._quota_deleted,
-                not_installed_s=LOOKED_FOR_S,
-            ),
-            self._reflector(
-                f"{ours}/elasticjobs",
-                custom_types.ElasticJob,
-                snapshot.put_job,
-                snapshot.drop_job,
-                not_installed_s=LOOKED_FOR_S,
-            ),
-            self._reflector(
-                PROFILES,
-                core_types.Profile,
-                profiles.put_profile,
-                profiles.drop_profile,
-                optional=True,
-                not_installed_s=LOOKED_FOR_S,
-            ),
-            self._reflector(
-                quota_policy.PATH, custom_types.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True
-            ),
-            self._reflector(
-                "/api/v1/persistentvolumeclaims",
-                core_types.PersistentVolumeClaim,
-                self.volumes.put_claim,
-                self.volumes.drop_claim,
-            ),
-            self._reflector(
-                "/api/v1/persistentvolumes",
-                core_types.PersistentVolume,
-                self.volumes.put_volume,
-                self.volumes.drop_volume,
-            ),
-            self._reflector("/api/v1/limitranges", core_types.LimitRange, self.limits.put, self.limits.drop),
-            self._reflector(
-                ray_types.CLUSTERS, ray_types.RayCluster, self.ray.put_cluster, self.ray.drop_cluster, optional=True
-            ),
-            self._reflector(ray_types.JOBS, ray_types.RayJob, self.ray.put_job, self.ray.drop_job, optional=True),
-            self._reflector(
-                "/api/v1/namespaces", core_types.Namespace, self._namespace_changed, self._namespace_deleted
-            ),
-        ]
-
-    def _reflector(self, path: str, kind: Any, changed: Any, gone: Any, **more: Any) -> Reflector[Any]:
-        def handled(found: Any) -> None:
-            changed(found)
-            if kind is not core_types.Pod:  # `_pod_changed` quarantines pods itself
-                self.quarantine.release(found.metadata.uid)
-
-        def released(uid: str) -> None:
-            self.quarantine.release(uid)
-            gone(uid)
-
-        def quarantined(metadata: core_types.Metadata, problem: str) -> None:
-            version = path.removeprefix("/apis/").removeprefix("/api/").rpartition("/")[0]
-            name = KINDS.get(kind.__name__, kind.__name__)
-            subject = Subject(name, metadata.name, metadata.namespace, metadata.uid, version)
-            self.quarantine.put(subject, problem)
-
-        return Reflector(
-            self._connection, path, kind, changed=handled, deleted=released, quarantined=quarantined, **more
-        )
 
     def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)

@@ -69,6 +69,7 @@ def node_of(
         resources=allocatable_of(allocatable, taken.others) if count else (),
         max_sharers=sharing.max_sharers,
         memory_reserve=sharing.memory_reserve,
+        smallest_share=sharing.smallest_share,
     )
 
 

@@ -1,4 +1,4 @@
-"""Converts pods and ElasticJobs to the scheduler's types. Pure.
+"""Converts pods to the scheduler's types. Pure.
 
 A pod becomes a `PodView`, which holds what decisions need and is kept as long as the pod exists; the decoded object is
 dropped at once.
@@ -27,10 +27,24 @@ from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import MAX_GROUP, gang_note
-from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
-from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints, constraints_of
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
 from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, Rest, owner_kind, owner_of
+from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import (
+    GateShape,
+    gate_of,
+    opened_on,
+    own_constraints,
+    reserved_node,
+    sent_to,
+)
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import Repulsion, repulsions_of
+from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
+    ended_at,
+    exit_code_of,
+    lost_with,
+    trouble_of,
+    unhealthy_gpu,
+)
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
     ResourceRequests,
@@ -38,40 +52,20 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     gpus_of,
     resource_requests_of,
 )
-from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import DEFAULT_SCHEDULER, unmodelled_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
-from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_read
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects.core_types import NodeSelectorTerm, OwnerReference
-    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, OwnerReference, Pod, PodSpec
 
-NODE_NAME_FIELD: Final = "metadata.name"
 RAY_NODE_TYPE: Final = "ray.io/node-type"
 RAY_GROUP: Final = "ray.io/group"
 MAX_TIME_S: Final = 10**12
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
-NOWHERE: Final = "(no node)"  # no node has such a name: devices there count against the quota only
-KILLED: Final = 137  # 128 + SIGKILL: a shell's exit code of a killed process
 log = logging.getLogger(__name__)
-
-_TROUBLE: Final = frozenset(
-    {
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "RunContainerError",
-        "CrashLoopBackOff",
-    }
-)
 
 
 class Stage(IntEnum):
@@ -82,24 +76,6 @@ class Stage(IntEnum):
     ASSIGNED = 2  # has a node, or was admitted to one
     TERMINATING = 3  # is being deleted, and still holds its devices
     ENDED = 4  # has succeeded or failed
-
-
-class GateShape(msgspec.Struct, frozen=True, gc=False):
-    """The parts of a pod that determine the patch that removes its scheduling gate: see requests.admission.
-
-    `terms`: for each required node selector term, whether it has matchFields; None without required terms.
-    `expressions`: for each of them, whether it has matchExpressions.
-    `affinity`: depth of /spec/affinity: 0 none, 1 an affinity, 2 a nodeAffinity. `selects`: /spec/nodeSelector exists,
-    `prefers`: the nodeAffinity has preferences.
-    """
-
-    index: int
-    affinity: int = 0
-    terms: tuple[bool, ...] | None = None
-    annotated: bool = False
-    selects: bool = False
-    prefers: bool = False
-    expressions: tuple[bool, ...] = ()
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -123,6 +99,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
     a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
     devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not.
+    `ended_at` is when its first container ended, by its kubelet's clock.
     """
 
     uid: str
@@ -148,6 +125,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     index: int = 0
     attempt: int = 0
     exit_code: int | None = None
+    ended_at: float | None = None
     start_failure: str = ""
     prepared: bool = False
     constraints: NodeConstraints = NodeConstraints()
@@ -221,7 +199,7 @@ def _plain_view(pod: Pod, problem: str) -> PodView:
     requested, owner = gpus_of(spec), elastic_owner(meta)
     annotated = (meta.annotations or {}).get(labels.DEVICES, "")  # for shared GPUs, which no container requests
     gpus = requested or (min(annotated.count(",") + 1, MAX_DEVICES) if annotated else 0)
-    node = spec.node_name or ("" if _gate(pod) else _sent_to(pod))
+    node = spec.node_name or ("" if gate_of(pod) else sent_to(pod))
     stage = _stage(pod, gpus, node, None)
     return PodView(
         uid=meta.uid,
@@ -237,7 +215,7 @@ def _plain_view(pod: Pod, problem: str) -> PodView:
         job_uid=owner.uid if owner is not None else "",
         index=bounded_number(meta.labels.get(labels.WORKER, "")) or 0,
         attempt=bounded_number(meta.labels.get(labels.ATTEMPT, "")) or 0,
-        exit_code=_exit_code(pod),
+        exit_code=exit_code_of(pod),
         requested=requested,
         problem=problem[:300],
     )
@@ -254,17 +232,19 @@ def elastic_owner(meta: Metadata) -> OwnerReference | None:
 def pod_view(pod: Pod) -> PodView:
     """Return the view of `pod`. Raises InvalidFieldError for invalid annotations."""
     meta, spec = pod.metadata, pod.spec
-    gate = _gate(pod)
-    stand_in = "" if gate else _opened_on(meta.annotations or {})
-    reserved_on = "" if gate else _reserved_on(meta.annotations or {})
-    node = spec.node_name or reserved_on or ("" if gate else _sent_to(pod) or stand_in)
+    gate = gate_of(pod)
+    stand_in = "" if gate else opened_on(meta.annotations or {})
+    reserved_on = "" if gate else reserved_node(meta.annotations or {})
+    node = spec.node_name or reserved_on or ("" if gate else sent_to(pod) or stand_in)
     moved = bool(reserved_on) and node != reserved_on  # its annotation names devices of another node
     share = _share(pod)
-    requested = gpus_of(spec)
+    requested, annotated = gpus_of(spec), (meta.annotations or {}).get(labels.DEVICES, "")
     gpus = min(dict(share).get("gpu_devices", 1), MAX_DEVICES) if share else requested
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = elastic_owner(meta) is not None
-    if not gpus and not elastic:
+    if elastic and not gpus:
+        gpus = min(annotated.count(",") + 1, MAX_DEVICES)  # a worker that shares GPUs requests none of them
+    if not gpus:
         return _non_gpu_view(pod)
     return PodView(
         uid=meta.uid,
@@ -276,17 +256,18 @@ def pod_view(pod: Pod) -> PodView:
         node=intern(node),
         bound=bool(spec.node_name),
         running=pod.status.phase == "Running",
-        devices=None if moved else _devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
+        devices=None if moved else _devices(annotated, gpus),
         gate=gate,
         controller_uid=intern(owner.uid) if owner is not None else "",
         controller_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
         job_uid=owner.uid if owner is not None and elastic else "",
-        exit_code=_exit_code(pod),
-        lost=_lost(pod),
+        exit_code=exit_code_of(pod),
+        ended_at=ended_at(pod),
+        lost=lost_with(pod),
         start_failure=trouble_of(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
-        constraints=_own_constraints(pod, gate),
+        constraints=own_constraints(pod, gate),
         claims=claims_of(spec),
         needs=resource_requests_of(spec),
         owner=None if elastic else owner_of(pod),
@@ -302,7 +283,7 @@ def pod_view(pod: Pod) -> PodView:
         labels=meta.labels,
         other_gate=next((one.name for one in spec.scheduling_gates if one.name != labels.QUOTA_GATE), ""),
         scheduler="" if spec.scheduler_name == DEFAULT_SCHEDULER else spec.scheduler_name,
-        unhealthy_gpu=_unhealthy_gpu(pod),
+        unhealthy_gpu=unhealthy_gpu(pod),
         **{**_wishes(meta.labels, meta.annotations or {}), **(_gang(pod) if gate is None and not elastic else {})},
     )
 
@@ -354,75 +335,6 @@ def _share(pod: Pod) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(share_of_pod(annotations, {}).items()))
 
 
-def _gate(pod: Pod) -> GateShape | None:
-    index = next((i for i, gate in enumerate(pod.spec.scheduling_gates) if gate.name == labels.QUOTA_GATE), None)
-    if index is None:
-        return None
-    affinity = pod.spec.affinity
-    depth = 0 if affinity is None else 1 if affinity.node_affinity is None else 2
-    terms = _terms(pod)
-    shape = None if terms is None else tuple(bool(term.match_fields) for term in terms)
-    return GateShape(
-        index=index,
-        affinity=depth,
-        terms=shape,
-        expressions=tuple(bool(term.match_expressions) for term in terms or ()),
-        annotated=pod.metadata.annotations is not None,
-        selects=bool(pod.spec.node_selector),
-        prefers=depth == 2 and bool(affinity.node_affinity.preferred),  # type: ignore[union-attr] # by its depth
-    )
-
-
-def _terms(pod: Pod) -> tuple[NodeSelectorTerm, ...] | None:
-    affinity = pod.spec.affinity
-    if affinity is None or affinity.node_affinity is None or affinity.node_affinity.required is None:
-        return None
-    return affinity.node_affinity.required.node_selector_terms
-
-
-def _sent_to(pod: Pod) -> str:
-    """Return the node that the pod was admitted to, which is the last field of all its node selector terms; "" if none.
-
-    The user's own fields come before it, and may name other nodes.
-    """
-    terms = _terms(pod)
-    if not terms or labels.DEVICES not in (pod.metadata.annotations or {}):
-        return ""
-    last = terms[0].match_fields[-1:]
-    pins = (m.values[0] for m in last if m.key == NODE_NAME_FIELD and m.operator == "In" and len(m.values) == 1)
-    return next(pins, "")
-
-
-def _own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
-    """Return the constraints that the pod was created with, without those of its admission.
-
-    The pool that a label requests is left out at every stage: the plan considers only nodes of that pool anyway, and an
-    admission to a stand-in adds it to the node selector, where it may have been before. So is the exclusion of pools.
-    """
-    spec, annotations = pod.spec, pod.metadata.annotations or {}
-    selector = spec.node_selector
-    if selector.get(labels.POOL) and selector[labels.POOL] == pod.metadata.labels.get(labels.POOL):
-        selector = {key: value for key, value in selector.items() if key != labels.POOL}
-        spec = msgspec.structs.replace(spec, node_selector=selector)
-    constraints = constraints_of(spec)
-    not_pinned = labels.OPENED in annotations or labels.RESERVED_ON in annotations
-    pinned = gate is None and labels.DEVICES in annotations and not not_pinned
-    return constraints.unpinned() if pinned else constraints.within_any_pool()
-
-
-def _opened_on(annotations: Mapping[str, str]) -> str:
-    """Return the stand-in to which the pod was admitted; "" for a real node."""
-    stand_in = annotations.get(labels.OPENED, "")
-    return intern(stand_in) if stand_in and labels.DEVICES in annotations and pool_of(stand_in) else ""
-
-
-def _reserved_on(annotations: Mapping[str, str]) -> str:
-    """Return the node on which a pod that is not pinned holds devices, or NOWHERE; "" for a pinned pod."""
-    if labels.DEVICES not in annotations or (node := annotations.get(labels.RESERVED_ON)) is None:
-        return ""
-    return intern(node) if node else NOWHERE
-
-
 def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
     """Return the devices in the format of the admission patch; None for any other text."""
     if not text or len(text) > _LONGEST_DEVICES:
@@ -464,76 +376,6 @@ def _group_size(text: str) -> int:
     if size is None:
         raise InvalidFieldError(labels.POD_GROUP_SIZE, text, f"it must be a whole number, at most {MAX_GROUP}")
     return size
-
-
-def _exit_code(pod: Pod) -> int | None:
-    """Return the first terminated container's exit code; KILLED if the pod was ended by a disruption."""
-    if pod.status.phase not in {"Succeeded", "Failed"}:
-        return None
-    if _lost(pod):
-        return KILLED
-    ended = next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
-    if ended is None:
-        return 0 if pod.status.phase == "Succeeded" else KILLED
-    return ended.exit_code
-
-
-def _lost(pod: Pod) -> str:
-    """Return why a pod was ended that did not end by itself: a drain, an eviction, the end of its node.
-
-    A container that exceeds its own limit of memory or storage sets no DisruptionTarget.
-    """
-    found = (c for c in pod.status.conditions if c.type == "DisruptionTarget" and c.status == "True")
-    return next((f"{c.reason or c.type}: {c.message}".removesuffix(": ")[:300] for c in found), "")
-
-
-def trouble_of(pod: Pod) -> str:
-    """Return why the pod does not start, as reported by kube-scheduler or the kubelet; "" without a failure."""
-    for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
-        waiting = status.state.waiting
-        if waiting is not None and waiting.reason in _TROUBLE:
-            return f"{waiting.reason}: {waiting.message}"[:300]
-    if pod.status.phase != "Pending" or pod.spec.node_name:
-        return ""
-    for condition in pod.status.conditions:
-        if condition.type == "PodScheduled" and condition.reason == "Unschedulable":
-            return f"Unschedulable: {condition.message}"[:300]
-    return ""
-
-
-def _unhealthy_gpu(pod: Pod) -> str:
-    """Return a GPU of the pod that its kubelet reports as unhealthy; "" if none."""
-    statuses = (*pod.status.container_statuses, *pod.status.init_container_statuses)
-    gpus = (one for s in statuses for one in s.allocated_resources_status if one.name == labels.GPU_RESOURCE)
-    return next((device.resource_id for one in gpus for device in one.resources if device.health == "Unhealthy"), "")
-
-
-def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:
-    """Return a pod that cannot be decoded, with the fields that determine its devices; others have their defaults."""
-    given = msgspec.json.decode(raw)
-    spec, status = _fields(given, "spec"), _fields(given, "status")
-    limits = [_fields(_fields(one, "resources"), "limits") for one in _items(spec, "containers")]
-    inits = [_fields(_fields(one, "resources"), "limits") for one in _items(spec, "initContainers")]
-    return Pod(
-        metadata=msgspec.convert(_fields(given, "metadata"), Metadata),
-        spec=PodSpec(
-            node_name=str(spec.get("nodeName") or ""),
-            containers=tuple(Container(resources=Resources(limits=one)) for one in limits),
-            init_containers=tuple(Container(resources=Resources(limits=one)) for one in inits),
-        ),
-        status=PodStatus(phase=str(status.get("phase") or "")),
-        problem=problem,
-    )
-
-
-def _fields(given: object, name: str) -> dict[str, Any]:
-    found = given.get(name) if isinstance(given, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _items(given: dict[str, Any], name: str) -> list[Any]:
-    found = given.get(name)
-    return found if isinstance(found, list) else []
 
 
 # Jobs for the scheduler
@@ -586,47 +428,6 @@ def _unnamed(
     )
 
 
-class _Template(msgspec.Struct, frozen=True):
-    spec: PodSpec = PodSpec()
-
-
-def _template_of(job: ElasticJob) -> PodSpec:
-    try:
-        return msgspec.json.decode(job.spec.template, type=_Template).spec
-    except msgspec.DecodeError as error:
-        raise InvalidFieldError("template", "of pods", str(error)) from None
-
-
 def claims_of(spec: PodSpec) -> tuple[str, ...]:
     """Return the PersistentVolumeClaims that the pod's volumes refer to."""
     return tuple(v.persistent_volume_claim.claim_name for v in spec.volumes if v.persistent_volume_claim is not None)
-
-
-def elastic_job(
-    job: ElasticJob,
-    requests: Mapping[str, Any] | None = None,
-    volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
-) -> CountedJobSpec:
-    """Return the ElasticJob as the scheduler's job. Raises InvalidFieldError.
-
-    `requests` are the namespace's default requests, `volume_terms(namespace, claims)` are the terms of the nodes on
-    which the claims' volumes can be mounted.
-    """
-    spec, template = job.spec, completed(_template_of(job), requests or {})
-    kept = () if spec.checkpoint is None else (spec.checkpoint.claim_name,)
-    constraints = constraints_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
-    chosen = {
-        **as_read(spec),
-        **resource_requests_of(template).constraints(),
-        **constraints.constraints(),
-    }
-    named = {
-        "name": short_name(job.metadata.name),
-        "project": job.metadata.namespace,
-        "command": ("pod",),
-        "labels": job.metadata.labels,
-    }
-    try:
-        return msgspec.convert({**named, **chosen}, CountedJobSpec, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidFieldError("spec", chosen, str(error)) from None

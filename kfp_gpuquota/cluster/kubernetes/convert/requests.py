@@ -13,7 +13,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import GateShape, PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
 
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from kfp_gpuquota.api.node import MAX_MEMORY_RESERVE, SharingRules
+from kfp_gpuquota.api.node import MAX_MEMORY_RESERVE, MAX_SMALLEST_SHARE, SharingRules
+from kfp_gpuquota.api.share import SMALLEST_FRACTION
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS
 from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import (
@@ -130,7 +131,11 @@ def _sharing() -> Schema:
     return {
         "type": "object",
         "description": "How GPUs are shared. Running pods keep their shares.",
-        "default": {"maxSharers": _SHARING.max_sharers, "memoryReserve": _SHARING.memory_reserve},
+        "default": {
+            "maxSharers": _SHARING.max_sharers,
+            "memoryReserve": _SHARING.memory_reserve,
+            "smallestShare": _SHARING.smallest_share,
+        },
         "properties": {
             "maxSharers": {
                 "type": "integer",
@@ -145,6 +150,13 @@ def _sharing() -> Schema:
                 "minimum": 0,
                 "maximum": MAX_MEMORY_RESERVE,
                 "description": "The part of each GPU's memory that is the driver's. Fractions are parts of the rest.",
+            },
+            "smallestShare": {
+                "type": "number",
+                "default": _SHARING.smallest_share,
+                "minimum": SMALLEST_FRACTION,
+                "maximum": MAX_SMALLEST_SHARE,
+                "description": "The smallest fraction of a GPU that a new pod or ElasticJob may request.",
             },
         },
     }

@@ -159,7 +159,7 @@ class ElasticJobs:
 
     def _emit_excluded_nodes(self, uid: str) -> None:
         job = self.book.jobs[uid]
-        if not (job.status.phase.final or job.ending):
+        if not job.over:
             self.book.emit(scheduler.NodesBarred(uid, self.book.runtime_states[uid].excluded_nodes))
 
     # Objects
@@ -218,7 +218,7 @@ class ElasticJobs:
             self.statuses.changed(uid)
             return
         self.book.commit(Change(jobs={uid: record}))
-        if not (record.status.phase.final or record.ending):
+        if not record.over:
             self.readiness.announce(uid)
         self._follow_spec(uid)
 
@@ -234,12 +234,11 @@ class ElasticJobs:
     def _follow_spec(self, uid: str) -> None:
         """Apply changes of the specification: suspend, resume, and fields that may change while the job waits."""
         job, spec = self.book.jobs[uid], self.book.runtime_states[uid].object.spec
-        if job.status.phase.final or job.ending:
+        if job.over:
             return
-        suspended = job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND
-        if spec.suspend and not suspended:
+        if spec.suspend and not job.suspended:
             self.decisions.stop(job, Intent.SUSPEND, requests.SUSPENDED)
-        elif suspended and not spec.suspend:
+        elif job.suspended and not spec.suspend:
             with self.decisions.decide() as recorder:
                 recorder.resume(job)
         else:

@@ -54,8 +54,8 @@ class JobTimers:
             state.timer = asyncio.get_running_loop().call_later(delay, self._due, uid, deadline.due)
 
     def _due(self, uid: str, due: Due) -> None:
-        state, job = self._book.runtime_states.get(uid), self._book.jobs.get(uid)
-        if state is None or job is None:
+        state = self._book.runtime_states.get(uid)
+        if state is None or uid not in self._book.jobs:
             return
         meta = state.object.metadata
         path = join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name)
@@ -69,7 +69,7 @@ class JobTimers:
             self._writer.submit(write, found, lambda _: self._extend_lease(uid))
         else:
             why = f"it ran for {state.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
-            self._decisions.stop(job, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
+            self._decisions.stop_unless_over(uid, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
 
     def _later(self, uid: str) -> None:
         asyncio.get_running_loop().call_later(AGAIN_S, self._due, uid, Due.FORGET)
@@ -80,7 +80,7 @@ class JobTimers:
         So the object is read first; if the response was slow, the lease is extended by its whole duration.
         """
         state, job = self._book.runtime_states.get(uid), self._book.jobs.get(uid)
-        if state is None or job is None or job.status.phase.final or job.ending:
+        if state is None or job is None or job.over:
             return
         found = msgspec.json.decode(answer, type=ElasticJob)
         if time.monotonic() - requested_at > PROMPT_S:
@@ -119,15 +119,14 @@ class JobTimers:
 
     def _abandon(self, uid: str) -> None:
         """Cancel the job: its lease has expired, and there will be no further attempt of its step."""
-        state, job = self._book.runtime_states.get(uid), self._book.jobs.get(uid)
-        if state is None or job is None or job.status.phase.final or job.ending:
+        if (state := self._book.runtime_states.get(uid)) is None:
             return
         lease = state.object.spec.lease
         if lease is None or lease.duration_seconds == 0:
-            why = (lease.reason if lease else "") or _CANCELLED
-            self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
-            return
-        self._decisions.stop(job, Intent.CANCEL, requests.lease_ended(lease.duration_seconds))
+            reason = Reason(code=ReasonCode.USER, message=(lease.reason if lease else "") or _CANCELLED)
+        else:
+            reason = requests.lease_ended(lease.duration_seconds)
+        self._decisions.stop_unless_over(uid, Intent.CANCEL, reason)
 
     def _extend_lease(self, uid: str) -> None:
         if (state := self._book.runtime_states.get(uid)) and uid in self._book.jobs:

@@ -256,6 +256,7 @@ class Terminated(Struct, frozen=True):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
+    finished_at: datetime | None = None
 
 
 class Waiting(Struct, frozen=True):

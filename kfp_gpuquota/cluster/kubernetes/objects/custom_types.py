@@ -109,8 +109,8 @@ class ElasticJobSpec(Struct, frozen=True):
     lease: JobLease | None = None
 
 
-class LastEviction(Struct, frozen=True):
-    """When and why the job was last evicted."""
+class JobOccurrence(Struct, frozen=True):
+    """When something last happened to the job, and why."""
 
     time: datetime
     reason: str = ""
@@ -185,7 +185,11 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     last_restart_time: datetime | None = None
     completing: bool = False
     evictions: int = 0
-    last_eviction: LastEviction | None = None
+    last_eviction: JobOccurrence | None = None
+    last_failure: JobOccurrence | None = None
+    moves: int = 0
+    last_move: JobOccurrence | None = None
+    growth_failed: str | None = None
     progress: TrainingProgress | None = None
     attempt: int = 0
     next_index: int = 0

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import NO_GANG, GangNote
 from kfp_gpuquota.cluster.kubernetes.convert.owners import Rest
-from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE, PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
 from kfp_gpuquota.cluster.kubernetes.pods.group_stages import Group, GroupKey, GroupStage
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 

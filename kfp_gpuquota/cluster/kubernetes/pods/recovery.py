@@ -20,7 +20,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kfp_gpuquota.cluster.kubernetes.convert.pods import NOWHERE, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

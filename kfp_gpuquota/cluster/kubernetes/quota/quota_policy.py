@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.node import SharingRules
+from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
@@ -67,7 +68,7 @@ RECREATING_OWNERS: Final = frozenset(
 )
 """Owners (API group/kind) whose controllers recreate a deleted pod."""
 
-_SHARING: Final = {"max_sharers": "maxSharers", "memory_reserve": "memoryReserve"}
+_SHARING: Final = {"max_sharers": "maxSharers", "memory_reserve": "memoryReserve", "smallest_share": "smallestShare"}
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +129,12 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether the namespace is exempt from `unmanaged`."""
         return namespace.startswith(EXEMPT_PREFIXES) or namespace in self.exempt_namespaces
 
-    def refuse_shares_in(self, pool: str) -> None:
-        """Raise InvalidFieldError for an autoscaled pool: a share needs a device of a real node, not of a stand-in."""
+    def check_share(self, fraction: float | None, pool: str) -> None:
+        """Raise InvalidFieldError for a share that is too small, or in an autoscaled pool.
+
+        There it would need a device of a real node, not of a stand-in.
+        """
+        refuse_small_share(fraction, None, self.sharing.smallest_share)
         if any(one.name == pool for one in self.pools):
             raise InvalidFieldError(
                 labels.POOL, pool, "it is autoscaled, and gives whole GPUs only", hint="ask for nvidia.com/gpu there"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
 from kfp_gpuquota.api.resources import plain_job, plain_node
@@ -19,8 +19,14 @@ from kfp_gpuquota.api.validation import check_no_runtime_env
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of, reason_of, resizes_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
+    occurrence_of,
+    progress_of,
+    reason_of,
+    resizes_of,
+)
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
@@ -143,7 +149,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
     return Job(
         uid=stored.metadata.uid,
-        spec=msgspec.structs.replace(plain_job(translate.elastic_job(stored)), command=_command(stored)),
+        spec=msgspec.structs.replace(plain_job(job_spec_of(stored)), command=_command(stored)),
         status=JobStatus(
             phase=Phase(status.phase or Phase.PENDING),
             reason=_trouble(status) or _reason(status.reason, status.message),
@@ -151,7 +157,10 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             generation=status.generation,
             restarts=status.restarts,
             evictions=status.evictions,
-            last_eviction=_eviction(stored),
+            last_eviction=occurrence_of(status.last_eviction),
+            last_failure=occurrence_of(status.last_failure),
+            moves=status.moves,
+            last_move=occurrence_of(status.last_move),
             exit_code=status.exit_code,
             submitted_at=_seconds(stored.metadata.creation_timestamp) or 0.0,
             started_at=_seconds(status.start_time),
@@ -280,14 +289,6 @@ def _used(held: Iterable[int], shares: Iterable[ShareView]) -> dict[int, float]:
 
 def _reason(code: str, message: str) -> Reason | None:
     return reason_of(code, message) if message else None
-
-
-def _eviction(stored: ElasticJob) -> Eviction | None:
-    last = stored.status.last_eviction
-    if last is None:
-        return None
-    reason = _reason(last.reason, last.message) or Reason(code=ReasonCode.PREEMPTED, message=last.message)
-    return Eviction(at=last.time.timestamp(), reason=reason)
 
 
 def _seconds(at: datetime | None) -> float | None:

@@ -74,6 +74,9 @@ class WorkerRuntime(Protocol):
     def exit_code(self, worker: Worker) -> int:
         """Return the exit code of a worker for which `adopt` returned ENDED."""
 
+    def ended_at(self, worker: Worker) -> float | None:
+        """Return when the worker has ended, in seconds since 1970 by its machine's clock; None where it is unknown."""
+
     def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:
         """Return why the machine ended the worker; None where it did not."""
 
@@ -159,6 +162,10 @@ class LocalRuntime:
     def exit_code(self, worker: Worker) -> int:
         """Return the exit code that the worker's shim recorded."""
         return shims.exit_code(self._directory(worker))
+
+    def ended_at(self, worker: Worker) -> float | None:
+        """Return the time that the worker's shim recorded."""
+        return shims.ended_at(self._directory(worker))
 
     def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:
         """Return that the kernel ended it for its memory limit, if it did."""

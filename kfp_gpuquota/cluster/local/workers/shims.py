@@ -208,6 +208,12 @@ def exit_code(directory: Path) -> int:
     return int(ended["code"]) if ended else EXIT_SHIM_LOST
 
 
+def ended_at(directory: Path) -> float | None:
+    """Return when the worker has ended, in seconds since 1970; None if its shim could not record it."""
+    at = (_read_json(directory / "exit.json") or {}).get("at")
+    return float(at) if isinstance(at, int | float) else None
+
+
 def lease_ended(directory: Path) -> bool:
     """Return whether the worker was ended because its lease expired."""
     return bool((_read_json(directory / "exit.json") or {}).get("lease_ended", False))

@@ -11,7 +11,6 @@ Rejected: the epoch alone, since deleting the Lease resets it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
@@ -21,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.store import RESERVED_AT_ONCE
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import pod_builder
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
+from kfp_gpuquota.engine.memberships import Access, open_membership
 from kfp_gpuquota.engine.notices import MembershipNotices
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership.service import MembershipService
@@ -73,26 +73,14 @@ class JobMembership:
     def open(self, job: JobRecord) -> None:
         """Open the job's membership, with the workers that still run."""
         state = self._book.runtime_states[job.uid]
-        running = [record.worker.id for record in self._book.alive_of(job.uid)]
         first = max(state.reserved, self._epoch * EPOCH_SPAN) + 1
         state.reserved = first - 1 + RESERVED_AT_ONCE
         shards = len(self._settings.shards)
         if shards and not 0 <= state.shard < shards:
             state.shard = shard_of(job.uid, shards)
         self._statuses.changed(job.uid)
-        self.service.open(
-            job.uid,
-            pod_builder.token_of(job.uid, self._settings.key),
-            min_workers=job.spec.smallest // job.spec.worker_gpus,
-            first_generation=first,
-            running=running,
-            limits=dataclasses.replace(LIMITS, leave_s=job.spec.grace_period_s),
-            trained=[worker for worker in running if worker in job.members],
-            worker_prefix=f"{job.uid}-",
-            attempt=job.attempt,
-            stored=state.durable,
-        )
-        self.service.set_target(job.uid, self._book.wanted_of(job.uid))
+        access = Access(pod_builder.token_of(job.uid, self._settings.key), first, state.durable)
+        open_membership(self._book, self.service, job, access, LIMITS)
 
     # As `shards.leader_end.ShardedJobs`
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes.convert import pods
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of, worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import NO_RETRIES, RetryFields
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of, resizes_of, size_changes
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
+    occurrence_of,
+    progress_of,
+    resizes_of,
+    size_changes,
+    stored_occurrence,
+)
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import pod_name
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, LastEviction, TrainingProgress
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, TrainingProgress
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 
 if TYPE_CHECKING:
@@ -37,18 +43,18 @@ def record_of(
     Raises InvalidFieldError for an invalid specification.
     """
     meta, status = job.metadata, job.status
-    evicted = status.last_eviction
     return JobRecord(
         uid=meta.uid,
-        spec=pods.elastic_job(job, requests, volume_terms),
+        spec=job_spec_of(job, requests, volume_terms),
         status=JobStatus(
             phase=Phase(status.phase),
             reason=_reason(status.reason, status.message),
             restarts=status.restarts,
             evictions=status.evictions,
-            last_eviction=None
-            if evicted is None
-            else Eviction(at=evicted.time.timestamp(), reason=_reason(evicted.reason, evicted.message) or _UNKNOWN),
+            last_eviction=occurrence_of(status.last_eviction),
+            last_failure=occurrence_of(status.last_failure),
+            moves=status.moves,
+            last_move=occurrence_of(status.last_move),
             exit_code=status.exit_code,
             submitted_at=_seconds(meta.creation_timestamp) or 0.0,
             started_at=_seconds(status.start_time),
@@ -58,6 +64,7 @@ def record_of(
             resizes=resizes_of(status.resizes),
         ),
         incident_at=_seconds(status.last_restart_time),
+        growth_failed=_reason(ReasonCode.WORKER_FAILED, status.growth_failed) if status.growth_failed else None,
         size=status.training_gpus,
         intent=Intent(status.intent),
         attempt=status.attempt,
@@ -68,9 +75,6 @@ def record_of(
         generation=status.generation,
         members=tuple(worker_id(meta.uid, index) for index in status.ranks),
     )
-
-
-_UNKNOWN: Final = Reason(code=ReasonCode.RECLAIMED, message="")
 
 
 def _reason(code: str, message: str) -> Reason | None:
@@ -166,7 +170,7 @@ def status_of(
     """Return the status of the job's object."""
     status = record.status
     alive = [worker.worker for worker in workers if worker.alive]
-    evicted, progress = status.last_eviction, status.progress
+    progress = status.progress
     result = next((w.worker.index for w in workers if w.worker.id == status.result_worker), None)
     return ElasticJobStatus(
         phase=status.phase.value,
@@ -186,13 +190,11 @@ def status_of(
         last_restart_time=_time(record.incident_at),
         completing=record.completing,
         evictions=status.evictions,
-        last_eviction=None
-        if evicted is None
-        else LastEviction(
-            time=datetime.fromtimestamp(int(evicted.at), UTC),
-            reason=evicted.reason.code.value,
-            message=evicted.reason.message,
-        ),
+        last_eviction=stored_occurrence(status.last_eviction),
+        last_failure=stored_occurrence(status.last_failure),
+        moves=status.moves,
+        last_move=stored_occurrence(status.last_move),
+        growth_failed=record.growth_failed.message if record.growth_failed else None,
         progress=None if progress is None else msgspec.convert(progress, TrainingProgress, from_attributes=True),
         attempt=record.attempt,
         next_index=record.next_index,

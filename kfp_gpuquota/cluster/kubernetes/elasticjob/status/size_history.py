@@ -1,4 +1,4 @@
-"""Converts a job's progress and changes of size to its status, and back. Pure.
+"""Converts a job's progress, changes of size and what last happened to it to its status, and back. Pure.
 
 Only the last changes are kept: each change writes the whole status, which must not grow without bound.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Progress, Reason, ReasonCode, Resize
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import SizeChange
+from kfp_gpuquota.api import Occurrence, Progress, Reason, ReasonCode, Resize
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import JobOccurrence, SizeChange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,23 @@ def size_changes(resizes: Sequence[Resize]) -> tuple[SizeChange, ...]:
 def resizes_of(stored: Sequence[SizeChange]) -> tuple[Resize, ...]:
     """Return the changes of size from the status."""
     return tuple(map(_resize, stored))
+
+
+def occurrence_of(stored: JobOccurrence | None) -> Occurrence | None:
+    """Return what last happened to a job from its status."""
+    return (
+        None
+        if stored is None
+        else Occurrence(at=stored.time.timestamp(), reason=reason_of(stored.reason, stored.message))
+    )
+
+
+def stored_occurrence(happened: Occurrence | None) -> JobOccurrence | None:
+    """Return what last happened to a job, for its status."""
+    if happened is None:
+        return None
+    at = datetime.fromtimestamp(int(happened.at), UTC)
+    return JobOccurrence(time=at, reason=happened.reason.code.value, message=happened.reason.message)
 
 
 def reason_of(code: str, message: str) -> Reason:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
-from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_status import KILLED
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, with_rank, worker_record
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S
 from kfp_gpuquota.engine.job_book import Change
-from kfp_gpuquota.engine.lifecycle import finished
-from kfp_gpuquota.engine.records import WorkerRecord, leaving, with_status
+from kfp_gpuquota.engine.lifecycle import after_worker_runs, finished
+from kfp_gpuquota.engine.records import WorkerRecord, leaving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,14 +49,21 @@ class WorkerPodEvents:
 
         Those of one job are processed together, completed ones first: an exit is judged by the job's other workers.
         """
-        for exits in self._exits.values():
+        for uid, exits in self._exits.items():
             pods = sorted(exits.values(), key=lambda pod: (pod.exit_code != 0, pod.index))
+            self._count_unseen_run(uid, max(pods, key=lambda pod: (pod.attempt, pod.index)))
             records = [self._last_known(pod) for pod in pods]
             for position, (pod, record) in enumerate(zip(pods, records, strict=True)):
                 if record.alive:
                     self._ended(pod, pod.exit_code, records[position + 1 :])
         self._exits.clear()
         self.started = True
+
+    def _count_unseen_run(self, uid: str, pod: PodView) -> None:
+        """Count a run whose pods were created and have ended before its start was written to the status."""
+        job = self._book.jobs[uid]
+        if pod.attempt > job.attempt:
+            self._book.record(counting(job, msgspec.structs.replace(pod, stage=Stage.ASSIGNED)))
 
     def put_pod(self, pod: PodView) -> None:
         """Process a new or changed pod of a worker."""
@@ -96,7 +104,7 @@ class WorkerPodEvents:
         if before is None:
             job = counting(job, pod)
         if pod.running and job.status.phase is Phase.STARTING:
-            job = with_status(job, phase=Phase.RUNNING)
+            job = after_worker_runs(job)
             state.held_back = ""
             state.hold_pauses.reset()
         if after == before and job is self._book.jobs[job.uid]:
@@ -104,7 +112,7 @@ class WorkerPodEvents:
         self._book.commit(Change(jobs={job.uid: job}, workers={worker: after}))
         if self.started:
             self._decisions.workers_changed(job.uid)
-        if before is None and self.started and (job.status.phase.final or job.ending):
+        if before is None and self.started and job.over:
             self._workers.delete(worker, job.spec.grace_period_s)
 
     def _held_by(self, pod: PodView, worker: str) -> tuple[str, tuple[int, ...]]:
@@ -141,7 +149,8 @@ class WorkerPodEvents:
             known = msgspec.structs.replace(known, lost_with=pod.lost)
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
-        self._decisions.worker_ended(known, KILLED if exit_code is None or killed else exit_code, ending=ending)
+        code = KILLED if exit_code is None or killed else exit_code
+        self._decisions.worker_ended(known, code, at=pod.ended_at, ending=ending)
 
     def _restore_ended(self, pod: PodView) -> None:
         """Restore a worker whose exit an earlier controller has processed.

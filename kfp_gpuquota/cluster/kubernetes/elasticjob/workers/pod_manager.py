@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, Reason, ReasonCode
+from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert import requests
@@ -182,7 +182,7 @@ class WorkerPods:
         job = self._book.jobs.get(uid)
         if job is not None and uid in self._book.runtime_states:
             self._book.runtime_states[uid].held_back = ""
-            if job.status.phase is not Phase.SUSPENDED and not job.status.phase.final and not job.ending:
+            if not job.suspended and not job.over:
                 self._book.emit(scheduler.JobResumed(uid))
 
     def kill(self, worker: str) -> None:

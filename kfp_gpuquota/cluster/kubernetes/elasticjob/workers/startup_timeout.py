@@ -28,7 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import (
     StartingWorker,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.engine.records import Intent, with_status
+from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Readiness:
     def begin_anew(self, uid: str) -> None:
         """Reset the job's retries after its user resumed it or changed its template."""
         state, job = self._book.runtime_states[uid], self._book.jobs[uid]
-        if (state.requeue is None and state.grow is None) or job.status.phase.final or job.ending:
+        if (state.requeue is None and state.grow is None) or job.over:
             return
         state.requeue = state.grow = None
         self._book.emit(scheduler.JobDeferred(uid, 0.0, _reason("")))
@@ -239,7 +239,7 @@ class Readiness:
         self._warn_user(state, retry.message)
         self._note_nodes(job, state, pods, retry.count)
         self._defer(job.uid, retry)
-        self._book.record(with_status(job, reason=_reason(retry.message)))
+        self._decisions.explain(job.uid, _reason(retry.message))
         for pod in late:
             self._pod_events.remake(pod)
 

@@ -1,0 +1,105 @@
+"""What the controller watches: the kinds of objects, and the part that processes each of them.
+
+An object that cannot be read is quarantined, until it is changed or deleted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
+from kfp_gpuquota.cluster.kubernetes.convert.unreadable_pods import recovered_pod
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
+    from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
+    from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
+    from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
+    from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
+    from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+
+PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
+FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})
+LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
+_OURS: Final = f"/apis/{labels.API_VERSION}"
+_NAMES: Final = {"PolicyObject": "WorkloadPolicy", "QuotaPolicyObject": "QuotaPolicy"}  # of structs of another name
+
+
+class Watches:
+    """Makes the watches of a controller."""
+
+    def __init__(self, connection: Connection, quarantine: Quarantine) -> None:
+        self._connection, self._quarantine = connection, quarantine
+
+    def pods(
+        self, changed: Callable[[core_types.Pod], None], deleted: Callable[[str], None]
+    ) -> Reflector[core_types.Pod]:
+        """Return the watch of pods; `changed` quarantines them itself."""
+        return self._watch("/api/v1/pods", core_types.Pod, changed, deleted, recover=recovered_pod)
+
+    def namespaces(
+        self, changed: Callable[[core_types.Namespace], None], deleted: Callable[[str], None]
+    ) -> Reflector[core_types.Namespace]:
+        """Return the watch of namespaces."""
+        return self._watch("/api/v1/namespaces", core_types.Namespace, changed, deleted)
+
+    def own_kinds(
+        self,
+        snapshot: Snapshot,
+        quota_changed: Callable[[custom_types.GpuQuota], None],
+        quota_deleted: Callable[[str], None],
+        rules: RulesBook,
+    ) -> list[Reflector[Any]]:
+        """Return the watches of this project's kinds."""
+        quotas, jobs = f"{_OURS}/gpuquotas", f"{_OURS}/elasticjobs"
+        awaited = {"not_installed_s": LOOKED_FOR_S}
+        return [
+            self._watch(quotas, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
+            self._watch(jobs, custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job, **awaited),
+            self._watch(quota_policy.PATH, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
+        ]
+
+    def cluster_kinds(self, snapshot: Snapshot, volumes: Volumes, limits: LimitRanges) -> list[Reflector[Any]]:
+        """Return the watches of Kubernetes' own kinds that decide where pods can run."""
+        claims, stored = "/api/v1/persistentvolumeclaims", "/api/v1/persistentvolumes"
+        return [
+            self._watch("/api/v1/nodes", core_types.Node, snapshot.put_node, snapshot.drop_node),
+            self._watch(claims, core_types.PersistentVolumeClaim, volumes.put_claim, volumes.drop_claim),
+            self._watch(stored, core_types.PersistentVolume, volumes.put_volume, volumes.drop_volume),
+            self._watch("/api/v1/limitranges", core_types.LimitRange, limits.put, limits.drop),
+        ]
+
+    def foreign_kinds(self, profiles: Profiles, ray: RayUnits) -> list[Reflector[Any]]:
+        """Return the watches of other projects' kinds, which need not be installed."""
+        profile, found = core_types.Profile, (profiles.put_profile, profiles.drop_profile)
+        return [
+            self._watch(PROFILES, profile, *found, optional=True, not_installed_s=LOOKED_FOR_S),
+            self._watch(ray_types.CLUSTERS, ray_types.RayCluster, ray.put_cluster, ray.drop_cluster, optional=True),
+            self._watch(ray_types.JOBS, ray_types.RayJob, ray.put_job, ray.drop_job, optional=True),
+        ]
+
+    def _watch(self, path: str, kind: Any, changed: Any, deleted: Any, **more: Any) -> Reflector[Any]:
+        def handled(found: Any) -> None:
+            changed(found)
+            if kind is not core_types.Pod:
+                self._quarantine.release(found.metadata.uid)
+
+        def released(uid: str) -> None:
+            self._quarantine.release(uid)
+            deleted(uid)
+
+        def quarantined(metadata: core_types.Metadata, problem: str) -> None:
+            version = path.removeprefix("/apis/").removeprefix("/api/").rpartition("/")[0]
+            name = _NAMES.get(kind.__name__, kind.__name__)
+            self._quarantine.put(Subject(name, metadata.name, metadata.namespace, metadata.uid, version), problem)
+
+        return Reflector(
+            self._connection, path, kind, changed=handled, deleted=released, quarantined=quarantined, **more
+        )

@@ -1,0 +1,78 @@
+"""Reads from a pod's status how it ended, and why it does not start. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod, Terminated
+
+KILLED: Final = 137  # 128 + SIGKILL: a shell's exit code of a killed process
+
+
+_TROUBLE: Final = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "CrashLoopBackOff",
+    }
+)
+
+
+def exit_code_of(pod: Pod) -> int | None:
+    """Return the first terminated container's exit code; KILLED if the pod was ended by a disruption."""
+    if pod.status.phase not in {"Succeeded", "Failed"}:
+        return None
+    if lost_with(pod):
+        return KILLED
+    ended = _terminated(pod)
+    if ended is None:
+        return 0 if pod.status.phase == "Succeeded" else KILLED
+    return ended.exit_code
+
+
+def ended_at(pod: Pod) -> float | None:
+    """Return when the first terminated container of a pod that is over has ended, by its kubelet's clock, if known."""
+    ended = _terminated(pod) if pod.status.phase in {"Succeeded", "Failed"} else None
+    return ended.finished_at.timestamp() if ended is not None and ended.finished_at is not None else None
+
+
+def _terminated(pod: Pod) -> Terminated | None:
+    return next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
+
+
+def lost_with(pod: Pod) -> str:
+    """Return why a pod was ended that did not end by itself: a drain, an eviction, the end of its node.
+
+    A container that exceeds its own limit of memory or storage sets no DisruptionTarget.
+    """
+    found = (c for c in pod.status.conditions if c.type == "DisruptionTarget" and c.status == "True")
+    return next((f"{c.reason or c.type}: {c.message}".removesuffix(": ")[:300] for c in found), "")
+
+
+def trouble_of(pod: Pod) -> str:
+    """Return why the pod does not start, as reported by kube-scheduler or the kubelet; "" without a failure."""
+    for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
+        waiting = status.state.waiting
+        if waiting is not None and waiting.reason in _TROUBLE:
+            return f"{waiting.reason}: {waiting.message}"[:300]
+    if pod.status.phase != "Pending" or pod.spec.node_name:
+        return ""
+    for condition in pod.status.conditions:
+        if condition.type == "PodScheduled" and condition.reason == "Unschedulable":
+            return f"Unschedulable: {condition.message}"[:300]
+    return ""
+
+
+def unhealthy_gpu(pod: Pod) -> str:
+    """Return a GPU of the pod that its kubelet reports as unhealthy; "" if none."""
+    statuses = (*pod.status.container_statuses, *pod.status.init_container_statuses)
+    gpus = (one for s in statuses for one in s.allocated_resources_status if one.name == labels.GPU_RESOURCE)
+    return next((device.resource_id for one in gpus for device in one.resources if device.health == "Unhealthy"), "")

@@ -1,0 +1,76 @@
+"""The same happens to a job on the embedded cluster and on Kubernetes, and it is told in the same sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kfp_gpuquota.api import JobSpec, Kind, Project
+from tests.simulation import kubernetes
+from tests.simulation.histories import (
+    Any_,
+    Crash,
+    History,
+    LoseNode,
+    Restart,
+    Resume,
+    SetQuota,
+    Silence,
+    Submit,
+    Suspend,
+)
+from tests.simulation.records import facts_of
+from tests.simulation.running import play
+from tests.simulation.trainings import ELASTIC
+
+
+def submit(name: str, gpus: int, command: str = "works", *, works_s: float | None = None, **more: Any) -> Submit:
+    steps = more.pop("steps", None)
+    given = {"project": "a", "grace_period_s": 10.0, **more}
+    spec = JobSpec(name=name, command=(command,), gpus=gpus, **given)
+    return Submit(spec, (0.3, 1.0, works_s, 1.0), steps)
+
+
+def elastic(name: str = "j01", low: int = 1, high: int = 3, **more: Any) -> Submit:
+    return submit(name, more.pop("gpus", high), ELASTIC, min_gpus=low, max_gpus=high, **more)
+
+
+HISTORIES: dict[str, tuple[tuple[float, Any_], ...]] = {
+    "a job succeeds": ((0.0, submit("j01", 2, works_s=20.0)),),
+    "a job fails": ((0.0, submit("j01", 2)), (20.0, Crash(0, 1))),
+    "a training ends": ((0.0, elastic(steps=30)),),
+    "a training loses a worker": ((0.0, elastic()), (20.0, Crash(1, 137))),
+    "a worker of a training hangs": ((0.0, elastic()), (20.0, Silence(1))),
+    "a worker hangs during a restart": ((0.0, elastic()), (20.0, Silence(1)), (0.2, Restart(1.0))),
+    "a training loses all its restarts": (
+        (0.0, elastic(max_restarts=1)),
+        *((30.0, Crash(0, 137)) for _ in range(3)),
+    ),
+    "a training is suspended and resumed": ((0.0, elastic()), (20.0, Suspend(0)), (20.0, Resume(0))),
+    "a training lends and takes back": (
+        (0.0, elastic(high=4)),
+        (20.0, submit("j03", 2, project="b", works_s=20.0)),
+    ),
+    "a growth fails": ((0.0, elastic(high=4, gpus=3)), (20.0, submit("j03", 1, works_s=30.0)), (61.0, Crash(3, 1))),
+    "a job is stopped for another": (
+        (0.0, submit("j01", 4)),
+        (20.0, submit("j03", 4, priority=90, works_s=20.0)),
+    ),
+    "a node is lost": ((0.0, elastic(high=8, gpus_per_worker=4, gpus=8, low=4)), (20.0, LoseNode(0, 60.0))),
+    "a gang loses its node": ((0.0, submit("j01", 6, gpus_per_worker=1)), (20.0, LoseNode(0, 20.0))),
+    "a quota grows": (
+        (0.0, submit("j01", 2, kind=Kind.BUILD, project="b")),
+        (20.0, SetQuota(Project(name="b", guaranteed=2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("happenings", HISTORIES.values(), ids=HISTORIES)
+def test_the_same_happens_to_a_job_on_both_kinds_of_cluster(happenings: tuple[tuple[float, Any_], ...]) -> None:
+    nodes = (4, 4) if any(isinstance(one, LoseNode) for _, one in happenings) else (4,)
+    projects = (Project(name="a", guaranteed=2), Project(name="b", guaranteed=1))
+    history = History(nodes, projects, happenings)
+    embedded = play(history).state.jobs.values()
+    on_kubernetes = kubernetes.play(history).records.values()
+    assert facts_of(embedded, of_a_cluster=False) == facts_of(on_kubernetes, of_a_cluster=False)
