@@ -64,7 +64,6 @@ MISTAKES = [
     ("submit x -e NAME -- true", "a variable is given as NAME=VALUE"),
     ("submit x --rehearse", "--rehearse needs the command, after --"),
     ("submit x --rehearse -- no-such-program", "'no-such-program' cannot be started here"),
-    ("submit x -i pytorch -- true", "images work on Kubernetes"),
     ("submit x --node node-9 -- true", "the cluster's nodes are node-0"),
     ("describe nothing", "project 'team-a' has no job 'nothing'; see what it has with: gpuquota list"),
     ("delete taken nothing", "has no job 'nothing', and nothing was deleted"),

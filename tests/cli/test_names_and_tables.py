@@ -48,10 +48,21 @@ def test_another_time_is_refused(text: str) -> None:
 
 def test_a_line_is_cut_to_the_terminal_and_a_script_gets_all_of_it() -> None:
     rows = [["x", "a reason that is longer than the terminal is wide"]]
-    cut = table(("JOB", "REASON"), rows, width=20)
-    assert cut.splitlines()[1] == "x     a reason that…"
+    cut = table(("JOB", "REASON"), rows, width=30)
+    assert cut.splitlines()[1] == "x     a reason that is longer…"
     assert "wide" in table(("JOB", "REASON"), rows)
     assert table(("JOB", "REASON"), rows, headers=False).startswith("x ")
+
+
+def test_a_sentence_without_space_beside_its_row_stands_below_it() -> None:
+    rows = [["a-job-with-a-name", "Pending", "why it waits, in several words"], ["b", "Running", ""]]
+    assert table(("JOB", "STATUS", "REASON"), rows, width=40).splitlines() == [
+        "JOB                 STATUS",
+        "  REASON",
+        "a-job-with-a-name   Pending",
+        "  why it waits, in several words",
+        "b                   Running",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,13 @@ _WORD: Final = re.compile(r"(?<![-\w'])([a-z]+(?:_[a-z]+)+|gpus)\b(, which is (?
 
 
 class Command(TyperCommand):
-    """A command whose refused values are reported in its own options."""
+    """A command whose refused values are reported in its own options; `--dry-run` may lack its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command."""
+        end = args.index("--") if "--" in args else len(args)
+        words = ["--dry-run=client" if word == "--dry-run" else word for word in args[:end]]
+        return super().parse_args(ctx, [*words, *args[end:]])
 
     def invoke(self, ctx: Any) -> Any:
         """Run it. Raises UsageError for a value that is refused."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api import Job, JobSpec, JobStatus, Kind
 from kfp_gpuquota.api.job import (
     DEFAULT_COOL_DOWN_S,
     DEFAULT_GRACE_PERIOD_S,
@@ -18,9 +18,18 @@ from kfp_gpuquota.api.job import (
 )
 from kfp_gpuquota.api.quantity import parse_cores, parse_gpu_memory, parse_mib, show_mib
 from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs, seconds, toleration_of, whole_number
+from kfp_gpuquota.cli.arguments.completion import complete_node
 from kfp_gpuquota.cli.arguments.mistakes import Command
-from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
-from kfp_gpuquota.cli.display.output import Format, show
+from kfp_gpuquota.cli.arguments.options import (
+    DryRun,
+    DryRunOption,
+    OutputOption,
+    ProjectOption,
+    client,
+    on_kubernetes,
+    project_or_configured,
+)
+from kfp_gpuquota.cli.display.output import Format, is_tabular, show
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.cli.jobs.rehearsal import rehearse_here
@@ -29,6 +38,8 @@ from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 _VARIABLE: Final = "a variable is given as NAME=VALUE"
 
@@ -92,7 +103,10 @@ PreemptibleOption = Annotated[
     bool | None, typer.Option("--preemptible/--not-preemptible", help="Whether others may take its GPUs back.")
 ]
 PriorityOption = Annotated[int | None, typer.Option("--priority", help="Within the project; default 50, sessions 100.")]
-NodeOption = Annotated[str | None, typer.Option("--node", metavar="NAME", help="Run on this node only.")]
+NodeOption = Annotated[
+    str | None,
+    typer.Option("--node", metavar="NAME", autocompletion=complete_node, help="Run on this node only."),
+]
 SelectorOption = Annotated[
     list[str] | None,
     typer.Option("--node-selector", metavar="K=V", help="A label its nodes must have; may be repeated."),
@@ -113,7 +127,7 @@ SpreadOption = Annotated[bool, typer.Option("--spread", help="Workers on as many
 EnvironmentOption = Annotated[
     list[str] | None, typer.Option("--environment", "-e", metavar="K=V", help="Set a variable; may be repeated.")
 ]
-ImageOption = Annotated[str | None, typer.Option("--image", "-i", metavar="IMAGE", help="On Kubernetes only.")]
+ImageOption = Annotated[str | None, typer.Option("--image", "-i", metavar="IMAGE", help="On Kubernetes; else ignored.")]
 DirectoryOption = Annotated[
     str | None, typer.Option("--working-dir", metavar="DIR", help="Where the command runs; else here.")
 ]
@@ -234,6 +248,7 @@ def submit(
     follow: FollowOption = False,
     label: LabelOption = None,
     rehearse: RehearseOption = False,
+    dry_run: DryRunOption = DryRun.NONE,
     program: ProgramOption = None,
     args: ProgramArgsOption = None,
     project: ProjectOption = "",
@@ -255,9 +270,10 @@ def submit(
       gpuquota submit bounded -g 1 --cpu-limit 4 --memory-limit 16Gi -- python train.py
       gpuquota submit piped -g 1 --runtime-env-json '{"pip": ["einops"]}' -- python train.py
       gpuquota submit sleeper -g 1 --command sleep --args infinity
+      gpuquota submit train3 -g 1 --dry-run=server -o yaml -- python train.py
     """
-    if follow and output not in {Format.TABLE, Format.WIDE}:
-        raise UsageError(f"--follow shows the job's log where -o {output.value} shows its record; choose one of them")
+    if follow and not is_tabular(output):
+        raise UsageError(f"--follow shows the job's log where -o {output} shows its record; choose one of them")
     if rehearse:
         rehearse_here(
             list(whole_command(command or [], program, args or [])),
@@ -315,6 +331,9 @@ def submit(
     )
     if here and not _is_found(spec):
         echo(f"warning: this machine has no program {spec.command[0]!r}", err=True)  # a node of a Ray cluster may
+    if dry_run is not DryRun.NONE:
+        _show_dry_run(reached, spec, dry_run, output)
+        return
     job = reached.submit(spec)
     if output is Format.TABLE:
         for field, policy in job.status.set_by.items():
@@ -326,6 +345,17 @@ def submit(
     show(job, output)
     if follow:
         raise typer.Exit(follow_to_the_end(reached, project, name))
+
+
+def _show_dry_run(reached: ClusterClient, spec: JobSpec, dry_run: DryRun, output: str) -> None:
+    """Show the job as it would be; with `--dry-run=server` as the cluster would queue it."""
+    checked = Job(uid="", spec=spec, status=JobStatus())
+    if dry_run is DryRun.SERVER:
+        checked = reached.submit(spec, dry_run=True)
+    if is_tabular(output):
+        by = "server dry run" if dry_run is DryRun.SERVER else "dry run"
+        echo(f"job {spec.name} would be submitted to project {spec.project} ({by})")
+    show(checked, output)
 
 
 def whole_command(words: Sequence[str], program: str | None, args: Sequence[str]) -> tuple[str, ...]:

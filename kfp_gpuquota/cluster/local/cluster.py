@@ -201,6 +201,8 @@ class LocalCluster:
                 f"gpuquota delete -p {spec.project} {spec.name}"
             )
         job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by)
+        if request.dry_run:
+            return Job(uid="", spec=job.spec, status=job.status)
         with self._driver.decisions.decide() as recorder:
             recorder.change.jobs[job.uid] = job
             recorder.note(job, EventKind.JOB_SUBMITTED)
