@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PARAMETERS: Final = {
     "gpu_fraction": "gpus",
+    "gpus": "gpus_per_node",
     "gpu_fraction_limit": "gpu_limit",
     "gpu_fraction_limit.default": "gpu_limit",
     "gpu_fraction_limit.most": "gpu_limit_most",
