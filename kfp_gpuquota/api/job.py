@@ -16,6 +16,7 @@ from kfp_gpuquota.api.validation import (
     MAX_COUNT,
     MAX_MIB,
     MAX_PRIORITY,
+    MAX_RUNTIME_S,
     MAX_SECONDS,
     MIN_CORES,
     Cores,
@@ -25,6 +26,7 @@ from kfp_gpuquota.api.validation import (
     Name,
     PositiveCount,
     Priority,
+    RunTime,
     Seconds,
     check_count,
     check_environment,
@@ -91,6 +93,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     two of them.
 
     After it has grown, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
+    When all its starts together have run for `max_runtime_s` its workers are asked to leave, and it fails.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
     """
 
@@ -129,6 +132,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     restart_window_s: Seconds = DEFAULT_RESTART_WINDOW_S
     cool_down_s: Seconds = DEFAULT_COOL_DOWN_S
     min_run_time_s: Seconds = 0.0
+    max_runtime_s: RunTime | None = None
     labels: dict[str, str] = {}
     runtime_env: dict[str, Any] = {}
 
@@ -242,6 +246,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_range("priority", self.effective_priority, 0, MAX_PRIORITY)
         check_range("cool_down_s", self.cool_down_s, 0, MAX_SECONDS, "s")
         check_range("min_run_time_s", self.min_run_time_s, 0, MAX_SECONDS, "s")
+        if self.max_runtime_s is not None:
+            check_range("max_runtime_s", self.max_runtime_s, 1, MAX_RUNTIME_S, "s")
         if self.node is not None:
             check_name("node", self.node)
         if self.node_pool:

@@ -99,6 +99,15 @@ HABITS = (
     _habit("submit x --gpu-memory 40GB -i busybox --dry-run -o jsonpath={.spec.gpu_memory_mib} -- true", out="38147\n"),
     _habit("wait habit1 --timeout soon", error="--timeout is soon, but a time is written as 30, 30s, 5m or 1h30m"),
     _habit("project create nosuch --guaranteed -5", error="--guaranteed is -5, but it must be"),
+    # a maximum run time
+    _habit(
+        "submit x -i busybox --max-runtime 2h --dry-run=server -o jsonpath={.spec.max_runtime_s} -- true",
+        out="7200.0\n",
+    ),
+    _habit(
+        "submit x -g 1 -i busybox --max-runtime 0 -- true",
+        error="--max-runtime is 0, but it must be between 1 and 31536000 s",
+    ),
     # at the end
     _habit("delete jobs -l team", out="job habit1 deleted\njob habit2 deleted\n"),
 )

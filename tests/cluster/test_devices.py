@@ -47,7 +47,7 @@ def test_more_gpus_than_the_machine_has_are_refused_and_slots_stand_for_them_whe
 def test_the_gpus_of_a_cluster_are_chosen_by_index_or_uuid() -> None:
     assert [gpu.uuid for gpu in chosen_gpus(("3", "GPU-0"), GPUS)] == ["GPU-3", "GPU-0"]
     assert chosen_gpus((), GPUS) == GPUS
-    with pytest.raises(InvalidFieldError, match="this machine has no GPU '8'; it has 0 .GPU-0., 1"):
+    with pytest.raises(InvalidFieldError, match=r"this machine has no GPU '8'; it has 0 .GPU-0., 1"):
         chosen_gpus(("8",), GPUS)
     with pytest.raises(InvalidFieldError, match="this machine has no GPU '0'; it has no GPU"):
         chosen_gpus(("0",), ())

@@ -154,6 +154,10 @@ CoolDownOption = Annotated[
 MinRunTimeOption = Annotated[
     float, typer.Option("--min-run-time", metavar="SECONDS", help="Not stopped for others before it has run this long.")
 ]
+MaxRuntimeOption = Annotated[
+    str | None,
+    typer.Option("--max-runtime", metavar="TIME", help="It ends with a failure after it has run this long, as 2h."),
+]
 FollowOption = Annotated[
     bool,
     typer.Option(
@@ -245,6 +249,7 @@ def submit(
     restart_window: RestartWindowOption = f"{DEFAULT_RESTART_WINDOW_S / 3600:g}h",
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     min_run_time: MinRunTimeOption = 0.0,
+    max_runtime: MaxRuntimeOption = None,
     follow: FollowOption = False,
     label: LabelOption = None,
     rehearse: RehearseOption = False,
@@ -267,6 +272,7 @@ def submit(
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
+      gpuquota submit overnight -g 1 --max-runtime 8h -- python train.py
       gpuquota submit bounded -g 1 --cpu-limit 4 --memory-limit 16Gi -- python train.py
       gpuquota submit piped -g 1 --runtime-env-json '{"pip": ["einops"]}' -- python train.py
       gpuquota submit sleeper -g 1 --command sleep --args infinity
@@ -326,6 +332,7 @@ def submit(
         restart_window_s=seconds("restart_window", restart_window),
         cool_down_s=cool_down,
         min_run_time_s=min_run_time,
+        max_runtime_s=None if max_runtime is None else seconds("max_runtime", max_runtime),
         labels=pairs("label", label or [], "a label is given as KEY=VALUE"),
         runtime_env=_runtime_env(runtime_env, runtime_env_json),
     )
