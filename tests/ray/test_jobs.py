@@ -147,6 +147,27 @@ def test_another_actor_adopts_the_worker_of_an_actor_that_was_killed(
 
 
 @pytest.mark.slow
+def test_a_worker_is_ended_whose_gpus_ray_gives_to_other_work_when_its_actor_dies(
+    cluster: EmbeddedCluster, driver: Any, tmp_path: Path
+) -> None:
+    """Not when its lease ends: until then two programs would use one GPU."""
+    before = start_counting(cluster, tmp_path / "starts", gpus=2)
+    others = [driver.remote(num_cpus=0, num_gpus=2)(Held).remote() for _ in range(2)]
+    driver.get(others[0].gpus.remote())
+    (name,) = [name for name in actors(cluster) if name.split("-")[1] == "2"]
+    driver.kill(driver.get_actor(name, f"gpuquota-{cluster.home.cluster_id()}"))
+    driver.get(others[1].gpus.remote())
+    after = cluster.wait_for("counted", lambda job: job.status.phase == "Pending")
+    assert after.status.last_failure is not None
+    assert "other work of Ray holds its GPUs" in after.status.last_failure.reason.message
+    assert not Path(f"/proc/{before.status.workers[0].pid}").exists()
+    for other in others:
+        driver.kill(other)
+    cluster.wait_for_phase("counted", "Running")
+    assert starts(tmp_path / "starts") == 2
+
+
+@pytest.mark.slow
 def test_a_worker_is_replaced_only_after_its_lost_node_has_ended_it(
     cluster: EmbeddedCluster, nodes: RayCluster, tmp_path: Path
 ) -> None:

@@ -100,7 +100,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         cluster = LocalCluster(home, store, state, driver, shape)
         audit = AuditLog(home.audit_file)
         stack.callback(audit.close)
-        page = PageServer(home, LocalPages(home, store, state, cluster), audit)
+        problem = runtime.problem if runtime is not None else str
+        page = PageServer(home, LocalPages(home, store, state, cluster, problem), audit)
         stack.push_async_callback(page.close)
         app = build_app(
             cluster,
@@ -110,7 +111,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             on_shutdown=stop.set,
             open_page=page.open,
             audit=audit,
-            problem=runtime.problem if runtime is not None else str,
+            problem=problem,
         )
         app.cleanup_ctx.append(driver.membership.lifespan)
         runner = LimitedRunner(

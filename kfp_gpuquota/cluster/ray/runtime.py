@@ -136,7 +136,10 @@ class RayRuntime:
         if self.connected is None:
             return f"Ray is not connected ({self._failure or 'connecting'})"
         silent_s = time.monotonic() - self._heard
-        return f"Ray's head has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else ""
+        if silent_s <= SILENT_S:
+            return ""
+        since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - silent_s))
+        return f"Ray's head has not answered since {since}: running jobs go on, and none is started"
 
     # WorkerRuntime
 
