@@ -155,6 +155,24 @@ def test_a_job_is_updated_while_it_runs_and_shrinks_to_its_new_maximum(team: Cli
     team("delete update1")
 
 
+def test_jobs_without_gpus_wait_for_cpus(team: Cli) -> None:
+    cpus = team.cluster.client.list_nodes()[0].node.cpu
+    assert cpus is not None
+    team(
+        "submit", "cpu1", "-g", "0", "--cpu", f"{cpus:g}", "--", "sh", "-c", "echo [$CUDA_VISIBLE_DEVICES]; sleep 1000"
+    )
+    team("wait cpu1 --for Running")
+    assert team("list -o wide --no-headers -l !x").count("cpu1") == 1
+    team("submit", "cpu2", "-g", "0", "--", "true")
+    team.cluster.wait_for("cpu2", lambda job: job.status.reason is not None)
+    assert "CPU" in team("explain cpu2")
+    assert team.job("cpu1", "team-a")["status"]["gpus"] == 0
+    assert team("logs cpu1") == "[]\n"
+    team("delete cpu1")
+    assert team.run("wait cpu2").code == 0
+    assert "the job asks for no GPU" in team.run("submit x -g 0 --max-gpus 2 -- true").err
+
+
 def test_run_ends_with_the_exit_status_of_its_command(team: Cli) -> None:
     answer = team.run("run", "-g", "0.1", "--name", "run1", "--", "sh", "-c", "echo out; exit 3")
     assert (answer.code, answer.out) == (3, "out\n")
@@ -268,6 +286,7 @@ REFUSED = [
     ("submit -g 1 -- sleep 5", "the job has no name: gpuquota submit NAME ... -- sleep 5"),
     ("list -l a=b,", "--selector is 'a=b,', but it has a comma at its end"),
     ("delete -l a>b", "which compares whole numbers"),
+    ("cluster start --gpus -1", "--gpus is -1, but it must be at least 1 GPU"),
     ("wait x --timeout soon", "a time is written as 30, 30s, 5m or 1h30m"),
 ]  # fmt: skip
 

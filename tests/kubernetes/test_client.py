@@ -119,6 +119,8 @@ def test_a_job_without_an_image_is_refused_with_the_next_step(crds_cluster: DevC
     bare = KubernetesClient(connection_of(crds_cluster.kubeconfig))
     with pytest.raises(UsageError, match="gpuquota submit -i IMAGE"):
         bare.submit(spec(quota))
+    with pytest.raises(UsageError, match="gpus is 0, but on Kubernetes work without GPUs needs no quota"):
+        bare.submit(spec(quota, gpus=0))
 
 
 def test_a_job_is_suspended_resumed_cancelled_and_deleted(

@@ -67,7 +67,7 @@ BAD_BODIES: list[tuple[bytes, int, str, str]] = [
     (b"{}", 422, "invalid-field", "missing required field `spec`"),
     (json.dumps({**SUBMIT, "colour": "red"}).encode(), 422, "invalid-field", "unknown field `colour`"),
     (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "gpus": 2.5}}).encode(), 422, "invalid-field", "2.5"),  # type: ignore[dict-item]
-    (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "gpus": 0}}).encode(), 422, "invalid-field", "at least 1"),  # type: ignore[dict-item]
+    (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "gpus": -1}}).encode(), 422, "invalid-field", "at least 1"),  # type: ignore[dict-item]
     (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "project": "nobody"}}).encode(), 404, "not-found", "create it"),  # type: ignore[dict-item]
 ]
 

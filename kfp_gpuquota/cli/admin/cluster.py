@@ -408,7 +408,8 @@ def stop() -> None:
         echo("the cluster does not run")
         return
     reached = client()
-    running = [job.spec.name for job in reached.list_jobs().jobs if job.status.gpus]
+    jobs = reached.list_jobs().jobs
+    running = [job.spec.name for job in jobs if any(worker.phase != "Gone" for worker in job.status.workers)]
     reached.stop_cluster()
     await_stop(home)
     echo("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))

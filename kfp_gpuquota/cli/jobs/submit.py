@@ -46,7 +46,7 @@ _VARIABLE: Final = "a variable is given as NAME=VALUE"
 GpusOption = Annotated[
     str | None,
     typer.Option(
-        "--gpus", "-g", "--gpu-portion-request", metavar="N", help="GPUs it asks for (1), or a part of one, as 0.25."
+        "--gpus", "-g", "--gpu-portion-request", metavar="N", help="GPUs it asks for (1), a part of one, as 0.25, or 0."
     ),
 ]
 FractionLimitOption = Annotated[

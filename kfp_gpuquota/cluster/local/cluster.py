@@ -271,7 +271,7 @@ class LocalCluster:
         alive = self._state.alive_of(job.uid)
         given = {field: value for field in changed.__struct_fields__ if (value := getattr(changed, field)) is not None}
         if alive:
-            given["gpus_per_worker"] = None if job.spec.shared else job.spec.worker_gpus
+            given["gpus_per_worker"] = job.spec.worker_gpus if job.spec.gpus and not job.spec.shared else None
         spec = msgspec.structs.replace(job.spec, **given)
         check_fits(spec, self._state.project(project), tuple(self._state.nodes.values()))
         with self._driver.decisions.decide() as recorder:

@@ -263,7 +263,7 @@ class Driver:
         self.membership.open(
             job.uid,
             token_file.read_text(),
-            min_workers=job.spec.smallest // job.spec.worker_gpus,
+            min_workers=job.spec.workers_of(job.spec.smallest),
             first_generation=job.generation_high + 1,
             running=[record.worker.id for record in self._state.alive_of(job.uid)],
             limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),

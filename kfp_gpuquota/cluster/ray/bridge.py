@@ -401,6 +401,7 @@ class Bridge:
             id=node_id,
             address=node["NodeManagerAddress"],
             hostname=node["NodeManagerHostname"],
+            name=node.get("NodeName", ""),
             gpus=int(resources.get("GPU", 0)),
             free=free.get(node_id, {}).get("GPU", 0.0),
             held=self._hosts.held(node_id),

@@ -14,7 +14,7 @@ import msgspec
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.durations import seconds
 from kfp_gpuquota.api.quantity import parse_mib
-from kfp_gpuquota.api.validation import MAX_RUNTIME_S, check_name, check_range
+from kfp_gpuquota.api.validation import MAX_RUNTIME_S, check_count, check_name, check_range
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def __post_init__(self) -> None:
         _check_extended(self.extended_resources)
+        check_count("gpus", self.gpus, 1)
         if self.name:
             check_name("name", self.name)
         if self.max_runtime_s is not None:

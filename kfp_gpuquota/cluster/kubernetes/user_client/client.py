@@ -200,6 +200,10 @@ class KubernetesClient:
         Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
         AlreadyExistsError for a name in use.
         """
+        if not spec.gpus:
+            raise InvalidFieldError(
+                "gpus", 0, "on Kubernetes work without GPUs needs no quota", hint="use a Job: kubectl create job"
+            )
         if template is None and not self._image:
             raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
         request_id = request_id or uuid.uuid4().hex

@@ -83,7 +83,7 @@ class JobMembership:
         self.service.open(
             job.uid,
             pod_builder.token_of(job.uid, self._settings.key),
-            min_workers=job.spec.smallest // job.spec.worker_gpus,
+            min_workers=job.spec.workers_of(job.spec.smallest),
             first_generation=first,
             running=running,
             limits=dataclasses.replace(LIMITS, leave_s=job.spec.grace_period_s),
