@@ -51,7 +51,7 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 MISTAKES = [
-    ("submit x -g 0 -- true", "--gpus is 0, but it must be at least 1 GPU"),
+    ("submit x -g -1 -- true", "--gpus is -1, but it must be at least 1 GPU"),
     ("submit x -g -1 -- true", "--gpus is -1, but it must be at least 1 GPU"),
     ("project create x --guaranteed -5", "--guaranteed is -5, but it must be between 0 and 1000000 GPUs"),
     ("submit x -g 2.5 -- true", "--gpus is 2.5, but it must be a whole number of GPUs"),
