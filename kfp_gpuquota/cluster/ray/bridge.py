@@ -263,8 +263,8 @@ class Bridge:
                 log.warning("worker %s: %s", worker, str(error).strip().splitlines()[:1])
                 if host := self._hosts.of(worker):
                     self._hosts.drop(host)
-                self._hosts.forget_agent(wanted.node_id)
-                if not first_death:  # else Ray gives its GPUs to other work at once
+                if not first_death:  # else Ray may give its GPUs to other work at once, and the agent is needed
+                    self._hosts.forget_agent(wanted.node_id)
                     await asyncio.sleep(RETRY_S)
             else:
                 self._tasks.pop(worker, None)
