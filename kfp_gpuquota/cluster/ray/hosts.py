@@ -32,6 +32,8 @@ FREE_FOR_START_S: Final = 10.0
 """How long a start waits for GPUs: an actor that was ended holds them until its process has exited."""
 FREE_FOR_ADOPTION_S: Final = 2.0
 """How long a worker whose actor died runs on while its GPUs are not free: other work of Ray may use them by then."""
+STEADY_S: Final = 1.0
+"""How long they must have been idle then: work that waits for them gets them within that time."""
 ADOPTION_S: Final = 15.0
 """As PLACEMENT_S, for a worker that runs: other work may take its GPUs between the look and the actor's request."""
 LOOK_EVERY_S: Final = 0.1
@@ -92,7 +94,8 @@ class Hosts:
             return fitting[0]
         for host in warm:  # it holds GPUs that the new one may need
             self.drop(host)
-        await self._await_free(node_id, gpus, FREE_FOR_ADOPTION_S if adopts else FREE_FOR_START_S)
+        free_within_s, steady_s = (FREE_FOR_ADOPTION_S, STEADY_S) if adopts else (FREE_FOR_START_S, 0.0)
+        await self._await_free(node_id, gpus, free_within_s, steady_s)
         name = f"{node_id}-{gpus}-{uuid.uuid4().hex}-{environment}"
         host = Host(name=name, actor=None, node_id=node_id, gpus=gpus, environment=environment, worker=worker)
         self._hosts.append(host)
@@ -112,15 +115,21 @@ class Hosts:
             raise
         return host
 
-    async def _await_free(self, node_id: str, gpus: int, within_s: float) -> None:
-        """Return when the node has that many idle GPUs. Raises NotPlacedError after `within_s`.
+    async def _await_free(self, node_id: str, gpus: int, within_s: float, steady_s: float) -> None:
+        """Return when the node has had that many idle GPUs for `steady_s`. Raises NotPlacedError after `within_s`.
 
         Ray is asked, not the plan: other work may have taken the GPUs since, and an actor that waits for them would
         look to the plan as if it held them.
         """
-        give_up_at = time.monotonic() + within_s
-        while await asyncio.to_thread(_free_gpus, node_id) < gpus:
-            if time.monotonic() >= give_up_at:
+        began = time.monotonic()
+        idle_since: float | None = None
+        while True:
+            idle = await asyncio.to_thread(_free_gpus, node_id) >= gpus
+            now = time.monotonic()
+            idle_since = (idle_since or now) if idle else None
+            if idle_since is not None and now - idle_since >= steady_s:
+                return
+            if idle_since is None and now - began >= within_s:
                 raise NotPlacedError(f"other work of Ray holds its GPUs: they were not free within {within_s:g} s")
             await asyncio.sleep(LOOK_EVERY_S)
 
