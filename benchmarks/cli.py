@@ -44,7 +44,7 @@ def main() -> None:
     print_conditions("commands as processes", jobs=options.jobs, times=options.times)
     with tempfile.TemporaryDirectory() as root:
         home = Home(Path(root) / "home")
-        start_with(home, ClusterConfig(gpus_per_node=1))
+        start_with(home, ClusterConfig(gpus_per_node=1, cpu_slots=True))
         client = connect({"GPUQUOTA_HOME": str(home.root)})
         try:
             queue_jobs(client, options.jobs)

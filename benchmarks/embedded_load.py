@@ -65,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         home, hold = Home(Path(root) / "home"), Path(root) / "hold"
         hold.touch()
-        start_with(home, ClusterConfig(nodes=4, gpus_per_node=10))
+        start_with(home, ClusterConfig(nodes=4, gpus_per_node=10, cpu_slots=True))
         client = connect({"GPUQUOTA_HOME": str(home.root)})
         try:
             if options.queued:

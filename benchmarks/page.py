@@ -230,7 +230,7 @@ def cluster(gpus: int) -> Iterator[tuple[Client, int]]:
     """Yield the client of a cluster of its own, and its daemon's process id."""
     with tempfile.TemporaryDirectory() as folder:
         home = Home(Path(folder) / "home")
-        start_with(home, ClusterConfig(gpus_per_node=gpus))
+        start_with(home, ClusterConfig(gpus_per_node=gpus, cpu_slots=True))
         client = cast("Client", connect({"GPUQUOTA_HOME": str(home.root)}))
         try:
             yield client, client.health().pid

@@ -46,7 +46,7 @@ def embedded(jobs: int) -> None:
     print_conditions("submit latency, embedded cluster, one node of 2 slots", jobs=jobs)
     with tempfile.TemporaryDirectory() as root:
         home = Home(Path(root) / "home")
-        start_with(home, ClusterConfig(gpus_per_node=2))
+        start_with(home, ClusterConfig(gpus_per_node=2, cpu_slots=True))
         client = connect({"GPUQUOTA_HOME": str(home.root)})
         try:
             client.create_project(Project(name="team", guaranteed=2))

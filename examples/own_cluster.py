@@ -54,7 +54,7 @@ def alone(directory: Path) -> Iterator[None]:
 def served(home: Home, teams: Mapping[str, int], gpus: int) -> Iterator[Client]:
     """The cluster from its start to its end."""
     try:
-        start_with(home, ClusterConfig(gpus_per_node=gpus))
+        start_with(home, ClusterConfig(gpus_per_node=gpus, cpu_slots=True))
         client = connect()
         for team, guaranteed in teams.items():
             client.create_project(Project(name=team, guaranteed=guaranteed))

@@ -127,6 +127,8 @@ def running_cluster(
     `new_interpreter`: the environment affects the interpreter or the loader of its daemon.
     """
     home, config = Home(root), config or ClusterConfig(gpus_per_node=2)
+    if config.gpus_per_node is not None:  # the same on a machine with GPUs
+        config = msgspec.structs.replace(config, cpu_slots=True)
     if new_interpreter:
         start_with(home, config)
     daemon = None if new_interpreter else start_daemon(home, config)

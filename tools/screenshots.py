@@ -77,7 +77,7 @@ def main() -> None:
         home = Home(Path(folder) / "home")
         home.create()
         _past(home)
-        start_with(home, ClusterConfig(nodes=3, gpus_per_node=4))
+        start_with(home, ClusterConfig(nodes=3, gpus_per_node=4, cpu_slots=True))
         client = cast("Client", connect({"GPUQUOTA_HOME": str(home.root)}))
         try:
             _play(client)

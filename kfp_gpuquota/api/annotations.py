@@ -61,11 +61,16 @@ def share_of_pod(annotations: Mapping[str, str], environment: Mapping[str, str])
 def with_limit_variable(spec: JobSpec) -> JobSpec:
     """Return the job with the limit that RUNAI_GPU_MEMORY_LIMIT in its environment gives, where it asks for a share.
 
-    Raises InvalidFieldError for what cannot be read, or contradicts the job's own limit.
+    Raises InvalidFieldError for what cannot be read, contradicts the job's own limit, or is below its whole GPUs.
     """
     text = spec.environment.get(LIMIT_VARIABLE)
-    if text is None or not spec.shared:
+    if text is None or (not spec.shared and text == "1"):
         return spec
+    if not spec.shared:
+        raise InvalidFieldError(
+            LIMIT_VARIABLE, text, "it limits a share of a GPU, and the job asks for whole ones",
+            hint="leave it out, or ask for a share (gpu_fraction, gpu_memory)",
+        )  # fmt: skip
     share = share_fields(spec)
     _add_variable(share, text)
     return msgspec.structs.replace(spec, **share)

@@ -16,6 +16,7 @@ from kfp_gpuquota.api.validation import (
     MAX_COUNT,
     MAX_MIB,
     MAX_PRIORITY,
+    MAX_RUNTIME_S,
     MAX_SECONDS,
     MIN_CORES,
     Cores,
@@ -25,6 +26,7 @@ from kfp_gpuquota.api.validation import (
     Name,
     PositiveCount,
     Priority,
+    RunTime,
     Seconds,
     check_count,
     check_environment,
@@ -72,7 +74,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not free, grows to `max_gpus` with what is idle, and gives back one worker at a time. A worker holds
     `gpus_per_worker` GPUs of one node: by default 1 for an elastic job, all of `gpus` for any other.
 
-    A job may instead ask for a *share*: one worker that holds `gpu_fraction`, or `gpu_memory_mib`, of each of
+    With 0 `gpus` it is one process without a GPU, which waits until its node has the `cpu` that it asks for (1 core by
+    default). A job may instead ask for a *share*: one worker that holds `gpu_fraction`, or `gpu_memory_mib`, of each of
     `gpu_devices` GPUs of one node. The request is placed and counted against quota; `gpu_fraction_limit` or
     `gpu_memory_limit_mib` is what it may use of idle memory, and is never counted. The two kinds do not
     mix. `gpus` is then `gpu_devices`, and need not be given. `gpu_compute` is the part of each device's computing
@@ -91,13 +94,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     two of them.
 
     After it has grown, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
+    When all its starts together have run for `max_runtime_s` its workers are asked to leave, and it fails.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
     """
 
     name: Name
     project: Name
     command: Annotated[tuple[str, ...], msgspec.Meta(extra_json_schema={"minItems": 1})]
-    gpus: PositiveCount = 1
+    gpus: Count = 1
     min_gpus: PositiveCount | None = None
     max_gpus: PositiveCount | None = None
     gpus_per_worker: PositiveCount | None = None
@@ -129,6 +133,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     restart_window_s: Seconds = DEFAULT_RESTART_WINDOW_S
     cool_down_s: Seconds = DEFAULT_COOL_DOWN_S
     min_run_time_s: Seconds = 0.0
+    max_runtime_s: RunTime | None = None
     labels: dict[str, str] = {}
     runtime_env: dict[str, Any] = {}
 
@@ -136,7 +141,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_name("name", self.name)
         check_name("project", self.project)
         self._check_share()
-        self._check_sizes()
+        if self.gpus:
+            self._check_sizes()
+        else:
+            self._check_without_gpus()
         self._check_machine()
         self._check_scheduling()
         self._check_process()
@@ -187,6 +195,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return self.gpus_per_worker
         return 1 if self.elastic else self.gpus
 
+    def workers_of(self, gpus: int) -> int:
+        """Return how many workers hold this number of GPUs."""
+        return gpus // self.worker_gpus if self.worker_gpus else 1
+
     @property
     def may_be_preempted(self) -> bool:
         """Whether its GPUs may be reclaimed for others."""
@@ -224,6 +236,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     field, count, f"it must be a multiple of gpus_per_worker, which is {self.worker_gpus}"
                 )
 
+    def _check_without_gpus(self) -> None:
+        for field in ("min_gpus", "max_gpus", "gpus_per_worker"):
+            if (value := getattr(self, field)) is not None:
+                raise InvalidFieldError(field, value, "the job asks for no GPU: gpus is 0", hint="leave it out")
+        if self.cpu is None and self.cpu_limit is None:
+            msgspec.structs.force_setattr(self, "cpu", 1.0)
+
     def _check_machine(self) -> None:
         """Check amounts of CPU and memory; a request that is not given is the limit, as on Kubernetes."""
         for field, limit in (("cpu", "cpu_limit"), ("memory_mib", "memory_limit_mib")):
@@ -242,6 +261,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_range("priority", self.effective_priority, 0, MAX_PRIORITY)
         check_range("cool_down_s", self.cool_down_s, 0, MAX_SECONDS, "s")
         check_range("min_run_time_s", self.min_run_time_s, 0, MAX_SECONDS, "s")
+        if self.max_runtime_s is not None:
+            check_range("max_runtime_s", self.max_runtime_s, 1, MAX_RUNTIME_S, "s")
         if self.node is not None:
             check_name("node", self.node)
         if self.node_pool:

@@ -36,6 +36,7 @@ class ReasonCode(StrEnum):
     WORKER_FAILED = "worker-failed"
     WORKER_ENDED = "worker-ended"
     LEASE_ENDED = "lease-ended"
+    RAN_TOO_LONG = "ran-too-long"
     WAITS_FOR_GPU_MEMORY = "waits-for-gpu-memory"
     GPU_MEMORY_RECLAIMED = "gpu-memory-reclaimed"
     OVER_GPU_MEMORY_LIMIT = "over-gpu-memory-limit"

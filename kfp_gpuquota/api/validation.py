@@ -21,6 +21,7 @@ MAX_MIB: Final = 1 << 40
 MIN_CORES: Final = 0.001
 MAX_PRIORITY: Final = 1_000_000_000
 MAX_SECONDS: Final = 86_400
+MAX_RUNTIME_S: Final = 365 * 86_400
 MAX_WEIGHT: Final = 1_000_000
 _PATTERN: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
@@ -35,6 +36,7 @@ Cores = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_CO
 Fraction = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
 Priority = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_PRIORITY})]
 Seconds = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_SECONDS})]
+RunTime = Annotated[float, Meta(extra_json_schema={"minimum": 1, "maximum": MAX_RUNTIME_S})]
 Weight = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_WEIGHT})]
 
 _LABEL = re.compile(_PATTERN[1:-1])

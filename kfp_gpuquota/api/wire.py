@@ -30,11 +30,15 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SubmitJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/jobs. The same `request_id` again answers with the job that the first request made."""
+    """Body of POST /v1/jobs. The same `request_id` again answers with the job that the first request made.
+
+    With `dry_run` the job is checked, and answered as it would be, but not queued; it has no uid.
+    """
 
     spec: JobSpec
     request_id: str
     lease: Lease | None = None
+    dry_run: bool = False
 
 
 class JobUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,6 +32,8 @@ GROUPS: Final = {
     "policy": ("admin.policies", "app"),
     "debug": ("admin.debug", "app"),
     "config": ("admin.projects", "config"),
+    "training": ("jobs.workloads", "training"),
+    "workspace": ("jobs.workloads", "workspace"),
 }
 """Groups of commands: the module and the name in it that define each."""
 

@@ -22,7 +22,7 @@ def check_fits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
     allowed = _allowed(spec, nodes)
     _check_share(spec, allowed)
     _check_node_size(spec, allowed)
-    most = sum(len(node.devices) // spec.worker_gpus for node in allowed) * spec.worker_gpus
+    most = sum(spec.workers_of(len(node.devices)) for node in allowed) * spec.worker_gpus
     if spec.smallest > most:
         rule = f"the cluster has room for {show_gpus(most)} of such a job at most"
         raise InvalidFieldError("gpus", spec.smallest, rule)
@@ -41,7 +41,7 @@ def _check_limits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> Non
             f"project {project.name!r} may hold at most {show_gpus(most)}{where}",
             hint=f"ask for less, or raise its limit: gpuquota project set {project.name} {option}",
         )
-    workers = spec.smallest // spec.worker_gpus
+    workers = spec.workers_of(spec.smallest)
     amounts = (
         ("cpu", spec.cpu, project.limit_cpu, "CPUs"),
         ("memory_mib", spec.memory_mib, project.limit_memory_mib, "MiB of memory"),

@@ -11,6 +11,7 @@ The structs are those of the API (`kfp_gpuquota.api`), the cluster is the one th
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import secrets
@@ -88,9 +89,10 @@ class JobHandle:
         """Return what the first worker, or the one named by its index or id, has printed so far."""
         return b"".join(log_so_far(self._client, self.project, self.name, worker)).decode(errors="replace")
 
-    def follow_logs(self, *, worker: str = "") -> Iterator[bytes]:
+    def follow_logs(self, *, worker: str = "") -> Iterator[str]:
         """Yield what a worker prints, as it comes, until it has ended."""
-        return self._client.follow_log(self.project, self.name, worker=worker)
+        pieces = self._client.follow_log(self.project, self.name, worker=worker)
+        return codecs.iterdecode(pieces, "utf-8", errors="replace")
 
     def suspend(self) -> None:
         """Stop it after a checkpoint, and keep it out of the queue."""

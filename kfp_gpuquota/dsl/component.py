@@ -105,7 +105,7 @@ def component(
     whole GPUs a step can request a share of each of `devices` GPUs (default 1): `fraction`, up to `fraction_limit`
     while the rest of the GPU is idle, or `memory` ('4Gi'), up to `memory_limit`; `compute` is its part of the computing
     power. `gpu_type` is the GPU product in the nodes' labels. An `interactive` step stays inside the guaranteed quota
-    and is never preempted. `max_runtime` is a number of seconds or a text such as '2h', counted from the last start.
+    and is never preempted. `max_runtime` is a number of seconds or a text such as '2h': the run time of all starts.
     The job fails after `max_restarts` (3) ends of its own workers without `restart_window` ('6h') between two of them.
     `checkpoint` names a PersistentVolumeClaim for checkpoints on Kubernetes. `extended_resources` are requested by each
     worker's pod in addition to its GPUs: {"rdma/hca": 1}. `name` is the prefix of the job's name (default: the step's

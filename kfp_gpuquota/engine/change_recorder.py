@@ -68,7 +68,7 @@ class ChangeRecorder:
         self.note(job, EventKind.JOB_UPDATED)
         self.change.jobs[job.uid] = job
         alive = [record.worker for record in self.state.alive_of(job.uid) if not record.released]
-        surplus = len(alive) - spec.largest // spec.worker_gpus
+        surplus = len(alive) - spec.workers_of(spec.largest)
         if surplus > 0 and job.intent is Intent.RUN:
             message = f"shrunk to its new maximum of {show_gpus(spec.largest)}"
             youngest = sorted(alive, key=lambda worker: -worker.index)[:surplus]

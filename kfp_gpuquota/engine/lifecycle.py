@@ -195,9 +195,9 @@ def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobR
     """Return the job after its last worker has exited: its intent decides its phase."""
     match job.intent:
         case Intent.REQUEUE:
-            return _requeued(job)
+            return _requeued(job, now)
         case Intent.SUSPEND:
-            return with_status(_requeued(job), phase=Phase.SUSPENDED)
+            return with_status(_requeued(job, now), phase=Phase.SUSPENDED)
         case Intent.CANCEL | Intent.DELETE:
             return with_status(job, phase=Phase.CANCELLED, finished_at=now)
         case Intent.FAIL:
@@ -209,16 +209,25 @@ def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobR
 def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
     finishers = [worker for worker in workers if finished(worker)]
     if not finishers:  # every worker was asked to leave, one by one
-        return _requeued(job)
+        return _requeued(job, now)
     result = min(finishers, key=lambda w: (w.worker.rank is None, w.worker.rank or 0, w.worker.index))
     return with_status(
         job, phase=Phase.SUCCEEDED, reason=None, exit_code=0, finished_at=now, result_worker=result.worker.id
     )
 
 
-def _requeued(job: JobRecord) -> JobRecord:
+def _requeued(job: JobRecord, now: float) -> JobRecord:
+    ran_s = 0.0 if job.status.started_at is None else max(0.0, now - job.status.started_at)
     job = msgspec.structs.replace(
-        job, intent=Intent.RUN, completing=False, managed=False, size=0, generation=0, members=(), growth_failed=None
+        job,
+        intent=Intent.RUN,
+        completing=False,
+        managed=False,
+        size=0,
+        generation=0,
+        members=(),
+        growth_failed=None,
+        ran_s=job.ran_s + ran_s,
     )
     return with_status(job, phase=Phase.PENDING, started_at=None)
 

@@ -25,7 +25,7 @@ def open_membership(store: Store, memberships: Memberships, job: JobRecord, acce
     memberships.open(
         job.uid,
         access.token,
-        min_workers=job.spec.smallest // job.spec.worker_gpus,
+        min_workers=job.spec.workers_of(job.spec.smallest),
         first_generation=access.first,
         running=running,
         limits=dataclasses.replace(limits, leave_s=job.spec.grace_period_s),

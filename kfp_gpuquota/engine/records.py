@@ -34,7 +34,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `generation_high` is the highest generation number used, `size` the GPUs it last ran with, `members` the workers of
     `generation`, which is in force. `incident_at` is when its last restart was counted, in seconds since the epoch.
     `growth_failed` is why it is not expanded again in this run. `promised` are the placements of its next workers, for
-    which plans made room since `promised_at`. `updated_at` is when its sizes were last changed.
+    which plans made room since `promised_at`. `updated_at` is when its sizes were last changed. `ran_s` is how long its
+    earlier starts have run together.
     """
 
     uid: str
@@ -57,6 +58,14 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     promised: tuple[Placement, ...] = ()
     promised_at: float = 0.0
     updated_at: float = 0.0
+    ran_s: float = 0.0
+
+    @property
+    def runs_until(self) -> float | None:
+        """When its maximum run time is over, in seconds since the epoch; None without one, or in the queue."""
+        if self.spec.max_runtime_s is None or self.status.started_at is None:
+            return None
+        return self.status.started_at + self.spec.max_runtime_s - self.ran_s
 
     @property
     def ending(self) -> bool:

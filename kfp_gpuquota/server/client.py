@@ -121,12 +121,12 @@ class Client:
 
     # Jobs
 
-    def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "") -> Job:
-        """Queue a job. Safe to repeat: the request has a unique id.
+    def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "", dry_run: bool = False) -> Job:
+        """Queue a job, or with `dry_run` only check it. Safe to repeat: the request has a unique id.
 
         Raises NotFoundError for an unknown project, AlreadyExistsError for a name in use, InvalidFieldError.
         """
-        body = SubmitJob(spec=spec, request_id=request_id or uuid.uuid4().hex, lease=lease)
+        body = SubmitJob(spec=spec, request_id=request_id or uuid.uuid4().hex, lease=lease, dry_run=dry_run)
         return self._call("POST", "/v1/jobs", Job, body)
 
     def list_jobs(

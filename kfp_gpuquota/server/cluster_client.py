@@ -55,8 +55,8 @@ class ClusterClient(Protocol):
     def list_nodes(self) -> tuple[NodeView, ...]:
         """Return all nodes and the workers that hold their devices."""
 
-    def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "") -> Job:
-        """Queue a job, once per request id."""
+    def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "", dry_run: bool = False) -> Job:
+        """Queue a job, once per request id; with `dry_run` check it, and return it as it would be."""
 
     def list_jobs(
         self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0

@@ -10,6 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api import Job, Project
 from kfp_gpuquota.api.history import GpuHours
+from kfp_gpuquota.api.label_selector import parse_selector, selects
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.validation import check_range
 from kfp_gpuquota.api.wire import (
@@ -148,9 +149,14 @@ async def _list_jobs(backend: Backend, request: Request) -> object:
     limit = request.integer("limit")
     if limit is not None:
         check_range("limit", limit, 1, MAX_PAGE, "jobs")
-    return await backend.list_jobs(
+    wanted = parse_selector(query.get("selector", ""))
+    listed = await backend.list_jobs(
         query.get("project", ""), request.integer("after"), request.timeout_s, limit=limit, page=query.get("page", "")
     )
+    if not wanted:
+        return listed
+    jobs = tuple(job for job in listed.jobs if selects(wanted, job.spec.labels))
+    return msgspec.structs.replace(listed, jobs=jobs)
 
 
 async def _get_job(backend: Backend, request: Request) -> object:
@@ -221,6 +227,7 @@ _TIMEOUT: Final = f"wait at most so many seconds (up to {MAX_WAIT_S:g}) for some
 _WAIT: Final = {"after": _AFTER, "timeout_s": _TIMEOUT}
 _LISTED: Final = {
     "project": "only this one's",
+    "selector": "only those with these labels, as Kubernetes' label selectors: team in (a,b),!old",
     "limit": f"at most so many (up to {MAX_PAGE}); the answer's next_page leads to the others",
     "page": "the next_page of the answer before",
     **_WAIT,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PAUSE_S: Final = 0.2
 REST: Final = 20.0
+PROBLEM_EVERY_S: Final = 1.0
+"""How often it is looked whether the cluster has another problem, which is no change of its state."""
 BEAT_S: Final = 15.0
 """A stream without events carries a comment this often, so that both ends detect a lost connection."""
 
@@ -98,6 +100,7 @@ class _Topic:
         self._changed = asyncio.Event()
         self._latest: tuple[int, tuple[int, bytes]] | None = None
         self._inputs: object = None
+        self._problem = ""
         self._due = 0.0
 
     @property
@@ -150,12 +153,19 @@ class _Topic:
         try:
             while True:
                 await asyncio.sleep(max(PAUSE_S, REST * took_s))
-                await self._source.changed(revision, max(0.1, self._due - time.monotonic()))
+                await self._source.changed(revision, min(PROBLEM_EVERY_S, max(0.1, self._due - time.monotonic())))
+                if self._is_unchanged_since(revision):
+                    continue
                 revision = self._source.revision()
                 await self._page.prepared()
                 took_s = self._take() if self._is_outdated() else 0.0
         finally:
             self._changed.set()
+
+    def _is_unchanged_since(self, revision: int) -> bool:
+        """Whether neither the cluster nor its problem has changed, and the page is not due."""
+        same = self._source.revision() == revision and self._source.problem() == self._problem
+        return same and time.monotonic() < self._due
 
     def _is_outdated(self) -> bool:
         """Whether the page may look different by now."""
@@ -165,6 +175,7 @@ class _Topic:
         """Render the page, and let the browsers have what differs; return how long that took, in seconds."""
         began = time.perf_counter()
         self._due = time.monotonic() + self._page.every_s
+        self._problem = self._source.problem()
         self._inputs = self._page.inputs() if self._page.inputs is not None else None
         now = self._page.render()
         version = max(self._source.revision(), self.version + 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.web.live import LivePage
+from kfp_gpuquota.web.live import Elements, LivePage
+from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import job, nodes, pipelines, queue, supposing, teams
 
 if TYPE_CHECKING:
@@ -46,6 +47,20 @@ class Pages:
 
     def at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:
         """Return the page of an address. Raises NotFoundError for a job that does not exist."""
+        found = self._at(path, names, query)
+        return replace(found, live=self._with_problem(found.live))
+
+    def _with_problem(self, live: LivePage) -> LivePage:
+        """Return the page with a banner that says what the cluster cannot do at present."""
+
+        def elements() -> Elements:
+            shown = live.render()
+            return replace(shown, parts={**shown.parts, "problem": render("problem.html", problem=problem())})
+
+        inputs, problem = live.inputs, self._source.problem
+        return replace(live, render=elements, inputs=None if inputs is None else lambda: (problem(), inputs()))
+
+    def _at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:
         if names:
             return self._job(names["project"], names["name"])
         match path.removeprefix(self._base):

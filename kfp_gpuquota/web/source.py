@@ -22,6 +22,9 @@ class Source(Protocol):
     def now(self) -> float:
         """Return the time in seconds since the epoch, as the cluster measures it."""
 
+    def problem(self) -> str:
+        """Return what the cluster cannot do at present, and why, as `Health.problem`; "" if it can do everything."""
+
     async def changed(self, after: int, timeout_s: float) -> None:
         """Return once the revision is not `after` any more, or the time is over."""
 

@@ -44,7 +44,8 @@ def test_priority_and_preemption_follow_the_kind(
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"gpus": 0}, "gpus", "gpus is 0, but it must be at least 1 GPU"),
+    ({"gpus": -1}, "gpus", "gpus is -1, but it must be at least 1 GPU"),
+    ({"gpus": 0, "max_gpus": 2}, "max_gpus", "max_gpus is 2, but the job asks for no GPU: gpus is 0; leave it out"),
     ({"gpus": -1}, "gpus", "gpus is -1, but it must be at least 1 GPU"),
     ({"gpus": 2.5}, "gpus", "gpus is 2.5, but it must be a whole number"),
     ({"gpus": True}, "gpus", "gpus is True, but it must be a whole number"),
@@ -104,6 +105,6 @@ def test_the_wire_format_gives_back_the_same_job() -> None:
 
 
 def test_a_decoded_job_is_validated_like_one_made_by_hand() -> None:
-    raw = b'{"name": "train", "project": "team-a", "command": ["x"], "gpus": 0}'
-    with pytest.raises(InvalidFieldError, match="gpus is 0"):
+    raw = b'{"name": "train", "project": "team-a", "command": ["x"], "gpus": -1}'
+    with pytest.raises(InvalidFieldError, match="gpus is -1"):
         msgspec.json.decode(raw, type=JobSpec)

@@ -79,5 +79,5 @@ def test_the_schema_of_a_job_says_what_it_needs_and_forbids_the_rest() -> None:
     described = schema["$defs"]["JobSpec"]
     assert described["required"] == ["name", "project", "command"]
     assert described["additionalProperties"] is False
-    assert described["properties"]["gpus"] == {"type": "integer", "default": 1, "minimum": 1, "maximum": 1_000_000}
+    assert described["properties"]["gpus"] == {"type": "integer", "default": 1, "minimum": 0, "maximum": 1_000_000}
     assert schema["$defs"]["Kind"]["enum"] == ["build", "train"]

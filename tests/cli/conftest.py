@@ -36,6 +36,12 @@ class Answer:
     err: str
 
 
+def answer_of(done: forked.Completed) -> Answer:
+    """Return the output of a command that ended without a traceback."""
+    assert "Traceback" not in done.stderr, done.stderr
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
 class Cli:
     """`cli("list -o json")`, or `cli("submit", "x", "--", "sleep", "1")`."""
 
@@ -45,9 +51,7 @@ class Cli:
 
     def run(self, *words: str, cwd: Path | None = None) -> Answer:
         arguments = words[0].split() if len(words) == 1 else list(words)
-        done = forked.run(programs.gpuquota, *arguments, environment=self.environment, cwd=cwd)
-        assert "Traceback" not in done.stderr, done.stderr
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return answer_of(forked.run(programs.gpuquota, *arguments, environment=self.environment, cwd=cwd))
 
     def __call__(self, *words: str) -> str:
         """The output of a command that succeeds."""

@@ -9,6 +9,8 @@ import json
 import socket
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +18,30 @@ import pytest
 
 import kfp_gpuquota
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cli.arguments.completion import complete_job, complete_project
+from kfp_gpuquota.cli.arguments.completion import complete_job, complete_kind, complete_node, complete_project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
+from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
+from tests.cli.habit_table import HABITS, SUBMITTED
 from tests.conftest import running_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.xdist_group("habits")
+COMPLETED = {
+    "get n": ["nodes"],
+    "get jobs complete": ["complete-me"],
+    "describe node n": ["node-0"],
+    "wait x --for Ru": ["Running"],
+    "submit x --node n": ["node-0"],
+    "get jobs -o js": ["json", "jsonpath="],
+}
+"""Words behind `gpuquota`, and what Tab offers then."""
+
 SLEEP = ("--", "sleep", "infinity")
 
 
@@ -78,6 +92,14 @@ def test_kubectl_s_forms_show_what_list_and_describe_show(team: Cli) -> None:
     assert team("delete forms1 --ignore-not-found") == ""
 
 
+def test_each_habit_has_its_outcome(team: Cli) -> None:
+    """The same table is tried on Kubernetes, in tests/kubernetes/test_client.py."""
+    for words in SUBMITTED:
+        team(*words)
+    for habit in HABITS:
+        habit.check(lambda words: team.run(*words))
+
+
 def test_a_cancelled_job_stays_listed_with_its_log(team: Cli) -> None:
     team("submit", "cancelled", "-g", "0.1", "--", "sh", "-c", "echo began; sleep infinity")
     team("wait cancelled --for Running")
@@ -117,6 +139,12 @@ def test_a_job_is_updated_while_it_runs_and_shrinks_to_its_new_maximum(team: Cli
     team.await_gpus("team-a", update1=3)
     assert team("update update1 --max-gpus 2 --priority 70") == "job update1 updated\n"
     team.await_gpus("team-a", update1=2)
+    rows = [line.split() for line in team("top --gpus").splitlines() if "update1" in line]
+    assert [(row[2], row[3], row[4]) for row in rows] == [("update1", "team-a", "whole")] * 2
+    devices = ",".join(sorted(row[1] for row in rows))
+    assert [line.split()[-2] for line in team("list -o wide").splitlines() if "update1" in line] == [devices]
+    first = team("events update1 --timestamps --no-headers").split()[0]
+    assert abs(datetime.fromisoformat(first).timestamp() - time.time()) < 3600
     described = team("describe update1")
     assert "priority 70" in described
     assert "shrunk to its new maximum of 2 GPUs" in described
@@ -125,6 +153,24 @@ def test_a_job_is_updated_while_it_runs_and_shrinks_to_its_new_maximum(team: Cli
     assert "--min-gpus is 2, but it cannot exceed the requested 1 GPU" in team.run("update update1 --min-gpus 2").err
     assert "name what to change" in team.run("update update1").err
     team("delete update1")
+
+
+def test_jobs_without_gpus_wait_for_cpus(team: Cli) -> None:
+    cpus = team.cluster.client.list_nodes()[0].node.cpu
+    assert cpus is not None
+    team(
+        "submit", "cpu1", "-g", "0", "--cpu", f"{cpus:g}", "--", "sh", "-c", "echo [$CUDA_VISIBLE_DEVICES]; sleep 1000"
+    )
+    team("wait cpu1 --for Running")
+    assert team("list -o wide --no-headers -l !x").count("cpu1") == 1
+    team("submit", "cpu2", "-g", "0", "--", "true")
+    team.cluster.wait_for("cpu2", lambda job: job.status.reason is not None)
+    assert "CPU" in team("explain cpu2")
+    assert team.job("cpu1", "team-a")["status"]["gpus"] == 0
+    assert team("logs cpu1") == "[]\n"
+    team("delete cpu1")
+    assert team.run("wait cpu2").code == 0
+    assert "the job asks for no GPU" in team.run("submit x -g 0 --max-gpus 2 -- true").err
 
 
 def test_run_ends_with_the_exit_status_of_its_command(team: Cli) -> None:
@@ -150,6 +196,7 @@ def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.M
     job = kfp_gpuquota.submit([sys.executable, "-c", "print('from a notebook')"], gpus=0.1)
     assert job.wait(timeout_s=60).phase is Phase.SUCCEEDED
     assert job.logs() == "from a notebook\n"
+    assert "".join(job.follow_logs()) == "from a notebook\n"
     assert job.name.startswith("python")
     failing = kfp_gpuquota.submit("sh -c 'exit 4'", name="failing", gpu_memory="1Gi", labels={"a": "b"})
     with pytest.raises(JobFailedError, match="has ended as failed with exit code 4"):
@@ -175,6 +222,12 @@ def test_names_are_completed_by_the_cluster_that_runs(
     assert complete_job("complete") == ["complete-me"]
     assert complete_job("job/complete") == ["job/complete-me"]
     assert complete_project("team-") == ["team-a", "team-b"]
+    assert complete_node("node") == ["node-0"]
+    assert complete_kind("jobs/complete") == ["jobs/complete-me"]
+    for words, completed in COMPLETED.items():
+        line = {"COMP_WORDS": f"gpuquota {words}", "COMP_CWORD": str(len(words.split(" ")))}
+        shell = {**team.environment, **line, "_GPUQUOTA_COMPLETE": "complete_bash"}
+        assert forked.run(programs.gpuquota, environment=shell).stdout.split() == completed
     monkeypatch.setenv("GPUQUOTA_HOME", str(tmp_path / "none"))
     assert complete_job("") == []
     assert not (tmp_path / "none").exists(), "completion starts no cluster"
@@ -191,6 +244,7 @@ def test_the_limit_variable_is_honoured_as_on_pods(team: Cli) -> None:
         (("-g", "0.25", "-e", f"{variable}=4G"), f"{variable} is '4G', but it must be a number"),
         (("-g", "0.25", "--gpu-limit", "0.5", "-e", f"{variable}=0.8"), "the request itself gives another limit"),
         (("-g", "0.25", "-e", f"{variable}=0.1"), "it must be between --gpus, which is 0.25, and 1"),
+        (("-g", "1", "-e", f"{variable}=0.9"), "it limits a share of a GPU, and the job asks for whole ones"),
     ):
         refused = team.run("submit", "limit3", *options, *SLEEP)
         assert (refused.code, why in refused.err) == (2, True), refused
@@ -200,8 +254,8 @@ def test_use_is_shown_against_request_and_limit(team: Cli) -> None:
     team("submit", "used", "--gpu-memory", "4Gi", "--gpu-memory-limit", "8Gi", *SLEEP)
     team.cluster.wait_for_phase("used", "Running")
     lines = team("describe used").splitlines()
-    row = next(i for i, line in enumerate(lines) if line.startswith("GPU "))
-    assert lines[row].split() == ["GPU", "NODE", "USED", "REQUEST", "LIMIT", "MAY", "USE", "NOW"]
+    row = next(i for i, line in enumerate(lines) if line.startswith("DEVICE "))
+    assert lines[row].split() == ["DEVICE", "NODE", "USED", "REQUEST", "LIMIT", "MAY", "USE", "NOW"]
     assert lines[row + 1].split()[2:5] == ["0.0Gi", "4.0Gi", "8.0Gi"]
     figures = metrics(team)
     mine = 'project="team-a",job="used",worker="' + team.job("used", "team-a")["status"]["workers"][0]["id"]
@@ -232,6 +286,7 @@ REFUSED = [
     ("submit -g 1 -- sleep 5", "the job has no name: gpuquota submit NAME ... -- sleep 5"),
     ("list -l a=b,", "--selector is 'a=b,', but it has a comma at its end"),
     ("delete -l a>b", "which compares whole numbers"),
+    ("cluster start --gpus -1", "--gpus is -1, but it must be at least 1 GPU"),
     ("wait x --timeout soon", "a time is written as 30, 30s, 5m or 1h30m"),
 ]  # fmt: skip
 

@@ -115,7 +115,7 @@ def test_a_daemon_that_is_killed_goes_on_where_it_was(team: Cli) -> None:
 
 
 def test_top_draws_the_memory_of_shared_gpus(team: Cli) -> None:
-    assert "no GPU is shared" in team("top", "--gpus")
+    assert team("top", "--gpus") == "idle: 1 of 1 GPU\n"
     hold(team, "trainer", "0.25", "0.75", "listen")
     until(team, lambda found: used(found, "trainer") == 0.75 * TOTAL)
     picture = team("top", "--gpus")

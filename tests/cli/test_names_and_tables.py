@@ -6,6 +6,7 @@ import pytest
 
 from kfp_gpuquota.cli.arguments import amounts
 from kfp_gpuquota.cli.arguments.names import job_name, job_names, resource
+from kfp_gpuquota.cli.display.jsonpath import JsonPath
 from kfp_gpuquota.cli.display.output import table
 from kfp_gpuquota.cli.entry import HELP_FILE
 from kfp_gpuquota.cli.jobs.forwarding import port_pair
@@ -46,12 +47,58 @@ def test_another_time_is_refused(text: str) -> None:
         amounts.seconds("timeout", text)
 
 
+JOB = {
+    "uid": "u",
+    "spec": {"name": "a", "labels": {"x.y/z": "1"}},
+    "status": {"workers": [{"node": "n0", "index": 0}, {"node": "n1", "index": 1}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{.items[*].spec.name}", "a a"),
+        ("{.items[0]['uid']}{.items[-1].uid}", "uu"),
+        ("{range .items[*]}{.spec.name}{'\\t'}{.uid}{\"\\n\"}{end}", "a\tu\na\tu\n"),
+        ("{.items[0].status.workers[?(@.index>0)].node}", "n1"),
+        ("{.items[?(@.spec.name=='b')].uid}", ""),
+        ("{.items[0].status.workers[0:1].index}", "0"),
+        ("{.items[0]..node}", "n0 n1"),
+        (r"{.items[0].spec.labels.x\.y/z}", "1"),
+        ("{.items[1:].spec.labels}", '{"x.y/z": "1"}'),
+        (".items[0].spec.absent", ""),
+        ("names: {$.items[*].spec.name}", "names: a a"),
+    ],
+)
+def test_a_jsonpath_selects_as_kubectl_s_does(template: str, text: str) -> None:
+    assert JsonPath(template).of([JOB, JOB]) == text
+
+
+@pytest.mark.parametrize("template", ["{.a", "{.a|b}", "{end}", "{range .items[*]}", "{.a[?(b)]}", "{'a}", "{.a[x]}"])
+def test_a_jsonpath_that_cannot_be_read_is_refused(template: str) -> None:
+    with pytest.raises(UsageError, match="which is not understood"):
+        JsonPath(template)
+    with pytest.raises(UsageError, match="no field 'metadata' here; there are uid, spec, status"):
+        JsonPath("{.metadata.name}").of(JOB)
+
+
 def test_a_line_is_cut_to_the_terminal_and_a_script_gets_all_of_it() -> None:
     rows = [["x", "a reason that is longer than the terminal is wide"]]
-    cut = table(("JOB", "REASON"), rows, width=20)
-    assert cut.splitlines()[1] == "x     a reason that…"
+    cut = table(("JOB", "REASON"), rows, width=30)
+    assert cut.splitlines()[1] == "x     a reason that is longer…"
     assert "wide" in table(("JOB", "REASON"), rows)
     assert table(("JOB", "REASON"), rows, headers=False).startswith("x ")
+
+
+def test_a_sentence_without_space_beside_its_row_stands_below_it() -> None:
+    rows = [["a-job-with-a-name", "Pending", "why it waits, in several words"], ["b", "Running", ""]]
+    assert table(("JOB", "STATUS", "REASON"), rows, width=40).splitlines() == [
+        "JOB                 STATUS",
+        "  REASON",
+        "a-job-with-a-name   Pending",
+        "  why it waits, in several words",
+        "b                   Running",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kfp_gpuquota.api import Device
-from kfp_gpuquota.cluster.local.devices import ClusterConfig, environment_of, lay_out, threads_per_slot
+from kfp_gpuquota.cli.arguments.amounts import count_or_gpus
+from kfp_gpuquota.cluster.local.devices import ClusterConfig, chosen_gpus, environment_of, lay_out, threads_per_slot
+from kfp_gpuquota.errors import InvalidFieldError
 
 GPUS = tuple(Device(index=index, model="H100", uuid=f"GPU-{index}", memory_mib=81_559) for index in range(8))
 
@@ -29,10 +33,39 @@ def test_simulated_nodes_share_the_gpus_out_and_number_them_anew() -> None:
     ]
 
 
-def test_where_the_gpus_are_too_few_every_device_is_a_slot() -> None:
-    nodes = lay_out(ClusterConfig(nodes=4, gpus_per_node=10), GPUS)
+def test_more_gpus_than_the_machine_has_are_refused_and_slots_stand_for_them_where_it_has_none() -> None:
+    config = ClusterConfig(nodes=4, gpus_per_node=10)
+    with pytest.raises(InvalidFieldError, match=r"4 nodes with 10 GPUs each are more than the 8 GPUs .*--cpu-slots"):
+        lay_out(config, GPUS)
+    with pytest.raises(InvalidFieldError, match="9 nodes with 1 GPU each are more than the 8 GPUs"):
+        lay_out(ClusterConfig(nodes=9), GPUS)
+    nodes = lay_out(config, ())
     assert {device.model for node in nodes for device in node.devices} == {"cpu-slot"}
     assert sum(len(node.devices) for node in nodes) == 40
+
+
+def test_the_gpus_of_a_cluster_are_chosen_by_index_or_uuid() -> None:
+    assert [gpu.uuid for gpu in chosen_gpus(("3", "GPU-0"), GPUS)] == ["GPU-3", "GPU-0"]
+    assert chosen_gpus((), GPUS) == GPUS
+    with pytest.raises(InvalidFieldError, match=r"this machine has no GPU '8'; it has 0 .GPU-0., 1"):
+        chosen_gpus(("8",), GPUS)
+    with pytest.raises(InvalidFieldError, match="this machine has no GPU '0'; it has no GPU"):
+        chosen_gpus(("0",), ())
+    with pytest.raises(InvalidFieldError, match="names a GPU twice"):
+        chosen_gpus(("3", "GPU-3"), GPUS)
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [("2", (2, ())), ("0,1,3", (None, ("0", "1", "3"))), ("3,", (None, ("3",))), ("GPU-6a", (None, ("GPU-6a",)))],
+)
+def test_a_number_of_gpus_and_a_choice_of_them_are_told_apart(
+    text: str, meaning: tuple[int | None, tuple[str, ...]]
+) -> None:
+    assert count_or_gpus(text) == meaning
+    for wrong in ("x", "0,,1", ","):
+        with pytest.raises(InvalidFieldError):
+            count_or_gpus(wrong)
 
 
 def test_a_worker_sees_its_gpus_by_uuid_and_a_slot_sees_none() -> None:

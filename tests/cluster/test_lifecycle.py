@@ -163,6 +163,15 @@ def test_a_gang_of_a_plain_command_fails_with_any_of_its_workers_even_after_anot
     assert ended.status.reason.message == "worker 1 ended with exit code 3, after another one had ended with 0"
 
 
+def test_the_run_time_of_all_starts_counts_and_none_in_the_queue() -> None:
+    record = job(ran_s=5.0)
+    record = msgspec.structs.replace(record, spec=msgspec.structs.replace(record.spec, max_runtime_s=60.0))
+    record = with_status(record, started_at=NOW - 20)
+    assert record.runs_until == NOW - 20 + 60 - 5
+    queued = after(record, worker(0, 0, released=True))
+    assert (queued.status.phase, queued.ran_s, queued.runs_until) == (Phase.PENDING, 25.0, None)
+
+
 def test_a_job_of_which_every_worker_was_told_to_go_returns_to_the_queue() -> None:
     assert after(job(), worker(0, 0, released=True)).status.phase is Phase.PENDING
 

@@ -257,7 +257,7 @@ def test_an_attempt_that_finds_its_job_being_stopped_starts_a_new_one(cluster: E
 def test_a_step_that_has_run_for_its_max_runtime_is_stopped(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     step = Step(cluster, tmp_path, "sleep infinity", environment={"GPUQUOTA_MAX_RUNTIME_S": "1"})
     code, log = step.run()
-    assert (code, "the job has run for its max_runtime of 1 s" in log) == (1, True), log
+    assert (code, "it has run for 1 s, which is its maximum run time" in log) == (1, True), log
 
 
 def test_a_waiting_step_says_why_and_runs_when_it_can(cluster: EmbeddedCluster, tmp_path: Path) -> None:

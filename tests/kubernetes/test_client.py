@@ -27,6 +27,8 @@ from kfp_gpuquota.errors import (
     UsageError,
 )
 from tests import forked, programs
+from tests.cli.conftest import answer_of
+from tests.cli.habit_table import HABITS, SUBMITTED
 from tests.kubernetes.controlled import pod_body
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import QUOTAS, jobs_of
@@ -117,6 +119,8 @@ def test_a_job_without_an_image_is_refused_with_the_next_step(crds_cluster: DevC
     bare = KubernetesClient(connection_of(crds_cluster.kubeconfig))
     with pytest.raises(UsageError, match="gpuquota submit -i IMAGE"):
         bare.submit(spec(quota))
+    with pytest.raises(UsageError, match="gpus is 0, but on Kubernetes work without GPUs needs no quota"):
+        bare.submit(spec(quota, gpus=0))
 
 
 def test_a_job_is_suspended_resumed_cancelled_and_deleted(
@@ -271,6 +275,14 @@ def test_the_command_line_speaks_to_kubernetes(crds_cluster: DevCluster, quota: 
     gone = run(crds_cluster, quota, "delete", "train1")
     assert gone.returncode == 0, gone.stderr
     assert "train1" not in run(crds_cluster, quota, "list").stdout
+
+
+def test_each_habit_has_its_outcome(crds_cluster: DevCluster, quota: str) -> None:
+    """The same table as in tests/cli/test_habits.py."""
+    for words in SUBMITTED:
+        assert run(crds_cluster, quota, *words).returncode == 0
+    for habit in HABITS:
+        habit.check(lambda words: answer_of(run(crds_cluster, quota, *words)))
 
 
 def test_one_project_has_the_figures_that_it_has_among_all(

@@ -188,7 +188,7 @@ def test_a_job_ends_when_it_has_run_for_its_longest_time_and_goes_when_its_time_
     controlled.start()
     job = controlled.job(team, "short", maxRuntimeSeconds=2, ttlSecondsAfterFinished=1, gracePeriodSeconds=1)
     status = controlled.until_phase(job, "Failed")["status"]
-    assert "maxRuntimeSeconds" in status["message"]
+    assert status["message"] == "it has run for 2 s, which is its maximum run time"
     controlled.cluster.api.until_gone(job)
 
 

@@ -56,8 +56,8 @@ def job_with(**status: object) -> ElasticJob:
 )
 def test_what_is_written_is_read_again(phase: str, intent: str, restarts: int, attempt: int, index: int) -> None:
     given_ = job_with(phase=phase, intent=intent, restarts=restarts, attempt=attempt, next_index=index)
-    record = msgspec.structs.replace(record_of(given_), generation=3)
-    written = status_of(given_, record, [], reserved=32, conditions=(), ended=[1], ran_s=2.5)
+    record = msgspec.structs.replace(record_of(given_), generation=3, ran_s=2.5)
+    written = status_of(given_, record, [], reserved=32, conditions=(), ended=[1])
     again = record_of(msgspec.structs.replace(given_, status=written))
     assert again == msgspec.structs.replace(record, managed=True, generation_high=32)
 
@@ -72,7 +72,7 @@ def test_changes_of_size_are_read_again_and_only_the_last_are_kept() -> None:
     changes = tuple(resize(100.0 + i, step=i, lost_steps=i) for i in range(30))
     record = with_status(record_of(job_with(phase="Running")), resizes=changes)
     record = msgspec.structs.replace(record, size=4, generation=3, members=("u-4", "u-2"))
-    written = status_of(job_with(), record, [], reserved=32, conditions=(), ended=(), ran_s=0.0)
+    written = status_of(job_with(), record, [], reserved=32, conditions=(), ended=())
     stored = ElasticJob(metadata=META, spec=job_with().spec, status=written)
     assert record_of(stored).status.resizes == changes[-20:]
     assert record_of(stored).size == 4
@@ -169,7 +169,6 @@ def test_workers_that_start_one_after_another_are_no_growth() -> None:
 
 
 def test_what_waits_for_time_comes_in_its_order() -> None:
-    record = with_status(record_of(job_with(phase="Running", attempt=1)), started_at=100.0)
     spec = ElasticJobSpec(
         template=TEMPLATE,
         max_runtime_seconds=50.0,
@@ -177,10 +176,12 @@ def test_what_waits_for_time_comes_in_its_order() -> None:
         lease=JobLease(holder="h", duration_seconds=30),
     )
     job = ElasticJob(metadata=META, spec=spec)
-    assert next_deadline(job, record, lease_seen_at=110.0, ran_s=0.0) == Deadline(140.0, Due.LEASE_ENDED)
-    assert next_deadline(job, record, lease_seen_at=130.0, ran_s=20.0) == Deadline(130.0, Due.RAN_TOO_LONG)
+    record = with_status(record_of(job), phase=Phase.RUNNING, started_at=100.0)
+    assert next_deadline(job, record, lease_seen_at=110.0) == Deadline(140.0, Due.LEASE_ENDED)
+    earlier = msgspec.structs.replace(record, ran_s=20.0)
+    assert next_deadline(job, earlier, lease_seen_at=130.0) == Deadline(130.0, Due.RAN_TOO_LONG)
     ended = with_status(record, phase=Phase.SUCCEEDED, finished_at=200.0)
-    assert next_deadline(job, ended, lease_seen_at=0.0, ran_s=0.0) == Deadline(207.0, Due.FORGET)
+    assert next_deadline(job, ended, lease_seen_at=0.0) == Deadline(207.0, Due.FORGET)
 
 
 def test_a_conditions_time_is_that_of_its_last_change() -> None:

@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import ClusterStartError
 from tests.polling import until
 from tests.ray.conftest import cluster_on, ray_nodes, wait_for_nodes
+from tests.web.conftest import visitor_of
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
@@ -82,9 +83,12 @@ def test_a_head_with_redis_is_restarted_and_every_worker_goes_on(
         cluster.submit("train", *LOGGING, environment={"STARTS": str(starts)})
         first = cluster.wait_for_phase("train", "Running").status.workers[0]
         head = nodes.cluster.head_node
+        visitor = visitor_of(cluster)
+        visitor.enter()
         assert cluster.client.health().problem == ""
         head.kill_gcs_server()
         until(lambda: "Ray" in cluster.client.health().problem, cluster.client.health)
+        until(lambda: 'id="problem" class="problem" role="alert">Ray' in visitor.get("/queue").text, "a banner")
         (found,) = (one for one in checks.examine(cluster.home, lambda: cluster.client) if one.check == "connection")
         assert found.level == Level.FAIL
         head.start_gcs_server()

@@ -101,6 +101,8 @@ class Held:
 def test_a_part_of_a_gpu_and_a_job_larger_than_any_node_are_refused(cluster: EmbeddedCluster) -> None:
     with pytest.raises(InvalidFieldError, match="a worker holds whole GPUs"):
         cluster.submit("part", "true", gpu_fraction=0.5)
+    with pytest.raises(InvalidFieldError, match="its own queue for work without GPUs"):
+        cluster.submit("none", "true", gpus=0)
     with pytest.raises(InvalidFieldError, match="the largest has 2 GPUs"):
         cluster.submit("large", "true", gpus=3, project="team-a")
 
@@ -144,6 +146,26 @@ def test_another_actor_adopts_the_worker_of_an_actor_that_was_killed(
     cluster.client.cancel_job("team-a", "counted")
     cluster.wait_for_phase("counted", "Cancelled")
     assert starts(tmp_path / "starts") == 1
+
+
+@pytest.mark.slow
+def test_a_worker_is_ended_whose_gpus_ray_gives_to_other_work_when_its_actor_dies(
+    cluster: EmbeddedCluster, driver: Any, tmp_path: Path
+) -> None:
+    """Not when its lease ends: until then two programs would use one GPU."""
+    before = start_counting(cluster, tmp_path / "starts", gpus=2)
+    others = [driver.remote(num_cpus=0, num_gpus=2)(Held).remote() for _ in range(2)]
+    driver.get(others[0].gpus.remote())
+    (name,) = [name for name in actors(cluster) if name.split("-")[1] == "2"]
+    driver.kill(driver.get_actor(name, f"gpuquota-{cluster.home.cluster_id()}"))
+    driver.get(others[1].gpus.remote())
+    after = cluster.wait_for("counted", lambda job: job.status.phase == "Pending")
+    assert after.status.last_failure is not None
+    assert "were not free" in after.status.last_failure.reason.message
+    assert not Path(f"/proc/{before.status.workers[0].pid}").exists()
+    for other in others:
+        driver.kill(other)
+    until(lambda: starts(tmp_path / "starts") == 2, "it starts again")
 
 
 @pytest.mark.slow

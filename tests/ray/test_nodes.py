@@ -27,16 +27,18 @@ def seen(number: int, address: str = "10.0.0.1", **more: object) -> RayNode:
 
 
 def test_a_node_has_a_name_that_no_other_one_has_and_its_accelerator_as_a_label() -> None:
-    node = as_node(seen(1 << 220, gpu_type="A100", cpus=8, memory_mib=1024))
+    node = as_node(seen(1 << 220, gpu_type="A100", cpus=8, memory_mib=1024), node_name(seen(1 << 220)))
     assert node.name == node_name(seen(1 << 220)) != node_name(seen(1 << 221))
     assert node.name.startswith("host-1-")
+    assert node_name(seen(1, name="10.0.0.1")).startswith("host-1-"), "Ray names a node by its address"
+    assert node_name(seen(1, name="GPU_box")).startswith("gpu-box-")
     assert node.labels["nvidia.com/gpu.product"] == "A100"
     assert node.labels[NODE_ID] == seen(1 << 220).id
     assert len(node.devices) == 4
 
 
 def test_nothing_new_is_placed_on_a_node_that_drains() -> None:
-    assert not as_node(seen(1, draining=True)).ready
+    assert not as_node(seen(1, draining=True), "n").ready
 
 
 @pytest.mark.parametrize(("free", "held", "used"), [(4, 0, 0), (3, 1, 0), (1, 1, 2), (2.5, 1, 1), (4, 1, 0)], ids=str)

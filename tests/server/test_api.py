@@ -67,7 +67,7 @@ BAD_BODIES: list[tuple[bytes, int, str, str]] = [
     (b"{}", 422, "invalid-field", "missing required field `spec`"),
     (json.dumps({**SUBMIT, "colour": "red"}).encode(), 422, "invalid-field", "unknown field `colour`"),
     (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "gpus": 2.5}}).encode(), 422, "invalid-field", "2.5"),  # type: ignore[dict-item]
-    (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "gpus": 0}}).encode(), 422, "invalid-field", "at least 1"),  # type: ignore[dict-item]
+    (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "gpus": -1}}).encode(), 422, "invalid-field", "at least 1"),  # type: ignore[dict-item]
     (json.dumps({**SUBMIT, "spec": {**SUBMIT["spec"], "project": "nobody"}}).encode(), 404, "not-found", "create it"),  # type: ignore[dict-item]
 ]
 
@@ -99,10 +99,19 @@ def test_a_body_beyond_the_limit_is_refused_unread(call: Caller) -> None:
     assert call("GET", "/v1/health")[0] == 200
 
 
+def test_jobs_are_selected_by_their_labels(call: Caller) -> None:
+    for name in ("vision", "speech"):
+        spec = {**SUBMIT["spec"], "name": name, "labels": {"team": name}}  # type: ignore[dict-item]
+        assert call("POST", "/v1/jobs", json.dumps({"spec": spec, "request_id": name}).encode())[0] == 201
+    for selector, names in (("team%20in%20(vision)", ["vision"]), ("!team", []), ("team", ["vision", "speech"])):
+        listed = call("GET", f"/v1/jobs?selector={selector}")[1]["jobs"]
+        assert [job["spec"]["name"] for job in listed] == names
+
+
 @pytest.mark.parametrize(
     "path",
     ["/v1/jobs?timeout_s=soon", "/v1/jobs?timeout_s=-1", "/v1/jobs?timeout_s=nan", "/v1/jobs?after=1.5",
-     "/v1/jobs?after=-1", "/v1/jobs?timeout_s=1e9", "/v1/events?after=x"],
+     "/v1/jobs?after=-1", "/v1/jobs?timeout_s=1e9", "/v1/events?after=x", "/v1/jobs?selector=a~b"],
 )  # fmt: skip
 def test_a_bad_query_names_its_field(call: Caller, path: str) -> None:
     status, answer = call("GET", path)

@@ -94,6 +94,9 @@ class HostileSource:
     def now(self) -> float:
         return NOW
 
+    def problem(self) -> str:
+        return HOSTILE
+
     def projects(self) -> tuple[ProjectView, ...]:
         return (self._project,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,15 +26,20 @@ class Board:
     def __init__(self, revision: int = START) -> None:
         self.number, self.rendered = revision, 0
         self.rows, self.part = {"a": "A", "b": "B"}, "P"
+        self.trouble = ""
         self._changed = asyncio.Event()
+
+    def problem(self) -> str:
+        return self.trouble
 
     def revision(self) -> int:
         return self.number
 
     async def changed(self, after: int, timeout_s: float) -> None:
-        while self.number == after:
-            self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        self._changed.clear()
+        if self.number == after:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def change(self) -> None:
         self.number += 1
@@ -110,6 +116,22 @@ def test_a_browser_that_was_away_gets_all_that_is_newer_also_from_the_next_serve
         assert message == {"parts": {"part": "P"}, "lists": {"list": "AB"}}
         for stream in (stays, back, after_restart):
             await stream.aclose()
+
+    asyncio.run(play())
+
+
+def test_a_problem_of_the_cluster_is_shown_though_its_state_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "PROBLEM_EVERY_S", 0.0)
+
+    async def play() -> None:
+        board = Board()
+        page = LivePage(lambda: Elements({"problem": board.trouble}))
+        stream = live_of(board).messages("/", page, START)
+        waiting = asyncio.create_task(following(stream))
+        await settled()
+        board.trouble = "Ray's head has not answered"
+        assert (await waiting)[1]["parts"] == {"problem": "Ray's head has not answered"}
+        await stream.aclose()
 
     asyncio.run(play())
 

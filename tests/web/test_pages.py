@@ -65,10 +65,17 @@ def test_the_queue_is_filtered(waiting: EmbeddedCluster, visitor: Visitor) -> No
         "kind=build": set[str](),
         "state=ended": set[str](),
         "page=9": set[str](),
+        "selector=!team": everything,
+        "selector=team": set[str](),
+        "selector=team~a": set[str](),
         "page=-1&kind=none&state=none": everything,
     }.items():
         table = visitor.get(f"/queue?{query}").text.partition("<tbody")[2].partition("</tbody>")[0]
         assert {name for name in everything if f">{name}<" in table} == shown, query
+
+
+def test_a_selector_that_cannot_be_read_is_named(waiting: EmbeddedCluster, visitor: Visitor) -> None:
+    assert "selector is 'team~a', but a label's key is" in text_of(visitor, "/queue?selector=team~a")
 
 
 def test_what_if_answers_in_sentences_and_submits_nothing(waiting: EmbeddedCluster, visitor: Visitor) -> None:

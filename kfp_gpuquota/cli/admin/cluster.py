@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kfp_gpuquota.api.quantity import as_number, parse_gpu_memory, parse_mib, show_gpus
-from kfp_gpuquota.cli.arguments.amounts import pairs, whole_number
+from kfp_gpuquota.cli.arguments.amounts import count_or_gpus, pairs, whole_number
 from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.display.output import Format, age, in_json, show, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data, make_output_private
@@ -25,8 +25,16 @@ app = typer.Typer(help="The embedded cluster on this machine.", no_args_is_help=
 
 NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Simulate so many nodes on this machine.")]
 GpusOption = Annotated[
-    int | None,
-    typer.Option("--gpus-per-node", "--gpus", min=1, help="GPUs of each node; else this machine's, or 2 CPU slots."),
+    str | None,
+    typer.Option(
+        "--gpus-per-node",
+        "--gpus",
+        metavar="N|GPU,GPU...",
+        help="GPUs of each node, or which GPUs by index (0,1,3) or UUID; else this machine's, or 2 CPU slots.",
+    ),
+]
+CpuSlotsOption = Annotated[
+    bool, typer.Option("--cpu-slots", help="CPU slots stand for GPUs, even where the machine has GPUs.")
 ]
 GpuMemoryOption = Annotated[
     str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Simulate GPUs with so much memory each, as 16G.")
@@ -145,6 +153,7 @@ def start(
     memory_reserve: ReserveOption = None,
     smallest_share: SmallestOption = None,
     *,
+    cpu_slots: CpuSlotsOption = False,
     no_moves: NoMovesOption = False,
     gpu_memory_killer: KillerOption = False,
     lend_silent: LendOption = False,
@@ -153,11 +162,13 @@ def start(
 
     One that runs takes on the shape that is given: its jobs go on, and none of their GPUs may be missing in it.
 
-    GPUs are this machine's; where it has none, CPU slots stand for them. A simulated node is a label on such slots.
+    GPUs are this machine's, or those that --gpus names (one alone with a comma: 3,); where it has none, CPU slots stand
+    for them. A simulated node is a label on such slots.
 
     Examples:
       gpuquota cluster start
       gpuquota cluster start --nodes 4 --gpus-per-node 10
+      gpuquota cluster start --gpus 0,1,3
       gpuquota cluster start --gpus 2 --gpu-memory 16G
       gpuquota cluster start --ray auto
     """
@@ -180,8 +191,9 @@ def start(
         memory_reserve=memory_reserve,
         smallest_share=smallest_share,
     )
-    switches = gpu_memory_killer or lend_silent or no_moves
-    shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool)
+    switches = gpu_memory_killer or lend_silent or no_moves or cpu_slots
+    shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool, cpu_slots or None)
+    count, chosen = count_or_gpus(gpus_per_node)
     on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
     if all(given is None for given in (*amounts, *kept, on_ray, sharing)) and not switches:
         ensure_running(home)
@@ -190,7 +202,9 @@ def start(
         pools = {name: whole_number("pool", count, "nodes") for name, count in sizes.items()}
         config = ClusterConfig(
             nodes=nodes or 1,
-            gpus_per_node=gpus_per_node,
+            gpus_per_node=count,
+            gpus=chosen,
+            cpu_slots=cpu_slots,
             gpu_memory_mib=None if gpu_memory is None else parse_gpu_memory("gpu_memory", gpu_memory),
             cpus_per_node=cpus_per_node,
             memory_per_node_mib=None if memory_per_node is None else parse_mib("memory_per_node", memory_per_node),
@@ -248,7 +262,7 @@ def _ray_config(
     if any(given is not None for given in shape):
         raise UsageError(
             "with --ray the nodes, their GPUs, CPUs and memory are those of the Ray cluster; leave out --nodes, "
-            "--gpus-per-node, --gpu-memory, --cpus-per-node, --memory-per-node and --pool"
+            "--gpus-per-node, --cpu-slots, --gpu-memory, --cpus-per-node, --memory-per-node and --pool"
         )
     return RayConfig(
         address=address,
@@ -408,7 +422,8 @@ def stop() -> None:
         echo("the cluster does not run")
         return
     reached = client()
-    running = [job.spec.name for job in reached.list_jobs().jobs if job.status.gpus]
+    jobs = reached.list_jobs().jobs
+    running = [job.spec.name for job in jobs if any(worker.phase != "Gone" for worker in job.status.workers)]
     reached.stop_cluster()
     await_stop(home)
     echo("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))

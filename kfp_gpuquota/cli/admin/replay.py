@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kfp_gpuquota.cli.arguments.dumps import read_dump
-from kfp_gpuquota.cli.display.output import Format, show, table
+from kfp_gpuquota.cli.display.output import show, table, timestamp
 from kfp_gpuquota.scheduler.dump import StateDump, replay
 from kfp_gpuquota.version import __version__
 
@@ -39,7 +38,7 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...]
 
 
-def show_replay(path: Path, output: Format) -> None:
+def show_replay(path: Path, output: str) -> None:
     """Plan from the dump in the file, and show the plan."""
     dump = read_dump(path)
     replayed = replay(dump)
@@ -67,7 +66,7 @@ def _decisions(dump: StateDump, plan: Plan) -> Iterator[Decision]:
 def _lines(dump: StateDump, found: ReplayedState) -> Iterator[str]:
     gpus = sum(len(node.devices) for node in dump.nodes)
     workers = sum(len(job.workers) for job in dump.jobs)
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(dump.at))
+    when = timestamp(dump.at)
     yield (
         f"State of {when}, written by version {dump.version}: {len(dump.projects)} projects, {len(dump.nodes)} nodes "
         f"with {gpus} GPUs, {len(dump.jobs)} jobs, {workers} workers"

@@ -89,7 +89,7 @@ def simulate(
     show(results, output, _tables(results))
 
 
-def _replay(state: Path, trace: Path | None, output: Format) -> None:
+def _replay(state: Path, trace: Path | None, output: str) -> None:
     from kfp_gpuquota.cli.admin.replay import show_replay  # noqa: PLC0415 (traces need it not)
 
     if trace is not None:

@@ -34,6 +34,18 @@ def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, floa
     return whole_number("gpus", text.removesuffix(".0")), None
 
 
+def count_or_gpus(text: str | None) -> tuple[int | None, tuple[str, ...]]:
+    """Return (GPUs of each node, ()) of "2", (None, the named GPUs) of "0,1,3" or "GPU-6a0f...". InvalidFieldError."""
+    if text is None:
+        return None, ()
+    if "," not in text and not text.startswith("GPU-"):
+        return whole_number("gpus_per_node", text), ()
+    names = tuple(name.strip() for name in text.removesuffix(",").split(","))
+    if not all(names):
+        raise InvalidFieldError("gpus_per_node", text, "GPUs are named by index or UUID, as 0,1,3")
+    return None, names
+
+
 def whole_number(field: str, text: str, unit: str = "GPUs") -> int:
     """The number. Raises InvalidFieldError."""
     try:

@@ -14,10 +14,11 @@ from typer.core import TyperCommand
 from kfp_gpuquota.errors import InvalidFieldError, UsageError, as_typed, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 _PARAMETERS: Final = {
     "gpu_fraction": "gpus",
+    "gpus": "gpus_per_node",
     "gpu_fraction_limit": "gpu_limit",
     "gpu_fraction_limit.default": "gpu_limit",
     "gpu_fraction_limit.most": "gpu_limit_most",
@@ -44,36 +45,50 @@ _PARAMETERS: Final = {
 }
 """The parameter of a command for a field of the API where their names differ by more than a unit."""
 
+_WORDS: Final = "gpuquota.words"
 _PLAIN: Final = re.compile(r"[\w.:/+=-]+")
 _WORD: Final = re.compile(r"(?<![-\w'])([a-z]+(?:_[a-z]+)+|gpus)\b(, which is (?:[\w.]+)(?: \([^)]*\))?)?")
 
 
 class Command(TyperCommand):
-    """A command whose refused values are reported in its own options."""
+    """A command whose refused values are reported in its own options; `--dry-run` may lack its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command."""
+        end = args.index("--") if "--" in args else len(args)
+        words = ["--dry-run=client" if word == "--dry-run" else word for word in args[:end]]
+        ctx.meta[_WORDS] = [word.partition("=")[0] for word in words]
+        return super().parse_args(ctx, [*words, *args[end:]])
 
     def invoke(self, ctx: Any) -> Any:
         """Run it. Raises UsageError for a value that is refused."""
         try:
             return super().invoke(ctx)
         except InvalidFieldError as error:
-            raise UsageError(reworded(error, self.params, ctx.params)) from None
+            words = ctx.meta.get(_WORDS, ())
+            raise UsageError(reworded(error, self.params, ctx.params, words)) from None
 
 
-def reworded(error: InvalidFieldError, parameters: Sequence[Any], typed: Mapping[str, object]) -> str:
-    """Return the sentence of the error with options and typed values in the place of fields and converted ones."""
+def reworded(
+    error: InvalidFieldError, parameters: Sequence[Any], typed: Mapping[str, object], words: Collection[str] = ()
+) -> str:
+    """Return the sentence of the error with options and typed values in the place of fields and converted ones.
+
+    `words` are those of the command line: of an option with several names the one that is among them is used.
+    """
     by_name = {parameter.name: parameter for parameter in parameters}
     parameter = by_name.get(_parameter_name(error.field, by_name))
     if parameter is None or not error.rule:
         return error.message
-    rule = _WORD.sub(lambda found: _option_in_rule(found, by_name, typed), error.rule)
+    rule = _WORD.sub(lambda found: _option_in_rule(found, by_name, typed, words), error.rule)
     value = typed.get(parameter.name)
     if value is True:
-        return f"{_spelled(parameter)} is given, but {rule}"
+        return f"{_spelled(parameter, words)} is given, but {rule}"
     if not value and value != 0:
         if not parameter.opts[0].startswith("-"):
-            return f"no {_spelled(parameter)} is given, but {rule}"
-        return error.message.replace(error.field, _spelled(parameter), 1).replace(error.rule, rule)
-    return f"{_spelled(parameter)} is {_shown(value)}, but {rule}"
+            return f"no {_spelled(parameter, words)} is given, but {rule}"
+        return error.message.replace(error.field, _spelled(parameter, words), 1).replace(error.rule, rule)
+    return f"{_spelled(parameter, words)} is {_shown(value)}, but {rule}"
 
 
 def _parameter_name(field: str, by_name: Mapping[str, object]) -> str:
@@ -84,19 +99,26 @@ def _parameter_name(field: str, by_name: Mapping[str, object]) -> str:
     return field
 
 
-def _option_in_rule(found: re.Match[str], by_name: Mapping[str, Any], typed: Mapping[str, object]) -> str:
+def _option_in_rule(
+    found: re.Match[str], by_name: Mapping[str, Any], typed: Mapping[str, object], words: Collection[str]
+) -> str:
     parameter = by_name.get(_parameter_name(found[1], by_name))
     if parameter is None:
         return found[0]
     value = typed.get(parameter.name)
     if not found[2]:
-        return _spelled(parameter)
-    return f"{_spelled(parameter)}, which is {_shown(value)}" if value else f"{_spelled(parameter)}{found[2]}"
+        return _spelled(parameter, words)
+    return (
+        f"{_spelled(parameter, words)}, which is {_shown(value)}"
+        if value
+        else f"{_spelled(parameter, words)}{found[2]}"
+    )
 
 
-def _spelled(parameter: Any) -> str:
-    """The option's long form; of an argument its name in the usage."""
-    option: str = next((each for each in parameter.opts if each.startswith("--")), parameter.opts[0])
+def _spelled(parameter: Any, words: Collection[str]) -> str:
+    """Return the option's long form, one of the `words` if any is; of an argument its name in the usage."""
+    long = [each for each in parameter.opts if each.startswith("--")] or list(parameter.opts)
+    option: str = next((each for each in long if each in words), long[0])
     if option.startswith("-"):
         return option
     return str(parameter.metavar or option).removeprefix("-- ").split()[0].strip("[].").upper()

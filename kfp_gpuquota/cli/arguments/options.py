@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from kfp_gpuquota.cli.arguments.completion import complete_job, complete_project
+from kfp_gpuquota.cli.arguments.completion import complete_format, complete_job, complete_project
 from kfp_gpuquota.cli.arguments.names import resource
-from kfp_gpuquota.cli.display.output import Format
+from kfp_gpuquota.cli.display.output import Format, parse_format
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 Found = TypeVar("Found")
+
+
+class DryRun(StrEnum):
+    """The values of `--dry-run`, as kubectl has them."""
+
+    NONE = "none"
+    CLIENT = "client"
+    SERVER = "server"
 
 
 def _job(text: str) -> str:
@@ -38,17 +48,37 @@ ProjectOption = Annotated[
         help="The project (on Kubernetes the namespace); else the configured one.",
     ),
 ]
-OutputOption = Annotated[Format, typer.Option("--output", "-o", help="How to show it.")]
+OutputOption = Annotated[
+    str,
+    typer.Option(
+        "--output",
+        "-o",
+        parser=parse_format,
+        metavar=f"{'|'.join(Format)}|jsonpath=TEMPLATE",
+        autocompletion=complete_format,
+        help="How to show it.",
+    ),
+]
+DryRunOption = Annotated[
+    DryRun,
+    typer.Option(
+        "--dry-run",
+        help="Check and show it, and change nothing: here (client, the default) or by the cluster.",
+    ),
+]
 WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Show it again after each change, until Ctrl-C.")]
 
 
 def client(image: str = "") -> ClusterClient:
     """The client of the cluster that is chosen; the embedded one is started where it does not run.
 
-    `image` is that of the jobs which it submits. Raises UsageError where the cluster has no images.
+    `image` is that of the jobs which it submits; a cluster without images ignores it, with a warning.
     """
     from kfp_gpuquota.cluster.connect import connect  # noqa: PLC0415
 
+    if image and not on_kubernetes():
+        echo(f"warning: -i {image} is ignored: on this machine jobs run its programs, in no image", err=True)
+        image = ""
     return connect(image=image)
 
 
@@ -90,15 +120,19 @@ def listed_project_or_error(reached: ClusterClient, given: str) -> str:
     return chosen
 
 
-def named_nodes(reached: ClusterClient, names: Sequence[str]) -> list[NodeView]:
+def named_nodes(reached: ClusterClient, names: Sequence[str], *, ignore_not_found: bool = False) -> list[NodeView]:
     """Return these nodes. Raises NotFoundError."""
-    return by_name("node", names, {view.node.name: view for view in reached.list_nodes()})
+    known = {view.node.name: view for view in reached.list_nodes()}
+    return by_name("node", [name for name in names if name in known or not ignore_not_found], known)
 
 
-def named_projects(reached: ClusterClient, names: Sequence[str]) -> list[ProjectView]:
+def named_projects(
+    reached: ClusterClient, names: Sequence[str], *, ignore_not_found: bool = False
+) -> list[ProjectView]:
     """Return these projects; what each lends follows from all of them. Raises NotFoundError."""
     known = {view.project.name: view for view in reached.list_projects()}
-    return [known[name] if name in known else reached.get_project(name) for name in names]
+    wanted = [name for name in names if name in known or not ignore_not_found]
+    return [known[name] if name in known else reached.get_project(name) for name in wanted]
 
 
 def by_name(kind: str, names: Sequence[str], known: Mapping[str, Found]) -> list[Found]:

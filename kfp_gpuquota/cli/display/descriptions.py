@@ -69,5 +69,5 @@ def described_node(view: NodeView) -> str:
         for device in node.devices
     ]
     if rows:
-        parts.append(table(("GPU", "MODEL", "MEMORY", "IN USE", "WORKERS"), rows))
+        parts.append(table(("DEVICE", "MODEL", "MEMORY", "IN USE", "WORKERS"), rows))
     return "\n\n".join(parts)

@@ -1,37 +1,49 @@
-"""`gpuquota top --gpus`: the use of shared GPUs by each job."""
+"""`gpuquota top --gpus`: the jobs on each GPU, and the memory of those that share one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.cli.display.output import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from kfp_gpuquota.api import Job, JobSpec, Worker
     from kfp_gpuquota.api.wire import NodeView, ShareView
 
 WIDTH: Final = 32
 _LEGEND: Final = "█ within its request   ▒ borrowed   ╎ its request   ┊ what it may use now"
 
 
-def gpu_table(nodes: Iterable[NodeView]) -> str:
-    """A line for each workload and device, with a bar of the device's memory."""
-    columns = ("NODE", "GPU", "JOB", "PROJECT", "USED", "REQUEST", "LIMIT", "MAY USE", "LISTENS", "MEMORY")
-    rows = [
-        [
-            view.node.name,
-            share.device,
-            share.job,
-            share.project,
-            *(gibibytes(mib) for mib in (share.used_mib, share.request_mib, share.limit_mib, share.granted_mib)),
-            "yes" if share.listens else "no",
-            bar(share),
-        ]
-        for view in nodes
-        for share in view.shares
-    ]
-    return f"{table(columns, rows)}\n\n{_LEGEND}" if rows else "no GPU is shared; see: gpuquota submit --help (-g 0.25)"
+def gpu_table(nodes: Sequence[NodeView], jobs: Iterable[Job]) -> str:
+    """Return a line for each job and device that it holds; of shared ones with a bar of the device's memory."""
+    columns = ("NODE", "DEVICE", "JOB", "PROJECT", "USED", "REQUEST", "LIMIT", "MAY USE", "LISTENS", "MEMORY")
+    owners = {worker: job.spec for job in jobs for one in job.status.workers for worker in _names(job, one)}
+    rows = [row for view in nodes for device in view.node.devices for row in _rows(view, device.index, owners)]
+    idle = [device for view in nodes for device in view.node.devices if not view.used.get(device.index)]
+    parts = [table(columns, rows)] if rows else []
+    parts.append(f"idle: {len(idle)} of {show_gpus(sum(len(view.node.devices) for view in nodes))}")
+    return "\n\n".join([*parts, *([_LEGEND] if any(view.shares for view in nodes) else [])])
+
+
+def _names(job: Job, worker: Worker) -> tuple[str, str]:
+    """Return the names of a holder: on Kubernetes workers' names are unique in their project only."""
+    return worker.id, f"{job.spec.project}/{worker.id}"
+
+
+def _rows(view: NodeView, device: int, owners: Mapping[str, JobSpec]) -> Iterator[list[object]]:
+    shares = [share for share in view.shares if share.device == device]
+    for share in shares:
+        amounts = map(gibibytes, (share.used_mib, share.request_mib, share.limit_mib, share.granted_mib))
+        listens = "yes" if share.listens else "no"
+        yield [view.node.name, device, share.job, share.project, *amounts, listens, bar(share)]
+    for worker in () if shares else view.held.get(device, ()):
+        owner = owners.get(worker)
+        job, project = (worker, "") if owner is None else (owner.name, owner.project)
+        part = "whole" if owner is None or not owner.shared else owner.asks
+        yield [view.node.name, device, job, project, "", part, "", "", "", ""]
 
 
 def bar(share: ShareView, width: int = WIDTH) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import textwrap
 import time
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kfp_gpuquota.api import Job
 from kfp_gpuquota.api.control_characters import visible
 from kfp_gpuquota.api.wire import NodeView, ProjectView
+from kfp_gpuquota.cli.display.jsonpath import JsonPath
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
 from kfp_gpuquota.errors import UsageError
 
@@ -21,8 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
+LAST_COLUMN: Final = 20
+"""Characters of the last column, a sentence, that must fit beside the others; else it stands below its row."""
+
+
 class Format(StrEnum):
-    """The values of `-o`."""
+    """The values of `-o`; beside them `jsonpath=TEMPLATE`, a JsonPath."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -31,14 +37,31 @@ class Format(StrEnum):
     YAML = "yaml"
 
 
-def show(content: object, output: Format, tabulated: str = "") -> None:
-    """Print `content` (structs) as JSON or YAML, or the table made of it."""
+def parse_format(text: str) -> str:
+    """Return the Format or the JsonPath that `-o` asks for. Raises UsageError."""
+    if text in set(Format):
+        return Format(text)
+    kind, equals, template = text.partition("=")
+    if kind == "jsonpath" and equals:
+        return JsonPath(template)
+    raise UsageError(f"--output is {text!r}, but it must be one of {', '.join(Format)}, jsonpath=TEMPLATE")
+
+
+def is_tabular(output: str) -> bool:
+    """Return whether `-o` asks for a table, not for data or names."""
+    return output in {Format.TABLE, Format.WIDE}
+
+
+def show(content: object, output: str, tabulated: str = "") -> None:
+    """Print `content` (structs) as the Format or JsonPath `output`, or the table made of it."""
     if text := rendered(content, output, tabulated):
-        (echo_data if output in {Format.JSON, Format.YAML} else echo)(text)
+        (echo if is_tabular(output) or output is Format.NAME else echo_data)(text)
 
 
-def rendered(content: object, output: Format, tabulated: str) -> str:
-    """Return `content` (structs) as JSON, YAML or names, or the table made of it."""
+def rendered(content: object, output: str, tabulated: str) -> str:
+    """Return `content` (structs) as JSON, YAML, names or what a JsonPath selects, or the table made of it."""
+    if isinstance(output, JsonPath):
+        return output.of(msgspec.to_builtins(content, str_keys=True)).rstrip("\n")
     if output is Format.NAME:
         return "\n".join(_names(content))
     if output is Format.JSON:
@@ -76,14 +99,28 @@ def table(
 ) -> str:
     """Aligned columns as kubectl prints them, numbers to the right; longer lines are cut to `width`, where given.
 
+    If that leaves the last column fewer than LAST_COLUMN characters, its text stands below its row, on as many lines as
+    it needs.
+
     Not rich's table: a thousand jobs take it half a second, and a script cannot cut its frames.
     """
     rows = [list(row) for row in rows]
     shown = [["" if cell is None else visible(str(cell)).replace("\n", "\\x0a") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
     right = [bool(rows) and all(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]
-    lines = (_line(line, widths, right) for line in ((list(columns), *shown) if headers else shown))
-    return "\n".join(line if width is None or len(line) <= width else line[: width - 1] + "…" for line in lines)
+    lines = [list(columns), *shown] if headers else shown
+    if width is not None and sum(widths[:-1]) + 3 * len(widths[:-1]) + min(LAST_COLUMN, widths[-1]) > width:
+        return "\n".join(part for line in lines for part in _with_last_below(line, widths, right, width))
+    return "\n".join(_cut(_line(line, widths, right), width) for line in lines)
+
+
+def _with_last_below(cells: list[str], widths: list[int], right: list[bool], width: int) -> Iterator[str]:
+    yield _cut(_line(cells[:-1], widths[:-1], right[:-1]), width)
+    yield from textwrap.wrap(cells[-1], width, initial_indent="  ", subsequent_indent="  ")
+
+
+def _cut(line: str, width: int | None) -> str:
+    return line if width is None or len(line) <= width else line[: width - 1] + "…"
 
 
 def _line(cells: list[str], widths: list[int], right: list[bool]) -> str:
@@ -120,3 +157,8 @@ def age(since: float | None, until: float | None = None) -> str:
     if seconds < 172_800:
         return f"{seconds // 3600}h{seconds % 3600 // 60}m"
     return f"{seconds // 86_400}d{seconds % 86_400 // 3600}h"
+
+
+def timestamp(at: float) -> str:
+    """Return a time in UTC as Kubernetes writes it: 2026-01-31T12:00:00Z."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))

@@ -6,31 +6,31 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cli.display.output import Format, age, table
+from kfp_gpuquota.cli.display.output import Format, age, table, timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api import Job, Worker
     from kfp_gpuquota.api.wire import Event, NodeView
 
 _JOB_COLUMNS = ("JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON")
-_MORE_COLUMNS = ("MIN", "MAX", "PRIORITY", "NODES", "UID")
+_MORE_COLUMNS = ("MIN", "MAX", "PRIORITY", "NODES", "DEVICES", "UID")
 
 
 def job_table(
     jobs: Sequence[Job],
-    output: Format = Format.TABLE,
+    output: str = Format.TABLE,
     *,
     width: int | None = None,
     headers: bool = True,
     labels: bool = False,
 ) -> str:
-    """Return a line for each job; in the wide form, which is never cut, with more columns."""
+    """Return a line for each job; with more columns in the wide form, which is never cut, as with `labels`."""
     wide = output is Format.WIDE
     rows = ([*_job_row(job), *(_wide_row(job) if wide else []), *([_labels(job)] if labels else [])] for job in jobs)
     columns = _JOB_COLUMNS + (_MORE_COLUMNS if wide else ()) + (("LABELS",) if labels else ())
-    return table(columns, rows, width=None if wide else width, headers=headers)
+    return table(columns, rows, width=None if wide or labels else width, headers=headers)
 
 
 def node_table(nodes: Sequence[NodeView], *, headers: bool = True) -> str:
@@ -52,12 +52,20 @@ def node_table(nodes: Sequence[NodeView], *, headers: bool = True) -> str:
     return table(columns, rows, headers=headers)
 
 
-def event_table(events: Sequence[Event], *, width: int | None = None, headers: bool = True) -> str:
-    """A line for each event, in the order given."""
+def event_table(
+    events: Sequence[Event], *, width: int | None = None, headers: bool = True, timestamps: bool = False
+) -> str:
+    """Return a line for each event, in the order given, with its age or, with `timestamps`, its time."""
+    shown = timestamp if timestamps else age
     rows = (
-        [age(event.at), event.kind.value, event.project, event.job, event.gpus or "", _why(event)] for event in events
+        [shown(event.at), event.kind.value, event.project, event.job, event.gpus or "", _why(event)] for event in events
     )
-    return table(("AGE", "EVENT", "PROJECT", "JOB", "GPUS", "REASON"), rows, width=width, headers=headers)
+    return table(
+        ("TIME" if timestamps else "AGE", "EVENT", "PROJECT", "JOB", "GPUS", "REASON"),
+        rows,
+        width=width,
+        headers=headers,
+    )
 
 
 def progress_text(job: Job) -> str:
@@ -102,8 +110,16 @@ def _job_row(job: Job) -> list[object]:
 
 
 def _wide_row(job: Job) -> list[object]:
-    nodes = sorted({worker.node for worker in job.status.workers if worker.phase != "Gone"})
-    return [job.spec.smallest, job.spec.largest, job.spec.effective_priority, ",".join(nodes), job.uid]
+    held = [worker for worker in job.status.workers if worker.phase != "Gone"]
+    nodes = sorted({worker.node for worker in held})
+    spec = job.spec
+    return [spec.smallest, spec.largest, spec.effective_priority, ",".join(nodes), _devices(held, nodes), job.uid]
+
+
+def _devices(workers: Sequence[Worker], nodes: Sequence[str]) -> str:
+    """Return the indices of the devices that are held: "0,1", or on several nodes "0,1;3" in the order of the nodes."""
+    held = ({index for worker in workers if worker.node == node for index in worker.devices} for node in nodes)
+    return ";".join(",".join(map(str, sorted(indices))) for indices in held)
 
 
 def _labels(job: Job) -> str:

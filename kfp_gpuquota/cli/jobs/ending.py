@@ -11,9 +11,9 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.label_selector import parse_selector, selects
 from kfp_gpuquota.api.wire import StopAction
 from kfp_gpuquota.cli.arguments.amounts import seconds
-from kfp_gpuquota.cli.arguments.completion import complete_job
+from kfp_gpuquota.cli.arguments.completion import complete_job, complete_phase
 from kfp_gpuquota.cli.arguments.names import job_names
-from kfp_gpuquota.cli.arguments.options import ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.arguments.options import DryRun, DryRunOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
@@ -75,7 +75,13 @@ def wait(
     jobs: JobsArgument,
     project: ProjectOption = "",
     until: Annotated[
-        str, typer.Option("--for", metavar="STATUS", help="A status such as Running; else until they have ended.")
+        str,
+        typer.Option(
+            "--for",
+            metavar="STATUS",
+            autocompletion=complete_phase,
+            help="A status such as Running; else until they have ended.",
+        ),
     ] = "",
     timeout: Annotated[
         str | None, typer.Option("--timeout", metavar="TIME", help="Give up after this: 30 or 30s, 5m, 1h.")
@@ -117,6 +123,7 @@ def delete(
         bool, typer.Option("--ignore-not-found", help="Pass over jobs that do not exist.")
     ] = False,
     wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are deleted.")] = True,
+    dry_run: DryRunOption = DryRun.NONE,
 ) -> None:
     """Stop jobs and forget them, their logs and their checkpoints.
 
@@ -144,6 +151,10 @@ def delete(
             f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "
             f"with: gpuquota list -p {project}"
         )
+    if dry_run is not DryRun.NONE:
+        for name in jobs:
+            echo(f"job {name} would be deleted (dry run)")
+        return
     if jobs:
         reached.stop_jobs(project, jobs, StopAction.DELETE)
     if wait_for_end:

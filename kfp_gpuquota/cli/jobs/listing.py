@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.label_selector import parse_selector, selects
+from kfp_gpuquota.cli.arguments.completion import complete_job, complete_kind, complete_named
 from kfp_gpuquota.cli.arguments.names import resource
 from kfp_gpuquota.cli.arguments.options import (
     OutputOption,
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.api.wire import Event
+    from kfp_gpuquota.api.label_selector import Requirement
+    from kfp_gpuquota.api.wire import Event, NodeView, ProjectView
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
@@ -47,13 +50,27 @@ class What(StrEnum):
 class Look:
     """How a list is shown."""
 
-    output: Format
+    output: str
     headers: bool
     labels: bool
 
     def table(self, jobs: Sequence[Job], *, headers: bool) -> str:
         """Return the table of jobs, cut to the terminal."""
         return job_table(jobs, self.output, width=terminal_width(), headers=headers, labels=self.labels)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which jobs are listed: those with the required labels, and of a kind where one is given."""
+
+    required: tuple[Requirement, ...] = ()
+    kind: Kind | None = None
+
+    def of(self, jobs: Sequence[Job]) -> tuple[Job, ...]:
+        """Return those of the jobs."""
+        return tuple(
+            job for job in jobs if selects(self.required, job.spec.labels) and self.kind in {None, job.spec.kind}
+        )
 
 
 PAGE: Final = 500
@@ -75,6 +92,9 @@ SelectorOption = Annotated[
         help="Only jobs with these labels; also K!=V, K, !K, K in (V,V), K notin (V,V).",
     ),
 ]
+TypeOption = Annotated[
+    Kind | None, typer.Option("--type", help="Only trainings (train), or interactive sessions (build).")
+]
 LabelsOption = Annotated[bool, typer.Option("--show-labels", help="A column with the labels of jobs.")]
 NoHeadersOption = Annotated[bool, typer.Option("--no-headers", help="Leave out the first line of the table.")]
 
@@ -92,6 +112,7 @@ def list_things(
     *,
     all_projects: AllOption = False,
     selector: SelectorOption = "",
+    kind: TypeOption = None,
     watch: WatchOption = False,
     no_headers: NoHeadersOption = False,
     show_labels: LabelsOption = False,
@@ -105,25 +126,30 @@ def list_things(
       gpuquota list
       gpuquota list jobs -A -o wide
       gpuquota list -l team=vision -o name
+      gpuquota list --type build
       gpuquota list nodes
       gpuquota list -w
     """
+    wanted = Choice(parse_selector(selector), kind)
     reached, look = client(), Look(output, headers=not no_headers, labels=show_labels)
     chosen = "" if all_projects or what is not What.JOBS else listed_project_or_error(reached, project)
     if watch:  # quotas and nodes change in what they hold when jobs do
-        watch_pictures(
-            _listed(reached, what, _chosen(seen.jobs, selector), look) for seen in reached.watch_jobs(chosen)
-        )
+        watch_pictures(_listed(reached, what, wanted.of(seen.jobs), look) for seen in reached.watch_jobs(chosen))
     if what is What.JOBS and output in {Format.TABLE, Format.NAME}:
-        _print_pages(reached, chosen, selector, look)
+        _print_pages(reached, chosen, wanted, look)
         return
-    jobs = _chosen(reached.list_jobs(chosen).jobs, selector) if what is What.JOBS else ()
+    jobs = wanted.of(reached.list_jobs(chosen).jobs) if what is What.JOBS else ()
     echo(_listed(reached, what, jobs, look))
 
 
 def get(
-    what: Annotated[str, typer.Argument(metavar="jobs|projects|nodes|events", help="Or job/NAME.")],
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME...]", help="Only these.")] = None,
+    what: Annotated[
+        str,
+        typer.Argument(metavar="jobs|projects|nodes|events", autocompletion=complete_kind, help="Or job/NAME."),
+    ],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME...]", autocompletion=complete_named, help="Only these.")
+    ] = None,
     project: ProjectOption = "",
     *,
     all_projects: AllOption = False,
@@ -131,6 +157,9 @@ def get(
     watch: WatchOption = False,
     no_headers: NoHeadersOption = False,
     show_labels: LabelsOption = False,
+    ignore_not_found: Annotated[
+        bool, typer.Option("--ignore-not-found", help="Pass over names that do not exist.")
+    ] = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """List jobs, projects, nodes or events, or some of them by name.
@@ -138,7 +167,7 @@ def get(
     Examples:
       gpuquota get jobs -A
       gpuquota get job train1 -o yaml
-      gpuquota get job/train1 -o name
+      gpuquota get job/train1 -o jsonpath='{.status.phase}'
       gpuquota get nodes --no-headers
       gpuquota get events
     """
@@ -161,15 +190,17 @@ def get(
             output=output,
         )
         return
-    _get_named(_ALIASES[kind], wanted, project, Look(output, headers=not no_headers, labels=show_labels))
+    look = Look(output, headers=not no_headers, labels=show_labels)
+    _get_named(_ALIASES[kind], wanted, project, look, ignore_not_found=ignore_not_found)
 
 
 def events(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Only of this job.")] = "",
+    job: Annotated[str, typer.Argument(metavar="[JOB]", autocompletion=complete_job, help="Only of this job.")] = "",
     project: ProjectOption = "",
     *,
     all_projects: AllOption = False,
     last: Annotated[int, typer.Option("--last", min=1, metavar="N", help="The last N events.")] = SHOWN_EVENTS,
+    timestamps: Annotated[bool, typer.Option("--timestamps", help="Times (UTC) in the place of ages.")] = False,
     watch: WatchOption = False,
     no_headers: NoHeadersOption = False,
     output: OutputOption = Format.TABLE,
@@ -179,6 +210,7 @@ def events(
     Examples:
       gpuquota events
       gpuquota events train1
+      gpuquota events --timestamps
       gpuquota events -A --last 200 -o json
     """
     if on_kubernetes():
@@ -191,12 +223,9 @@ def events(
         new = [event for event in more if chosen in ("", event.project) and name in ("", event.job)]
         found = new[-last:]
         if found or not watch:
-            _show_events(tuple(found), output, headers=not no_headers)
+            picture = event_table(found, width=terminal_width(), headers=not no_headers, timestamps=timestamps)
+            show(tuple(found), output, picture)
             no_headers = True
-
-
-def _show_events(found: tuple[Event, ...], output: Format, *, headers: bool) -> None:
-    show(found, output, event_table(found, width=terminal_width(), headers=headers))
 
 
 def _histories(reached: ClusterClient, *, watch: bool) -> Iterator[tuple[Event, ...]]:
@@ -214,48 +243,44 @@ def _histories(reached: ClusterClient, *, watch: bool) -> Iterator[tuple[Event, 
             yield listed.events
 
 
-def _get_named(what: What, names: list[str], project: str, look: Look) -> None:
-    reached, output, headers = client(), look.output, look.headers
+def _get_named(what: What, names: list[str], project: str, look: Look, *, ignore_not_found: bool) -> None:
+    reached = client()
+    found: Sequence[Job | NodeView | ProjectView]
     if what is What.JOBS:
-        chosen = listed_project_or_error(reached, project)
-        known = {job.spec.name: job for job in reached.list_jobs(chosen).jobs}
-        jobs = by_name("job", names, known)
-        picture = job_table(jobs, output, headers=headers, labels=look.labels)
-        show(jobs[0] if len(jobs) == 1 else jobs, output, picture)
+        listed = reached.list_jobs(listed_project_or_error(reached, project)).jobs
+        known = {job.spec.name: job for job in listed}
+        found = by_name("job", [name for name in names if name in known or not ignore_not_found], known)
     elif what is What.NODES:
-        views = named_nodes(reached, names)
-        show(views[0] if len(views) == 1 else views, output, node_table(views, headers=headers))
+        found = named_nodes(reached, names, ignore_not_found=ignore_not_found)
     else:
-        from kfp_gpuquota.cli.display.project_table import project_table  # noqa: PLC0415 (other lists do without it)
-
-        projects = tuple(named_projects(reached, names))
-        picture = project_table(projects, wide=output is Format.WIDE, headers=headers)
-        show(projects[0] if len(projects) == 1 else projects, output, picture)
+        found = named_projects(reached, names, ignore_not_found=ignore_not_found)
+    if found:
+        show(found[0] if len(names) == 1 else found, look.output, _table(what, found, look))
 
 
-def _chosen(jobs: Sequence[Job], selector: str) -> tuple[Job, ...]:
-    wanted = parse_selector(selector)
-    return tuple(job for job in jobs if selects(wanted, job.spec.labels))
+def _table(what: What, found: Sequence[Any], look: Look) -> str:
+    if what is What.JOBS:
+        return look.table(found, headers=look.headers)
+    if what is What.NODES:
+        return node_table(found, headers=look.headers)
+    from kfp_gpuquota.cli.display.project_table import project_table  # noqa: PLC0415 (other lists do without it)
+
+    return project_table(tuple(found), wide=look.output is Format.WIDE, headers=look.headers)
 
 
 def _listed(reached: ClusterClient, what: What, jobs: Sequence[Job], look: Look) -> str:
     if what is What.PROJECTS:
-        from kfp_gpuquota.cli.display.project_table import project_table  # noqa: PLC0415 (other lists do without it)
-
-        views = reached.list_projects()
-        picture = project_table(views, wide=look.output is Format.WIDE, headers=look.headers)
-        return rendered(views, look.output, picture)
-    if what is What.NODES:
-        nodes = reached.list_nodes()
-        return rendered(nodes, look.output, node_table(nodes, headers=look.headers))
-    return rendered(jobs, look.output, look.table(jobs, headers=look.headers))
+        found: Sequence[Job | NodeView | ProjectView] = reached.list_projects()
+    else:
+        found = reached.list_nodes() if what is What.NODES else jobs
+    return rendered(found, look.output, _table(what, found, look))
 
 
-def _print_pages(reached: ClusterClient, project: str, selector: str, look: Look) -> None:
+def _print_pages(reached: ClusterClient, project: str, wanted: Choice, look: Look) -> None:
     """Print jobs as they come, a page at a time: columns are as wide as those of the page."""
     headers = look.headers
     for listed in reached.job_pages(project, PAGE):
-        jobs = _chosen(listed.jobs, selector)
+        jobs = wanted.of(listed.jobs)
         if jobs or headers:
             picture = "" if look.output is Format.NAME else look.table(jobs, headers=headers)
             if text := rendered(jobs, look.output, picture):

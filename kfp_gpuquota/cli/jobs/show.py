@@ -10,7 +10,7 @@ import typer
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
 from kfp_gpuquota.api.wording import place_of, request_of, show_field
-from kfp_gpuquota.cli.arguments.completion import complete_job
+from kfp_gpuquota.cli.arguments.completion import complete_job, complete_named
 from kfp_gpuquota.cli.arguments.names import job_name, kind_and_name
 from kfp_gpuquota.cli.arguments.options import (
     OutputOption,
@@ -22,7 +22,7 @@ from kfp_gpuquota.cli.arguments.options import (
 )
 from kfp_gpuquota.cli.display.descriptions import described_node, described_project
 from kfp_gpuquota.cli.display.gpus import gibibytes
-from kfp_gpuquota.cli.display.output import Format, age, show, table
+from kfp_gpuquota.cli.display.output import Format, age, is_tabular, show, table
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import last_lines
@@ -41,7 +41,7 @@ SHOWN_LINES: Final = 5
 
 JobWords = Annotated[list[str], typer.Argument(metavar="[job] JOB", autocompletion=complete_job)]
 AnyWords = Annotated[
-    list[str], typer.Argument(metavar="[job|project|node] NAME", autocompletion=complete_job, help="Else a job.")
+    list[str], typer.Argument(metavar="[job|project|node] NAME", autocompletion=complete_named, help="Else a job.")
 ]
 
 
@@ -73,9 +73,9 @@ def describe(what: AnyWords, project: ProjectOption = "", output: OutputOption =
         _describe_job(reached, project_or_configured(project), name, output)
 
 
-def _describe_job(reached: ClusterClient, project: str, name: str, output: Format) -> None:
+def _describe_job(reached: ClusterClient, project: str, name: str, output: str) -> None:
     found = reached.get_job(project, name)
-    if output in {Format.JSON, Format.YAML, Format.NAME}:
+    if not is_tabular(output):
         show(found, output)
         return
     parts = [table(("JOB", found.spec.name), _facts(found, _place_in_queue(reached, found)))]
@@ -83,7 +83,7 @@ def _describe_job(reached: ClusterClient, project: str, name: str, output: Forma
         columns = ("WORKER", "RANK", "NODE", "DEVICES", "PHASE", "PID", "EXIT CODE")
         parts.append(table(columns, _worker_rows(found)))
     if shares := _shares(reached, found):
-        parts.append(table(("GPU", "NODE", "USED", "REQUEST", "LIMIT", "MAY USE NOW"), shares))
+        parts.append(table(("DEVICE", "NODE", "USED", "REQUEST", "LIMIT", "MAY USE NOW"), shares))
     if found.status.resizes:
         parts.append(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
     echo("\n\n".join(parts))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api import Job, JobSpec, JobStatus, Kind
 from kfp_gpuquota.api.job import (
     DEFAULT_COOL_DOWN_S,
     DEFAULT_GRACE_PERIOD_S,
@@ -18,9 +18,18 @@ from kfp_gpuquota.api.job import (
 )
 from kfp_gpuquota.api.quantity import parse_cores, parse_gpu_memory, parse_mib, show_mib
 from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs, seconds, toleration_of, whole_number
+from kfp_gpuquota.cli.arguments.completion import complete_node
 from kfp_gpuquota.cli.arguments.mistakes import Command
-from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
-from kfp_gpuquota.cli.display.output import Format, show
+from kfp_gpuquota.cli.arguments.options import (
+    DryRun,
+    DryRunOption,
+    OutputOption,
+    ProjectOption,
+    client,
+    on_kubernetes,
+    project_or_configured,
+)
+from kfp_gpuquota.cli.display.output import Format, is_tabular, show
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.cli.jobs.rehearsal import rehearse_here
@@ -30,12 +39,14 @@ from kfp_gpuquota.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
 _VARIABLE: Final = "a variable is given as NAME=VALUE"
 
 GpusOption = Annotated[
     str | None,
     typer.Option(
-        "--gpus", "-g", "--gpu-portion-request", metavar="N", help="GPUs it asks for (1), or a part of one, as 0.25."
+        "--gpus", "-g", "--gpu-portion-request", metavar="N", help="GPUs it asks for (1), a part of one, as 0.25, or 0."
     ),
 ]
 FractionLimitOption = Annotated[
@@ -92,7 +103,10 @@ PreemptibleOption = Annotated[
     bool | None, typer.Option("--preemptible/--not-preemptible", help="Whether others may take its GPUs back.")
 ]
 PriorityOption = Annotated[int | None, typer.Option("--priority", help="Within the project; default 50, sessions 100.")]
-NodeOption = Annotated[str | None, typer.Option("--node", metavar="NAME", help="Run on this node only.")]
+NodeOption = Annotated[
+    str | None,
+    typer.Option("--node", metavar="NAME", autocompletion=complete_node, help="Run on this node only."),
+]
 SelectorOption = Annotated[
     list[str] | None,
     typer.Option("--node-selector", metavar="K=V", help="A label its nodes must have; may be repeated."),
@@ -113,7 +127,7 @@ SpreadOption = Annotated[bool, typer.Option("--spread", help="Workers on as many
 EnvironmentOption = Annotated[
     list[str] | None, typer.Option("--environment", "-e", metavar="K=V", help="Set a variable; may be repeated.")
 ]
-ImageOption = Annotated[str | None, typer.Option("--image", "-i", metavar="IMAGE", help="On Kubernetes only.")]
+ImageOption = Annotated[str | None, typer.Option("--image", "-i", metavar="IMAGE", help="On Kubernetes; else ignored.")]
 DirectoryOption = Annotated[
     str | None, typer.Option("--working-dir", metavar="DIR", help="Where the command runs; else here.")
 ]
@@ -139,6 +153,10 @@ CoolDownOption = Annotated[
 ]
 MinRunTimeOption = Annotated[
     float, typer.Option("--min-run-time", metavar="SECONDS", help="Not stopped for others before it has run this long.")
+]
+MaxRuntimeOption = Annotated[
+    str | None,
+    typer.Option("--max-runtime", metavar="TIME", help="It ends with a failure after it has run this long, as 2h."),
 ]
 FollowOption = Annotated[
     bool,
@@ -231,9 +249,11 @@ def submit(
     restart_window: RestartWindowOption = f"{DEFAULT_RESTART_WINDOW_S / 3600:g}h",
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     min_run_time: MinRunTimeOption = 0.0,
+    max_runtime: MaxRuntimeOption = None,
     follow: FollowOption = False,
     label: LabelOption = None,
     rehearse: RehearseOption = False,
+    dry_run: DryRunOption = DryRun.NONE,
     program: ProgramOption = None,
     args: ProgramArgsOption = None,
     project: ProjectOption = "",
@@ -252,12 +272,14 @@ def submit(
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
+      gpuquota submit overnight -g 1 --max-runtime 8h -- python train.py
       gpuquota submit bounded -g 1 --cpu-limit 4 --memory-limit 16Gi -- python train.py
       gpuquota submit piped -g 1 --runtime-env-json '{"pip": ["einops"]}' -- python train.py
       gpuquota submit sleeper -g 1 --command sleep --args infinity
+      gpuquota submit train3 -g 1 --dry-run=server -o yaml -- python train.py
     """
-    if follow and output not in {Format.TABLE, Format.WIDE}:
-        raise UsageError(f"--follow shows the job's log where -o {output.value} shows its record; choose one of them")
+    if follow and not is_tabular(output):
+        raise UsageError(f"--follow shows the job's log where -o {output} shows its record; choose one of them")
     if rehearse:
         rehearse_here(
             list(whole_command(command or [], program, args or [])),
@@ -310,11 +332,15 @@ def submit(
         restart_window_s=seconds("restart_window", restart_window),
         cool_down_s=cool_down,
         min_run_time_s=min_run_time,
+        max_runtime_s=None if max_runtime is None else seconds("max_runtime", max_runtime),
         labels=pairs("label", label or [], "a label is given as KEY=VALUE"),
         runtime_env=_runtime_env(runtime_env, runtime_env_json),
     )
     if here and not _is_found(spec):
         echo(f"warning: this machine has no program {spec.command[0]!r}", err=True)  # a node of a Ray cluster may
+    if dry_run is not DryRun.NONE:
+        _show_dry_run(reached, spec, dry_run, output)
+        return
     job = reached.submit(spec)
     if output is Format.TABLE:
         for field, policy in job.status.set_by.items():
@@ -326,6 +352,17 @@ def submit(
     show(job, output)
     if follow:
         raise typer.Exit(follow_to_the_end(reached, project, name))
+
+
+def _show_dry_run(reached: ClusterClient, spec: JobSpec, dry_run: DryRun, output: str) -> None:
+    """Show the job as it would be; with `--dry-run=server` as the cluster would queue it."""
+    checked = Job(uid="", spec=spec, status=JobStatus())
+    if dry_run is DryRun.SERVER:
+        checked = reached.submit(spec, dry_run=True)
+    if is_tabular(output):
+        by = "server dry run" if dry_run is DryRun.SERVER else "dry run"
+        echo(f"job {spec.name} would be submitted to project {spec.project} ({by})")
+    show(checked, output)
 
 
 def whole_command(words: Sequence[str], program: str | None, args: Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kfp_gpuquota.cli.arguments.options import OutputOption, WatchOption, client, project_or_configured
-from kfp_gpuquota.cli.display.output import Format, show, terminal_width
+from kfp_gpuquota.cli.display.output import Format, is_tabular, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
 from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.tables import job_table, node_table
@@ -34,7 +34,9 @@ def register(app: typer.Typer) -> None:
 def top(
     *,
     watch: WatchOption = False,
-    gpus: Annotated[bool, typer.Option("--gpus", help="The memory of GPUs that several jobs share.")] = False,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="Each GPU in use, with its jobs and the memory of shared ones.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="With --gpus: draw it over time, until Ctrl-C.")
     ] = None,
@@ -54,10 +56,10 @@ def top(
     if plot is not None:
         echo(_plot_memory(reached, plot, seconds))
         return
-    if gpus:
+    if gpus and is_tabular(output):
         watch_pictures(_gpu_pictures(reached, once=not watch))
         return
-    if output in {Format.JSON, Format.YAML}:
+    if not is_tabular(output):
         jobs = reached.list_jobs().jobs
         show({"projects": reached.list_projects(), "nodes": reached.list_nodes(), "jobs": jobs}, output)
         return
@@ -101,10 +103,11 @@ def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
     """Memory changes without anything else changing, so it is asked for again and again."""
     from kfp_gpuquota.cli.display.gpus import gpu_table  # noqa: PLC0415
 
-    yield gpu_table(reached.list_nodes())
+    project = _visible_project(reached)
+    yield gpu_table(reached.list_nodes(), reached.list_jobs(project).jobs)
     while not once:
         time.sleep(GPU_REFRESH_S)
-        yield gpu_table(reached.list_nodes())
+        yield gpu_table(reached.list_nodes(), reached.list_jobs(project).jobs)
 
 
 def _plot_memory(reached: ClusterClient, path: Path, seconds: float) -> str:

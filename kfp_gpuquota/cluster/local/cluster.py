@@ -201,6 +201,8 @@ class LocalCluster:
                 f"gpuquota delete -p {spec.project} {spec.name}"
             )
         job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by)
+        if request.dry_run:
+            return Job(uid="", spec=job.spec, status=job.status)
         with self._driver.decisions.decide() as recorder:
             recorder.change.jobs[job.uid] = job
             recorder.note(job, EventKind.JOB_SUBMITTED)
@@ -268,7 +270,7 @@ class LocalCluster:
         alive = self._state.alive_of(job.uid)
         given = {field: value for field in changed.__struct_fields__ if (value := getattr(changed, field)) is not None}
         if alive:
-            given["gpus_per_worker"] = None if job.spec.shared else job.spec.worker_gpus
+            given["gpus_per_worker"] = job.spec.worker_gpus if job.spec.gpus and not job.spec.shared else None
         spec = msgspec.structs.replace(job.spec, **given)
         check_fits(spec, self._state.project(project), tuple(self._state.nodes.values()))
         with self._driver.decisions.decide() as recorder:

@@ -33,14 +33,14 @@ from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.local.workers import cgroups
 from kfp_gpuquota.cluster.local.workers.device_locks import hold
-from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError
+from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError, InvalidFieldError
 from kfp_gpuquota.server.app import build_app
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits, raise_descriptor_limit
 from kfp_gpuquota.server.transport.unix_sockets import BACKLOG, listen
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.ray.runtime import RayRuntime
@@ -100,7 +100,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         cluster = LocalCluster(home, store, state, driver, shape)
         audit = AuditLog(home.audit_file)
         stack.callback(audit.close)
-        page = PageServer(home, LocalPages(home, store, state, cluster), audit)
+        problem = runtime.problem if runtime is not None else str
+        page = PageServer(home, LocalPages(home, store, state, cluster, problem), audit)
         stack.push_async_callback(page.close)
         app = build_app(
             cluster,
@@ -110,7 +111,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             on_shutdown=stop.set,
             open_page=page.open,
             audit=audit,
-            problem=runtime.problem if runtime is not None else str,
+            problem=problem,
         )
         app.cleanup_ctx.append(driver.membership.lifespan)
         runner = LimitedRunner(
@@ -164,10 +165,11 @@ async def _connect_to_ray(
 def _nodes(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, ...]:
     """The nodes as configured; a new shape is remembered. Raises ConflictError when it would lose running workers."""
     nodes = discover_nodes(shape)
-    places = {(node.name, device.index) for node in nodes for device in node.devices}
+    before, after = _uuids(_earlier_nodes(store) if changed else nodes), _uuids(nodes)
     for record in store.load_workers():
         worker = record.worker
-        if record.alive and not places.issuperset((worker.node, index) for index in worker.devices):
+        places = [(worker.node, index) for index in worker.devices]
+        if record.alive and any(place not in after or after[place] != before.get(place, "") for place in places):
             raise ConflictError(
                 f"a worker still runs on GPUs {list(worker.devices)} of {worker.node}, which the new shape does not "
                 "have; delete its job first, or start the cluster without --nodes and --gpus-per-node"
@@ -176,6 +178,19 @@ def _nodes(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, 
         with store.transaction():
             store.save_config(shape)
     return nodes
+
+
+def _earlier_nodes(store: Store) -> tuple[Node, ...]:
+    """Return the nodes of the stored shape; none if the machine does not have its GPUs any more."""
+    try:
+        return discover_nodes(store.load_config())
+    except InvalidFieldError:
+        return ()
+
+
+def _uuids(nodes: Iterable[Node]) -> dict[tuple[str, int], str]:
+    """Return the UUID of each device by node and index; "" for a slot."""
+    return {(node.name, device.index): device.uuid for node in nodes for device in node.devices}
 
 
 def _say(ready: int, line: str) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.api.node import SharingRules
+from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_name, check_range
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import InvalidFieldError
@@ -31,6 +32,8 @@ _MIB = 1 << 20
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The shape of the embedded cluster. Without `gpus_per_node`: the machine's GPUs, or 2 CPU slots.
 
+    `gpus` are those of the machine's GPUs that the cluster may use, by index or UUID; by default all of them. With
+    `cpu_slots` CPU slots stand for GPUs, even where there are some.
     With `gpu_memory_mib` its GPUs are simulated, and have that much memory each. `cpus_per_node` (cores) and
     `memory_per_node_mib` are what jobs that ask for CPU and main memory share; by default the machine's, divided among
     the nodes. `memory_policy` is what the agent may do about the memory of GPUs that several share.
@@ -43,6 +46,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     nodes: int = 1
     gpus_per_node: int | None = None
+    gpus: tuple[str, ...] = ()
+    cpu_slots: bool = False
     gpu_memory_mib: int | None = None
     cpus_per_node: float | None = None
     memory_per_node_mib: int | None = None
@@ -60,6 +65,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_count("nodes", self.nodes, 1, "nodes")
         if self.gpus_per_node is not None:
             check_count("gpus_per_node", self.gpus_per_node, 1)
+        self._check_gpus()
         for field, mib in (("gpu_memory_mib", self.gpu_memory_mib), ("memory_per_node_mib", self.memory_per_node_mib)):
             if mib is not None:
                 check_count(field, mib, 1, "MiB", MAX_MIB)
@@ -77,6 +83,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.cpus_per_node is not None:
             check_range("cpus_per_node", self.cpus_per_node, 0, MAX_COUNT, "cores")
 
+    def _check_gpus(self) -> None:
+        named = ",".join(self.gpus)
+        if len(set(self.gpus)) != len(self.gpus):
+            raise InvalidFieldError("gpus", named, "it names a GPU twice")
+        if len(self.gpus) % self.nodes:
+            raise InvalidFieldError("gpus", named, f"it must name as many GPUs for each of the {self.nodes} nodes")
+        if self.gpus and (self.cpu_slots or self.gpu_memory_mib is not None):
+            raise InvalidFieldError("gpus", named, "it names GPUs, and simulated ones have no names")
+
 
 def sharing_rules(config: ClusterConfig) -> SharingRules:
     """Return how the cluster's devices are shared."""
@@ -86,18 +101,44 @@ def sharing_rules(config: ClusterConfig) -> SharingRules:
 
 
 def discover_nodes(config: ClusterConfig) -> tuple[Node, ...]:
-    """The nodes of `config`: node-0, node-1, ...; more than one are labels on devices of this one machine."""
-    return lay_out(config, () if config.gpu_memory_mib else tuple(_gpus()), len(os.sched_getaffinity(0)), _memory_mib())
+    """Return the nodes of `config`: node-0, node-1, ...; more than one are labels on devices of this one machine.
+
+    Raises InvalidFieldError for GPUs that the machine does not have.
+    """
+    simulated = config.gpu_memory_mib is not None or config.cpu_slots
+    gpus = () if simulated else chosen_gpus(config.gpus, tuple(_gpus()))
+    return lay_out(config, gpus, len(os.sched_getaffinity(0)), _memory_mib())
+
+
+def chosen_gpus(chosen: tuple[str, ...], gpus: tuple[Device, ...]) -> tuple[Device, ...]:
+    """Return the GPUs that are named, by index or UUID, in that order; all if none is. Raises InvalidFieldError."""
+    names = {name: gpu for gpu in gpus for name in (str(gpu.index), gpu.uuid)}
+    if missing := [name for name in chosen if name not in names]:
+        there = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "no GPU"
+        raise InvalidFieldError("gpus", ",".join(chosen), f"this machine has no GPU {missing[0]!r}; it has {there}")
+    found = tuple(names[name] for name in chosen) or gpus
+    if len({gpu.uuid for gpu in found}) != len(found):
+        raise InvalidFieldError("gpus", ",".join(chosen), "it names a GPU twice")
+    return found
 
 
 def lay_out(
     config: ClusterConfig, gpus: tuple[Device, ...], cores: float = 1.0, memory_mib: int = 1024
 ) -> tuple[Node, ...]:
-    """Distribute the machine's `gpus` to the nodes in their order; CPU slots if there are too few for all."""
-    count = config.gpus_per_node or len(gpus) // config.nodes or DEFAULT_CPU_SLOTS
+    """Distribute the machine's `gpus` to the nodes in their order; CPU slots if it has none.
+
+    Raises InvalidFieldError if it has GPUs, but fewer than the nodes need.
+    """
+    count = config.gpus_per_node or (len(gpus) // config.nodes if gpus else DEFAULT_CPU_SLOTS)
+    if gpus and not 0 < config.nodes * count <= len(gpus):
+        each = f"{config.nodes} nodes with {show_gpus(count or 1)} each" if config.nodes > 1 else show_gpus(count)
+        raise InvalidFieldError(
+            "gpus_per_node", count or 1, f"{each} are more than the {show_gpus(len(gpus))} of this machine",
+            hint="CPU slots stand for them with --cpu-slots",
+        )  # fmt: skip
     pools = [pool for pool, size in config.pools.items() for _ in range(size)]
     slots = tuple(_slots(config.nodes * count, config.gpu_memory_mib or 0))
-    devices = gpus if config.nodes * count <= len(gpus) else slots
+    devices = gpus or slots
     return tuple(
         Node(
             name=f"node-{number}",

@@ -21,6 +21,7 @@ from kfp_gpuquota.api import Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
+from kfp_gpuquota.cluster.local.run_times import RunTimes
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
@@ -90,6 +91,7 @@ class Driver:
         self.runtime = runtime or self._local_runtime()
         self.membership = MembershipService(MembershipNotices(state, self.runtime), clock=self._loop.time)
         self.decisions = Decisions(state, self.membership, self)
+        self._run_times = RunTimes(state, self.decisions)
         state.replan = self.wake
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
@@ -127,6 +129,7 @@ class Driver:
             if self._state.alive_of(job.uid):
                 with self._logging_errors(job):
                     self._open_membership(job)
+                self._run_times.watch(job.uid)
         for record in list(self._state.workers.values()):
             if record.alive:
                 self._recover_worker(record)
@@ -139,6 +142,7 @@ class Driver:
         for timer in (self._planning, self._later):
             if timer:
                 timer.cancel()
+        self._run_times.close()
         self.sharing.close()
         self.runtime.close()
 
@@ -186,8 +190,9 @@ class Driver:
 
     # As `engine.protocols.Workers`
 
-    def start_workers(self, _job: JobRecord, workers: Sequence[WorkerRecord]) -> None:
+    def start_workers(self, job: JobRecord, workers: Sequence[WorkerRecord]) -> None:
         """Start these workers."""
+        self._run_times.watch(job.uid)
         for record in workers:
             self._start_in_turn(record)
 

@@ -249,18 +249,23 @@ class Bridge:
 
     async def _following(self, wanted: messages.Follow) -> None:
         """Follow the worker until it has ended, over as many actors as that takes."""
-        worker = wanted.task.worker
+        from ray.exceptions import ActorDiedError  # noqa: PLC0415
+
+        worker, actor_died = wanted.task.worker, False
         while True:
             try:
-                report = await self._followed(wanted)
+                report = await self._followed(wanted, actor_died=actor_died)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001 (actor, node or head is lost: whichever, it is tried again)
+                first_death = isinstance(error, ActorDiedError) and not actor_died
+                actor_died = isinstance(error, ActorDiedError)
                 log.warning("worker %s: %s", worker, str(error).strip().splitlines()[:1])
                 if host := self._hosts.of(worker):
                     self._hosts.drop(host)
-                self._hosts.forget_agent(wanted.node_id)
-                await asyncio.sleep(RETRY_S)
+                if not first_death:  # else Ray may give its GPUs to other work at once, and the agent is needed
+                    self._hosts.forget_agent(wanted.node_id)
+                    await asyncio.sleep(RETRY_S)
             else:
                 self._tasks.pop(worker, None)
                 self._follows.pop(worker, None)
@@ -268,7 +273,7 @@ class Bridge:
                 self._link.send(report)
                 return
 
-    async def _followed(self, wanted: messages.Follow) -> messages.FromBridge:
+    async def _followed(self, wanted: messages.Follow, *, actor_died: bool) -> messages.FromBridge:
         from kfp_gpuquota.cluster.ray.hosts import NotPlacedError  # noqa: PLC0415
         from kfp_gpuquota.cluster.ray.runtime_environments import NotSetUpError  # noqa: PLC0415
 
@@ -276,7 +281,9 @@ class Bridge:
         if not wanted.start and self._hosts.of(worker) is None:
             return await self._ended_by_agent(wanted, "it was not started")
         try:
-            host = await self._hosts.take(worker, wanted.node_id, wanted.gpus, wanted.task.runtime_env)
+            host = await self._hosts.take(
+                worker, wanted.node_id, wanted.gpus, wanted.task.runtime_env, adopts=actor_died
+            )
         except NotPlacedError as error:
             return await self._ended_by_agent(wanted, str(error))
         except NotSetUpError as error:
@@ -299,14 +306,17 @@ class Bridge:
     async def _ended_by_agent(
         self, wanted: messages.Follow, why: str, never: messages.FromBridge | None = None
     ) -> messages.FromBridge:
-        """Make sure, without holding GPUs, that the worker does not run any more. Returns `never` if it never did."""
+        """Make sure, without holding GPUs, that the worker does not run any more. Returns `never` if it never did.
+
+        One that was not asked to stop is killed: its GPUs are other work's.
+        """
         worker = wanted.task.worker
         agent = await self._hosts.agent(wanted.node_id)
         state, number, lost = await self._ensured(agent, wanted, start=False)
         if state == "not-started":
             raise RuntimeError("it is being started just now")
         if state == "running":
-            await agent.stop.remote(worker, kill=self._stopping.get(worker, False))
+            await agent.stop.remote(worker, kill=self._stopping.get(worker, wanted.start))
             number, lost = await agent.wait_end.remote(worker)
         await agent.release.remote(worker)
         if state == "never" and never is not None:
@@ -391,6 +401,7 @@ class Bridge:
             id=node_id,
             address=node["NodeManagerAddress"],
             hostname=node["NodeManagerHostname"],
+            name=node.get("NodeName", ""),
             gpus=int(resources.get("GPU", 0)),
             free=free.get(node_id, {}).get("GPU", 0.0),
             held=self._hosts.held(node_id),

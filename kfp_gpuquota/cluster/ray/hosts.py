@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
 HELLO_S: Final = 20.0
 PLACEMENT_S: Final = 60.0
-"""How long an actor may wait for its GPUs, which other Ray work may have taken in the meantime, and for its process."""
+"""How long an actor may wait for its process, once its GPUs were free."""
+FREE_FOR_START_S: Final = 10.0
+"""How long a start waits for GPUs: an actor that was ended holds them until its process has exited."""
+FREE_FOR_ADOPTION_S: Final = 2.0
+"""How long a worker whose actor died runs on while its GPUs are not free: other work of Ray may use them by then."""
+STEADY_S: Final = 1.0
+"""How long they must have been idle then: work that waits for them gets them within that time."""
+ADOPTION_S: Final = 15.0
+"""As PLACEMENT_S, for a worker that runs: other work may take its GPUs between the look and the actor's request."""
+LOOK_EVERY_S: Final = 0.1
 CALLS_AT_ONCE: Final = 100
 PLAIN: Final = {"env_vars": SURVIVE}
 
@@ -69,10 +78,11 @@ class Hosts:
         names = [each["name"] for each in named if each["namespace"] == self._namespace]
         await asyncio.gather(*(self._discover(name) for name in names))
 
-    async def take(self, worker: str, node_id: str, gpus: int, runtime_env: dict[str, Any]) -> Host:
+    async def take(self, worker: str, node_id: str, gpus: int, runtime_env: dict[str, Any], *, adopts: bool) -> Host:
         """Return the actor that has the worker, else a warm one in the same runtime environment, else a new one.
 
-        Raises NotPlacedError, NotSetUpError, RayError.
+        A new one is started when its GPUs are free; `adopts`: the worker runs, and its actor died. Raises
+        NotPlacedError if the GPUs are not free in time, NotSetUpError, RayError.
         """
         if (host := self.of(worker)) is not None:
             return host
@@ -84,10 +94,12 @@ class Hosts:
             return fitting[0]
         for host in warm:  # it holds GPUs that the new one may need
             self.drop(host)
+        free_within_s, steady_s = (FREE_FOR_ADOPTION_S, STEADY_S) if adopts else (FREE_FOR_START_S, 0.0)
+        await self._await_free(node_id, gpus, free_within_s, steady_s)
         name = f"{node_id}-{gpus}-{uuid.uuid4().hex}-{environment}"
         host = Host(name=name, actor=None, node_id=node_id, gpus=gpus, environment=environment, worker=worker)
         self._hosts.append(host)
-        within_s = PLACEMENT_S + runtime_environments.setup_s(runtime_env)
+        within_s = (ADOPTION_S if adopts else PLACEMENT_S) + runtime_environments.setup_s(runtime_env)
         try:
             host.actor = await asyncio.to_thread(self._create, node_id, gpus, name, prepared)
             await asyncio.wait_for(_result(host.actor.hello.remote(self.epoch)), within_s)
@@ -102,6 +114,24 @@ class Hosts:
             self.drop(host)
             raise
         return host
+
+    async def _await_free(self, node_id: str, gpus: int, within_s: float, steady_s: float) -> None:
+        """Return when the node has had that many idle GPUs for `steady_s`. Raises NotPlacedError after `within_s`.
+
+        Ray is asked, not the plan: other work may have taken the GPUs since, and an actor that waits for them would
+        look to the plan as if it held them.
+        """
+        began = time.monotonic()
+        idle_since: float | None = None
+        while True:
+            idle = await asyncio.to_thread(_free_gpus, node_id) >= gpus
+            now = time.monotonic()
+            idle_since = (idle_since or now) if idle else None
+            if idle_since is not None and now - idle_since >= steady_s:
+                return
+            if idle_since is None and now - began >= within_s:
+                raise NotPlacedError(f"other work of Ray holds its GPUs: they were not free within {within_s:g} s")
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def of(self, worker: str) -> Host | None:
         """Return the actor that has the worker."""
@@ -185,6 +215,13 @@ class Hosts:
         if name is not None:
             options |= {"name": name, "namespace": self._namespace, "lifetime": "detached"}
         return ray.remote(WorkerHost).options(**options).remote(self._config.silence_s, gpus)
+
+
+def _free_gpus(node_id: str) -> float:
+    """Return the GPUs of a node that nothing holds, as Ray's head has them: at most a second old."""
+    from ray._private.state import available_resources_per_node  # noqa: PLC0415
+
+    return float(available_resources_per_node().get(node_id, {}).get("GPU", 0.0))
 
 
 def _sentence(error: Exception) -> str:

@@ -104,11 +104,15 @@ ToBridge = Follow | Signal | Forget | ReadLog | RemoveFiles | ListWorkers | EndW
 
 
 class RayNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A live node. `held`: its GPUs that this daemon's actors hold, `free`: those that are idle."""
+    """A live node. `held`: its GPUs that this daemon's actors hold, `free`: those that are idle.
+
+    `name` is what `ray start --node-name` gave it, by default its address.
+    """
 
     id: str
     address: str
     hostname: str
+    name: str = ""
     gpus: int = 0
     free: float = 0.0
     held: float = 0.0

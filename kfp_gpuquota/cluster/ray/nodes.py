@@ -32,17 +32,18 @@ RAY_GPU: Final = "ray-gpu"
 
 
 def node_name(seen: RayNode) -> str:
-    """Return a name that people recognize and no other node ever has."""
-    host = re.sub(r"[^a-z0-9.-]+", "-", seen.hostname.lower()).strip("-.") or "node"
-    return f"{host[:50]}-{seen.id[:SHOWN_ID]}"
+    """Return Ray's name of the node, or its host's, and the begin of its id: no other node ever has that name."""
+    given = seen.hostname if seen.name in {"", seen.address} else seen.name
+    name = re.sub(r"[^a-z0-9.-]+", "-", given.lower()).strip("-.") or "node"
+    return f"{name[:50]}-{seen.id[:SHOWN_ID]}"
 
 
-def as_node(seen: RayNode, *, ready: bool = True) -> Node:
-    """Return the plan's node."""
+def as_node(seen: RayNode, name: str, *, ready: bool = True) -> Node:
+    """Return the plan's node of this name."""
     model = seen.gpu_type or RAY_GPU
     product = {GPU_PRODUCT: seen.gpu_type} if seen.gpu_type else {}
     return Node(
-        name=node_name(seen),
+        name=name,
         devices=tuple(Device(index=index, model=model) for index in range(seen.gpus)),
         ready=ready and not seen.draining,
         labels={**seen.labels, **product, NODE_ID: seen.id, ADDRESS: seen.address},

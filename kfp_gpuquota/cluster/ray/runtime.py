@@ -79,6 +79,7 @@ class RayRuntime:
         self._there = node_home(config, cluster)
         self._settings = settings
         self.nodes = {node.name: msgspec.structs.replace(node, ready=False) for node in recorded}
+        self._names = {node.labels[NODE_ID]: node.name for node in self.nodes.values()}
         self.connected: messages.Connected | None = None
         self._seen: tuple[messages.RayNode, ...] = ()
         self._reports: Reports | None = None
@@ -136,13 +137,21 @@ class RayRuntime:
         if self.connected is None:
             return f"Ray is not connected ({self._failure or 'connecting'})"
         silent_s = time.monotonic() - self._heard
-        return f"Ray's head has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else ""
+        if silent_s <= SILENT_S:
+            return ""
+        since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - silent_s))
+        return f"Ray's head has not answered since {since}: running jobs go on, and none is started"
 
     # WorkerRuntime
 
     def check(self, spec: JobSpec) -> None:
-        """Raise InvalidFieldError for a part of a GPU, and for limits on memory and CPU."""
+        """Raise InvalidFieldError for no GPU or a part of one, and for limits on memory and CPU."""
         refuse_limits(spec, "this cluster runs on Ray, whose processes have one cgroup on each node")
+        if not spec.gpus:
+            raise InvalidFieldError(
+                "gpus", 0, "this cluster runs on Ray, which has its own queue for work without GPUs",
+                hint="use: ray job submit",
+            )  # fmt: skip
         if spec.shared:
             field = "gpu_fraction" if spec.gpu_fraction is not None else "gpu_memory_mib"
             raise InvalidFieldError(
@@ -374,13 +383,20 @@ class RayRuntime:
         self._used = {node.id: self._used[node.id] for node in self._seen if node.id in self._used}
         self._lose(self._fence.passed(now))
         if self._reports is not None:
-            ready = [as_node(node, ready=node.id not in self._fence.held_back) for node in self._seen if node.gpus]
-            taken = {node_name(node): self._taken(node, now) for node in self._seen}
+            held_back = self._fence.held_back
+            ready = [
+                as_node(node, self._name(node), ready=node.id not in held_back) for node in self._seen if node.gpus
+            ]
+            taken = {self._name(node): self._taken(node, now) for node in self._seen}
             self._reports.nodes_changed(ready, {name: slots for name, slots in taken.items() if slots})
 
     def _update_nodes(self) -> None:
         """Keep every node that has or had a name here: workers are recorded by it."""
-        self.nodes |= {node_name(node): as_node(node) for node in self._seen if node.gpus}
+        self.nodes |= {(name := self._name(node)): as_node(node, name) for node in self._seen if node.gpus}
+
+    def _name(self, node: messages.RayNode) -> str:
+        """Return the node's name; one that an earlier daemon recorded stays, since workers are recorded by it."""
+        return self._names.setdefault(node.id, node_name(node))
 
     def _taken(self, node: messages.RayNode, now: float) -> tuple[int, ...]:
         steady = self._used.setdefault(node.id, Steady(USED_AFTER_S))

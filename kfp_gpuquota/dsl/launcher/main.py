@@ -212,7 +212,6 @@ def _is_lost(location: WorkerLocation, job: Job, staging: Staging) -> bool:
 
 def _followed(client: ClusterClient, location: WorkerLocation, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
     """Write the job's log and state changes to the step's log, and return its final state. Raises _TakenOverError."""
-    max_runtime_s = step.options.max_runtime_s
     messages = JobMessages()
     follower = LogFollower(connect, job, _write)
     follower.start()
@@ -227,9 +226,6 @@ def _followed(client: ClusterClient, location: WorkerLocation, job: Job, step: S
             follower.await_end_of(result, _LOG_ENDS_WITHIN_S)
             return succeeded(job, result, time.time())
         location.publish_state(messages.state, progress_of(job))
-        if _time_left(job, max_runtime_s, time.time()) <= 0:
-            log_line(f"stopping: the job has run for its max_runtime of {max_runtime_s:g} s")
-            client.cancel_job(job.spec.project, job.spec.name)
     follower.join(_LOG_ENDS_WITHIN_S)
     for line in _failure_log(client, job, follower.followed):
         _write(line)
@@ -237,11 +233,10 @@ def _followed(client: ClusterClient, location: WorkerLocation, job: Job, step: S
 
 
 def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
-    """Yield each new state of a job up to the final one, and its present state at each lease renewal and time limit."""
+    """Yield each new state of a job up to the final one, and its present state at each lease renewal."""
     after: int | None = None
     while not job.status.phase.final:
-        left_s = _time_left(job, step.options.max_runtime_s, time.time())
-        wait_s = min(LONG_POLL_S, step.lease_s / RENEWALS, max(0.0, left_s))
+        wait_s = min(LONG_POLL_S, step.lease_s / RENEWALS)
         listed = _list_with_retries(client, job, after, wait_s)
         after = listed.revision
         found = next((each for each in listed.jobs if each.uid == job.uid), None)
@@ -262,13 +257,6 @@ def _list_with_retries(client: ClusterClient, job: Job, after: int | None, wait_
             if time.monotonic() > give_up_at:
                 raise
             log_line("the cluster does not answer; the job keeps running, and this step waits for it")
-
-
-def _time_left(job: Job, max_runtime_s: float | None, now: float) -> float:
-    """Return the seconds that a job may still run; time in the queue does not count."""
-    if max_runtime_s is None or job.status.started_at is None or job.status.phase is not Phase.RUNNING:
-        return float("inf")
-    return job.status.started_at + max_runtime_s - now
 
 
 def _failure_log(client: ClusterClient, job: Job, followed: Container[str]) -> list[str]:

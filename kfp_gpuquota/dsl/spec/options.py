@@ -14,7 +14,7 @@ import msgspec
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.durations import seconds
 from kfp_gpuquota.api.quantity import parse_mib
-from kfp_gpuquota.api.validation import check_name, check_range
+from kfp_gpuquota.api.validation import MAX_RUNTIME_S, check_count, check_name, check_range
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -25,11 +25,10 @@ PROJECT: Final = "GPUQUOTA_PROJECT"
 GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 # Fields of a share, which JobSpec has with the prefix "gpu_". A name that begins with another one comes first.
 _SHARE: Final = ("fraction_limit", "fraction", "memory_limit_mib", "memory_mib", "compute", "devices")
-_SAME: Final = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority")
+_SAME: Final = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority", "max_runtime_s")
 _GIVEN: Final = ("max_restarts", "restart_window_s")  # JobSpec has a default for them
 _EXTENDED: Final = "extended_resources"
 MAX_EXTENDED: Final = 4096
-MAX_RUNTIME_S: Final = 365 * 86_400.0
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,9 +36,9 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with a limit up to which it may use
     idle capacity. `compute` is its part of each one's computing power. `gpu_type` is the GPU product in the node's
-    label. `max_runtime_s` counts from the last start, not from submission. The job fails after `max_restarts` ends of
-    its own workers without `restart_window_s` between two of them. `checkpoint` names a PersistentVolumeClaim (the
-    embedded cluster needs none). `extended_resources` are requested by each worker's pod in addition, such as
+    label. `max_runtime_s` is the run time of all starts, without that in the queue. The job fails after `max_restarts`
+    ends of its own workers without `restart_window_s` between two of them. `checkpoint` names a PersistentVolumeClaim
+    (the embedded cluster needs none). `extended_resources` are requested by each worker's pod in addition, such as
     {"rdma/hca": 1}. `name` is the prefix of the job's name ("": the step's name).
     """
 
@@ -66,6 +65,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def __post_init__(self) -> None:
         _check_extended(self.extended_resources)
+        check_count("gpus", self.gpus, 1)
         if self.name:
             check_name("name", self.name)
         if self.max_runtime_s is not None:

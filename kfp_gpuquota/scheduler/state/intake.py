@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 
 def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str, JobSpec] | None = None) -> Job:
     """Return the scheduler's record of a job spec; `parts` as in `JobSubmitted`."""
-    size = spec.worker_gpus
     job = Job(
         uid=uid,
         name=spec.name,
         queue=queue,
-        gang=spec.smallest // size,
-        wanted=spec.gpus // size,
-        most=spec.largest // size,
+        gang=spec.workers_of(spec.smallest),
+        wanted=spec.workers_of(spec.gpus),
+        most=spec.workers_of(spec.largest),
         request=request_of(spec),
         groups=_topology_of(spec),
         spread=spec.spread,
@@ -63,8 +62,7 @@ def update(job: Job, spec: JobSpec, ledger: Ledger) -> None:
     places = [(task, task.status, task.node, task.devices) for task in job.tasks.values()]
     for task, _, _, _ in places:
         ledger.set(task, Status.PENDING, None)
-    size = spec.worker_gpus
-    job.gang, job.wanted, job.most = spec.smallest // size, spec.gpus // size, spec.largest // size
+    job.gang, job.wanted, job.most = map(spec.workers_of, (spec.smallest, spec.gpus, spec.largest))
     job.priority, job.groups = spec.effective_priority, _topology_of(spec)
     if not job.tasks:
         job.request = request_of(spec)
@@ -76,7 +74,7 @@ def update(job: Job, spec: JobSpec, ledger: Ledger) -> None:
 
 def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:
     """Set all workers of all parts as the job's gang."""
-    counts = {name: spec.gpus // spec.worker_gpus for name, spec in parts.items()}
+    counts = {name: spec.workers_of(spec.gpus) for name, spec in parts.items()}
     requests = [(name, request_of(spec)) for name, spec in parts.items() for _ in range(counts[name])]
     job.pending = [Task(job=job, request=r, index=i, group=name) for i, (name, r) in enumerate(requests)]
     job.gang = job.wanted = job.most = len(job.pending)
@@ -132,4 +130,4 @@ def _topology_of(spec: JobSpec) -> Group | None:
         return None
     required = None if spec.required_topology is None else 0
     preferred = None if spec.preferred_topology is None else len(levels) - 1
-    return Group("", gang=spec.smallest // spec.worker_gpus, topology=Topology(levels, required, preferred))
+    return Group("", gang=spec.workers_of(spec.smallest), topology=Topology(levels, required, preferred))

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Kind, Phase
+from kfp_gpuquota.api.label_selector import Requirement, parse_selector, selects
 from kfp_gpuquota.api.queue import queued
 from kfp_gpuquota.api.wording import place_of
+from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import render
 
@@ -39,19 +41,33 @@ _LAST: Final = 5
 
 @dataclass(frozen=True)
 class Filter:
-    """What is shown: of a project, of a kind, in a state, with a word in its name; from `page` on (0 is the first)."""
+    """What is shown: of a project, of a kind, in a state, with a word in its name; from `page` on (0 is the first).
+
+    And with the labels that `selector` requires; `problem` is why it cannot be read, and then nothing is shown.
+    """
 
     project: str = ""
     kind: str = ""
     state: str = "active"
     word: str = ""
     page: int = 0
+    selector: str = ""
+    required: tuple[Requirement, ...] = ()
+    problem: str = ""
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Filter:
         """Return the filter of a query; values that do not exist count as not given."""
-        page = query.get("page", "")
+        page, selector, problem = query.get("page", ""), query.get("selector", "").strip(), ""
+        required: tuple[Requirement, ...] = ()
+        try:
+            required = parse_selector(selector)
+        except InvalidFieldError as error:
+            problem = error.message
         return cls(
+            selector=selector,
+            required=required,
+            problem=problem,
             project=query.get("namespace") or query.get("project", ""),
             kind=query.get("kind", "") if query.get("kind") in set(Kind) else "",
             state=query["state"] if query.get("state") in STATES else "active",
@@ -62,9 +78,11 @@ class Filter:
     def admits(self, job: Job) -> bool:
         """Whether the job is shown."""
         return (
-            (not self.project or job.spec.project == self.project)
+            not self.problem
+            and (not self.project or job.spec.project == self.project)
             and (not self.kind or job.spec.kind == self.kind)
             and (not self.word or self.word in job.spec.name.lower())
+            and selects(self.required, job.spec.labels)
             and _in_state(job.status.phase, self.state)
         )
 

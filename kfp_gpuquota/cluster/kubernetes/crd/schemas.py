@@ -188,6 +188,7 @@ def _elastic_job_spec() -> Schema:
     properties = described(described_fields, JobSpec, custom_types.ElasticJobSpec)
     for wire in _DEFAULTED:
         properties[wire]["default"] = msgspec.to_builtins(JOB_FIELDS[wire].default)
+    properties["gpus"]["minimum"] = 1  # without GPUs a Job does, which needs no quota
     properties |= {
         "gpuMemory": _memory("Guaranteed memory of each GPU, instead of a fraction, for example 4Gi."),
         "gpuMemoryLimit": _memory("The maximum memory of each GPU, used while no other job needs it."),

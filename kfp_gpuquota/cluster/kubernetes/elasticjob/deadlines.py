@@ -25,11 +25,10 @@ class Deadline(NamedTuple):
     due: Due
 
 
-def next_deadline(job: ElasticJob, record: JobRecord, *, lease_seen_at: float, ran_s: float) -> Deadline | None:
+def next_deadline(job: ElasticJob, record: JobRecord, *, lease_seen_at: float) -> Deadline | None:
     """Return the job's next deadline, if any.
 
     `lease_seen_at` is when this process saw the lease's renewal, since the client's clock may differ.
-    `ran_s` is the total run time of the job's earlier starts.
     """
     status, spec = record.status, job.spec
     if status.phase.final:
@@ -41,6 +40,6 @@ def next_deadline(job: ElasticJob, record: JobRecord, *, lease_seen_at: float, r
     due: list[Deadline] = []
     if spec.lease is not None and spec.lease.holder:
         due.append(Deadline(lease_seen_at + spec.lease.duration_seconds, Due.LEASE_ENDED))
-    if spec.max_runtime_seconds is not None and status.started_at is not None:
-        due.append(Deadline(status.started_at + spec.max_runtime_seconds - ran_s, Due.RAN_TOO_LONG))
+    if record.runs_until is not None:
+        due.append(Deadline(record.runs_until, Due.RAN_TOO_LONG))
     return min(due, default=None)

@@ -25,7 +25,6 @@ class RuntimeState:
     def __init__(self, job: ElasticJob) -> None:
         self.object = job
         self.reserved = self.durable = job.status.generation_reserved  # claimed; stored by the API server
-        self.ran_s = job.status.ran_seconds
         self.ended = set(job.status.ended)
         self.lease_seen_at = time.monotonic()  # when this process saw the lease's last renewal
         self.refused = ""  # why its specification is invalid

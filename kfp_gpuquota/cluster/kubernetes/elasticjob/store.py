@@ -103,13 +103,6 @@ class Book(Store):
         self.jobs[uid] = with_status(job, reason=reason)
         self.changed(uid)
 
-    def put_job(self, job: JobRecord) -> None:
-        """Add or replace the job's record; account for a run that has ended."""
-        before, state = self.jobs.get(job.uid), self.runtime_states.get(job.uid)
-        if state is not None and before is not None and before.status.started_at and job.status.started_at is None:
-            state.ran_s += max(0.0, self.clock() - before.status.started_at)
-        super().put_job(job)
-
     def promise(self, uid: str, placements: tuple[Placement, ...], at: float) -> None:
         """Record the placements of the job's next workers that an earlier controller has promised."""
         self.record(msgspec.structs.replace(self.jobs[uid], promised=placements, promised_at=at))

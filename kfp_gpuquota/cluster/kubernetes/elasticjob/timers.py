@@ -48,7 +48,7 @@ class JobTimers:
             state.timer.cancel()
         now = self._book.clock()
         lease_seen_at = now - (time.monotonic() - state.lease_seen_at)
-        deadline = next_deadline(state.object, job, lease_seen_at=lease_seen_at, ran_s=state.ran_s)
+        deadline = next_deadline(state.object, job, lease_seen_at=lease_seen_at)
         if deadline is not None:
             delay = max(0.0, deadline.at - now)
             state.timer = asyncio.get_running_loop().call_later(delay, self._due, uid, deadline.due)
@@ -67,9 +67,8 @@ class JobTimers:
             write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
             found = partial(self._lease_ended, uid, time.monotonic())
             self._writer.submit(write, found, lambda _: self._extend_lease(uid))
-        else:
-            why = f"it ran for {state.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
-            self._decisions.stop_unless_over(uid, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
+        elif (limit_s := self._book.jobs[uid].spec.max_runtime_s) is not None:
+            self._decisions.stop_unless_over(uid, Intent.FAIL, requests.ran_too_long(limit_s))
 
     def _later(self, uid: str) -> None:
         asyncio.get_running_loop().call_later(AGAIN_S, self._due, uid, Due.FORGET)

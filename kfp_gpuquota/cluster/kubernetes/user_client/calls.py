@@ -65,9 +65,12 @@ class Calls:
         """Return an object or a list, decoded as `kind`: several times as fast as `get` for a list of many objects."""
         return _decoded(self._answer("GET", url(path, query)), kind)
 
-    def create(self, path: str, body: Json) -> Json:
-        """Create an object. A retried creation may find its own first attempt: AlreadyExistsError."""
-        return _decoded(self._answer("POST", path, body), Json)
+    def create(self, path: str, body: Json, *, dry_run: bool = False) -> Json:
+        """Create an object, or with `dry_run` check it and return it as it would be stored.
+
+        A retried creation may find its own first attempt: AlreadyExistsError.
+        """
+        return _decoded(self._answer("POST", url(path, {"dryRun": "All"} if dry_run else {}), body), Json)
 
     def patch(self, path: str, body: Json | list[Json]) -> Json:
         """Patch an object: by JSON patch operations (a list), or by a merge patch."""

@@ -186,6 +186,7 @@ class KubernetesClient:
         *,
         lease: Lease | None = None,
         request_id: str = "",
+        dry_run: bool = False,
         template: Json | None = None,
         checkpoint: str = "",
         ttl_s: float | None = None,
@@ -193,11 +194,16 @@ class KubernetesClient:
     ) -> Job:
         """Create an ElasticJob. Safe to repeat: the object carries the request's id. `checkpoint` names a volume claim.
 
-        It is deleted `ttl_s` after its end; `metadata` are annotations and owner references of it.
+        It is deleted `ttl_s` after its end; `metadata` are annotations and owner references of it. With `dry_run` the
+        API server checks it, and stores nothing.
 
         Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
         AlreadyExistsError for a name in use.
         """
+        if not spec.gpus:
+            raise InvalidFieldError(
+                "gpus", 0, "on Kubernetes work without GPUs needs no quota", hint="use a Job: kubectl create job"
+            )
         if template is None and not self._image:
             raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
         request_id = request_id or uuid.uuid4().hex
@@ -216,7 +222,7 @@ class KubernetesClient:
         wanted["metadata"]["annotations"] |= given.get("annotations", {})
         wanted["metadata"]["ownerReferences"] = given.get("ownerReferences", [])
         try:
-            made = self.calls.create(_jobs(spec.project), wanted)
+            made = self.calls.create(_jobs(spec.project), wanted, dry_run=dry_run)
         except AlreadyExistsError:
             made = self.calls.get(_job(spec.project, spec.name))
             if (made["metadata"].get("annotations") or {}).get(views.REQUEST_ID) != request_id:

@@ -137,6 +137,10 @@ class UserPages:
         del worker, device
         return ()
 
+    def problem(self) -> str:
+        """Return "": whether the controller serves is in its own metrics and alerts."""
+        return ""
+
     def idle_since(self) -> dict[tuple[str, int], float]:
         """Return when the last pod left each device, of those that a pod left since the page's process runs."""
         return self._objects.idle_since

@@ -10,7 +10,7 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Usage
@@ -29,8 +29,16 @@ _SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE
 class LocalPages:
     """`web.source.Source` over the cluster's state in memory."""
 
-    def __init__(self, home: Home, store: Store, state: ClusterState, cluster: LocalCluster) -> None:
+    def __init__(
+        self,
+        home: Home,
+        store: Store,
+        state: ClusterState,
+        cluster: LocalCluster,
+        problem: Callable[[], str] = str,
+    ) -> None:
         self._home, self._store, self._state, self._cluster = home, store, state, cluster
+        self._problem = problem
         self._views: dict[str, tuple[JobRecord, list[WorkerRecord], Job]] = {}
         self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
         self._events: dict[str, tuple[int, tuple[Event, ...]]] = {}
@@ -42,6 +50,10 @@ class LocalPages:
     def now(self) -> float:
         """Return the state's time."""
         return self._state.clock()
+
+    def problem(self) -> str:
+        """Return why Ray cannot be used at present; "" where the cluster is not on Ray."""
+        return self._problem()
 
     async def changed(self, after: int, timeout_s: float) -> None:
         """Wait for a change."""

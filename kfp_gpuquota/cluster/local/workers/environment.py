@@ -29,6 +29,8 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
     """All of it. The job's own variables win over inherited ones and over hints, never over identity."""
     held = tuple(device for device in nodes[worker.node].devices if device.index in worker.devices)
     hints = environment_of(held, threads_per_slot(tuple(nodes.values())))
+    if not held:  # a job without GPUs has the cores that it asked for
+        hints = {**hints, "OMP_NUM_THREADS": str(max(1, int(job.spec.cpu or 1)))}
     directory = home.worker(job.uid, worker.id)
     return {
         **{name: os.environ[name] for name in INHERITED if name in os.environ},

@@ -69,6 +69,7 @@ def record_of(
         intent=Intent(status.intent),
         attempt=status.attempt,
         next_index=status.next_index,
+        ran_s=status.ran_seconds,
         managed=status.generation > 0,
         completing=status.completing,
         generation_high=status.generation_reserved,
@@ -164,7 +165,6 @@ def status_of(
     conditions: Iterable[Condition],
     page: str | None = None,
     ended: Iterable[int],
-    ran_s: float,
     retries: RetryFields = NO_RETRIES,
 ) -> ElasticJobStatus:
     """Return the status of the job's object."""
@@ -204,7 +204,7 @@ def status_of(
         network_policy=network_policy,
         intent=record.intent.value,
         ended=tuple(sorted(ended)),
-        ran_seconds=round(ran_s, 1),
+        ran_seconds=round(record.ran_s, 1),
         training_gpus=record.size,
         ranks=tuple(map(index_of, record.members)),
         resizes=size_changes(status.resizes),

@@ -49,7 +49,6 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
             conditions=conditions,
             page=join(f"{page_url.rstrip('/')}/jobs", meta.namespace, meta.name) if page_url else None,
             ended=state.ended,
-            ran_s=state.ran_s,
             retries=retry_fields(state.complaints, state.requeue, state.grow),
         )
     body = {

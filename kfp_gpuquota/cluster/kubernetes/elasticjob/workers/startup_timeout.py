@@ -271,7 +271,7 @@ class Readiness:
 
 def _needed(job: JobRecord) -> int:
     """Return the number of workers with which the job starts."""
-    return job.spec.smallest // job.spec.worker_gpus
+    return job.spec.workers_of(job.spec.smallest)
 
 
 def _reason(message: str) -> Reason:
