@@ -188,12 +188,14 @@ class Controlled:
             self.check()
         finally:
             self.stop()
-            for team in self.teams:
-                self._drop_team(team)
+            for team in list(self.teams):
+                self.remove(team)
             for node in self.nodes:
                 self.cluster.api.delete(f"/api/v1/nodes/{node}")
 
-    def _drop_team(self, team: str) -> None:
+    def remove(self, team: str) -> None:
+        """Delete a team with all that it has."""
+        self.teams.remove(team)
         for job in self.cluster.api.items(jobs_of(team)):
             self.cluster.api.delete(f"{jobs_of(team)}/{job['metadata']['name']}")
         for name in self.pods(team):

@@ -80,7 +80,7 @@ class Snapshot:
         self._foreign: dict[str, PodView] = {}
         self._non_gpu_pods = NonGpuPods()
         self._planned_needs: dict[str, ResourceRequests] = {}  # of pods of the quota, by uid
-        self._sharing = rules.rules.sharing
+        self._counting = rules.rules.sharing, rules.rules.gpu_weights
         self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
         self._overfull: list[str] = []  # nodes that were emitted without some of their free devices
         self._not_emitted: dict[str, PodView] = {}  # during `start`: listed or seen since, and not emitted yet
@@ -171,9 +171,9 @@ class Snapshot:
             self.emit(scheduler.NodeRemoved(name))
 
     def rules_changed(self) -> None:
-        """Emit all nodes again if devices are shared by other rules."""
-        if self._sharing != self.rules.rules.sharing:
-            self._sharing = self.rules.rules.sharing
+        """Emit all nodes again if devices are shared by other rules, or other resources count as GPUs."""
+        if self._counting != (counting := (self.rules.rules.sharing, self.rules.rules.gpu_weights)):
+            self._counting = counting
             self._outdated.update(dict.fromkeys(self.emitted_nodes))
 
     def _emit_node(self, name: str) -> None:
@@ -190,7 +190,7 @@ class Snapshot:
             self._wake()
             return
         try:
-            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name), self._sharing)
+            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name), *self._counting)
         except InvalidFieldError as error:
             log.error("node %s is ignored: %s", name, error)
             return
@@ -223,7 +223,12 @@ class Snapshot:
 
     def _note_less(self, node: str | None) -> None:
         """Record that a node has fewer resources left, to be emitted before the next plan."""
-        if node is not None and self.started and node in self.nodes and nodes.gpu_count(self.nodes[node]):
+        if (
+            node is not None
+            and self.started
+            and node in self.nodes
+            and nodes.has_gpus(self.nodes[node], self._counting[1])
+        ):
             self._outdated[node] = None
 
     def _note_more(self, node: str | None) -> None:

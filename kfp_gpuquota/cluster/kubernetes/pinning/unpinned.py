@@ -146,7 +146,12 @@ class UnpinnedPods:
         return {name: devices for name, devices in found.items() if devices}
 
     def _place_for(self, pod: PodView, idle: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
-        """Return devices of the node with the fewest idle ones that are enough, of those that did not refuse it."""
+        """Return devices of the node with the fewest idle ones that are enough, of those that did not refuse it.
+
+        None for a pod with another resource that counts as GPUs: only kube-scheduler knows where that is free.
+        """
+        if pod.gpu_weights:
+            return NOWHERE, ()
         refused, now = self._refused.get(pod.uid, {}), asyncio.get_running_loop().time()
         enough = (name for name, free in idle.items() if len(free) >= pod.gpus and refused.get(name, 0.0) <= now)
         fitting = (name for name in enough if self._admits(name, pod))
