@@ -261,6 +261,7 @@ class Snapshot:
             project = quotas.project_of(self.quotas[name])
             if self.projects.get(name) != project:
                 self._apply(scheduler.QuotaChanged(project))
+                self._wake()
         except GpuQuotaError as error:
             self.refused_quotas[name] = error.message
             return
@@ -269,7 +270,6 @@ class Snapshot:
         self.projects[name] = project
         if newcomer:
             self._adopt_foreign(name)
-        self._wake()
 
     def held(self, name: str) -> ProjectUsage:
         """Return what a project holds and waits for in all node pools, as counted by the scheduler."""
@@ -292,8 +292,7 @@ class Snapshot:
         """Add or update an ElasticJob."""
         if not self.started or job.metadata.uid in self._jobs:
             self._jobs[job.metadata.uid] = job
-        else:
-            self.elastic.put_job(job)
+        elif self.elastic.put_job(job):
             self._wake()
 
     def drop_job(self, uid: str) -> None:

@@ -453,7 +453,6 @@ class Controller:
     def _quota_changed(self, quota: custom_types.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
         self.profiles.quota_changed(quota.metadata.name)
-        self.wake()
 
     def _quota_deleted(self, uid: str) -> None:
         quota = next((q for q in self.snapshot.quotas.values() if q.metadata.uid == uid), None)
