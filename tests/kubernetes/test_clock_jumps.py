@@ -1,4 +1,4 @@
-"""The clock of the controller's machine jumps, on a real API server: reclaim, the Lease and running jobs do not mind."""
+"""The clock of the controller's machine jumps, on a real API server: neither reclaims nor running jobs mind."""
 
 from __future__ import annotations
 
