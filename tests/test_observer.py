@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.observer.rules import DEVICES, FRACTION, GATE, GPU, RESERVED_ON, Observer
+from tools.observer.rules import DEVICES, FRACTION, GATE, GPU, RECENT_S, RESERVED_ON, Observer
 
 Object = dict[str, Any]
 TERM = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -139,6 +139,17 @@ def test_an_eviction_within_the_guarantee_unless_the_pod_moves() -> None:
             }
             cluster.see("events", {**event, "involvedObject": {"uid": "p"}})
         assert ("guarantee" in cluster.passes(20)) is not moves
+
+
+def test_an_eviction_that_an_earlier_guarantee_explains() -> None:
+    for later_s, found in ((2, False), (int(RECENT_S) + 2, True)):
+        cluster = Cluster(guaranteed=0)
+        cluster.admit("p", "0")
+        cluster.see("pods", cluster.pod("other", 4))
+        cluster.quota(guaranteed=2)
+        cluster.passes(later_s)
+        cluster.evict("p", "0")
+        assert ("guarantee" in cluster.passes(20)) is found
 
 
 def test_a_move_to_a_node_that_the_pod_excludes() -> None:

@@ -19,21 +19,38 @@ if TYPE_CHECKING:
 Resources = tuple[tuple[str, int], ...]
 """Amounts by resource, sorted by name."""
 
+WHOLE_GPU: Final = 1_000_000
+"""One GPU in the unit of `gpu_weights`."""
+
 PORT_PREFIX: Final = "hostPort/"
 WHOLE_PORT: Final = 1 << 20
 """What a node has of each port. A wildcard address takes all of it, any other address one unit, and all of its own."""
 
 
 class CountedJobSpec(JobSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job of which each worker needs these amounts on its node."""
+    """A job of which each worker needs these amounts on its node.
+
+    `gpu_weights` are the millionths of a GPU that one unit of some of the resources counts as. A worker that has such
+    resources holds no devices besides: its `gpus` are only the number of its workers.
+    """
 
     resources: Resources = ()
+    gpu_weights: Resources = ()
 
 
 class CountedNode(Node, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node with the amounts that its workers may hold together; it has none of a resource that it does not list."""
+    """A node with the amounts that its workers may hold together; it has none of a resource that it does not list.
+
+    `gpu_weights` as in CountedJobSpec.
+    """
 
     resources: Resources = ()
+    gpu_weights: Resources = ()
+
+
+def weighed(resources: Mapping[str, int], weights: Resources) -> int:
+    """Return the millionths of a GPU that the amounts count as."""
+    return sum(weight * resources.get(name, 0) for name, weight in weights)
 
 
 def capacity_of(resources: Mapping[str, int] | None, name: str) -> float:

@@ -94,6 +94,11 @@ class Client:
         version = version_of(expected) if expected else ""
         return self._call("PUT", join("/v1/projects", project.name), ProjectView, project, if_match=version)
 
+    def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
+        """Return (): on this cluster there are no pods."""
+        del project, name
+        return ()
+
     def quota_gap(self, name: str) -> str:
         """Return "": on this cluster every workload is a project's job."""
         del name

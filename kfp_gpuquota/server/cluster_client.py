@@ -37,6 +37,9 @@ class ClusterClient(Protocol):
     def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
         """Create or replace a project. Raises ConflictError if it differs from `expected`."""
 
+    def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
+        """Return what a pod that belongs to no job holds or waits for, in lines; () if there is none."""
+
     def quota_gap(self, name: str) -> str:
         """Return what the project's quota does not cover yet, and the remedy; "" if it covers everything."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
+import subprocess
+import sys
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests import forked, programs
@@ -28,6 +31,28 @@ forked.preload(
     "kfp_gpuquota.cluster.kubernetes.shards.__main__",
 )
 
+
+class Process(Protocol):
+    """A controller, of this version or of another one."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+
+
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/gpuquota-system/leases/gpuquota-controller"
 
 
@@ -42,28 +67,33 @@ class Controlled:
     kubeconfig: Path | None = None
     teams: list[str] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
-    processes: list[forked.Program] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
     port: int = field(default_factory=free_port)  # the same for each, as behind a Service
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     # The controller
 
-    def start(self, *more: str) -> forked.Program:
-        """Start a controller; returns when it leads, or stands by."""
+    def start(self, *more: str, source: Path | None = None) -> Process:
+        """Start a controller, of the packages in `source` if given; returns when it leads, or stands by."""
         log = self.folder / f"controller-{len(self.processes)}.log"
         port = self.port if all(process.poll() is not None for process in self.processes) else free_port()
+        arguments = [
+            f"--kubeconfig={self.kubeconfig or self.cluster.kubeconfig}",
+            f"--membership-port={port}",
+            f"--advertise=https://{self.address}:{port}",
+            f"--reservation-image={image.BASE}",
+            *self.arguments,
+            *more,
+        ]
+        process: Process
         with log.open("wb") as output:
-            process = forked.Program(
-                programs.controller,
-                f"--kubeconfig={self.kubeconfig or self.cluster.kubeconfig}",
-                f"--membership-port={port}",
-                f"--advertise=https://{self.address}:{port}",
-                f"--reservation-image={image.BASE}",
-                *self.arguments,
-                *more,
-                stdout=output.fileno(),
-                stderr=output.fileno(),
-            )
+            if source is None:
+                to = output.fileno()
+                process = forked.Program(programs.controller, *arguments, stdout=to, stderr=to)
+            else:
+                command = [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes", *arguments]
+                environment = {**os.environ, "PYTHONPATH": str(source)}
+                process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=source)
         self.processes.append(process)
         self.wait(lambda: _is_ready(process, log), log.read_text)
         return process
@@ -188,12 +218,14 @@ class Controlled:
             self.check()
         finally:
             self.stop()
-            for team in self.teams:
-                self._drop_team(team)
+            for team in list(self.teams):
+                self.remove(team)
             for node in self.nodes:
                 self.cluster.api.delete(f"/api/v1/nodes/{node}")
 
-    def _drop_team(self, team: str) -> None:
+    def remove(self, team: str) -> None:
+        """Delete a team with all that it has."""
+        self.teams.remove(team)
         for job in self.cluster.api.items(jobs_of(team)):
             self.cluster.api.delete(f"{jobs_of(team)}/{job['metadata']['name']}")
         for name in self.pods(team):
@@ -259,7 +291,7 @@ def _devices(pod: Object) -> list[str]:
     return noted.split(",") if noted and here else []
 
 
-def _is_ready(process: forked.Program, log: Path) -> bool:
+def _is_ready(process: Process, log: Path) -> bool:
     text = log.read_text()
     assert process.poll() is None, text
     found = re.search(r"metrics and probes on port (\d+)", text)

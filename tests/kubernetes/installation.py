@@ -14,7 +14,8 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject, QuotaPolicyObject
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH as RULES
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
 from tools.devcluster.api import JSON_PATCH, ApiError
@@ -153,10 +154,13 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
             certificates = server.Certificates(connection, KEYS, names)
             await certificates.refresh(time.time())
             book = PolicyBook()
+            rules = RulesBook()
             known = Reflector(connection, PATH, PolicyObject, changed=book.put, deleted=book.drop)
+            ruled = Reflector(connection, RULES, QuotaPolicyObject, changed=rules.put, deleted=rules.drop)
             serving = [
-                asyncio.create_task(server.serve(certificates, CONTROLLER, port, book, RulesBook())),
+                asyncio.create_task(server.serve(certificates, CONTROLLER, port, book, rules)),
                 asyncio.create_task(known.run()),
+                asyncio.create_task(ruled.run()),
             ]
             await known.synced.wait()
             loop.call_soon(started.set)

@@ -58,6 +58,7 @@ CASES = {
         25,
         {"project": "a"},
     ),
+    "GpuquotaPodNotBound": Case({'gpuquota_unbound_pod_seconds{pod="a"}': "0x5 60+60x30"}, 19, 24),
     "GpuquotaEvictionBlocked": Case({'gpuquota_blocked_evictions{pod="a"}': "0x5 1x30"}, 10, 20),
     "GpuquotaReclaimOverdue": Case(
         {

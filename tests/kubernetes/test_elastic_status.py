@@ -30,6 +30,7 @@ from kfp_gpuquota.cluster.kubernetes.user_client.views import job_of, node_view
 from kfp_gpuquota.engine.lifecycle import settled
 from kfp_gpuquota.engine.records import Intent, WorkerRecord, with_status
 from kfp_gpuquota.engine.size_changes import unmanaged_size
+from kfp_gpuquota.errors import ClusterUnavailableError
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -233,13 +234,14 @@ class Refusing:
     def __init__(self) -> None:
         self.bodies: list[Any] = []
         self.accepts = False
+        self.error: Exception = ApiError(422, "Invalid", 'status.phase: Unsupported value: "Later"')
 
     def submit(self, write: Write, done: Callable[[bytes], None], failed: Callable[[Exception], None]) -> None:
         self.bodies.append(write.body)
         if self.accepts:
             done(b"")
         else:
-            failed(ApiError(422, "Invalid", 'status.phase: Unsupported value: "Later"'))
+            failed(self.error)
 
 
 def test_a_status_that_is_refused_is_written_after_growing_pauses_and_logged_once(
@@ -259,7 +261,15 @@ def test_a_status_that_is_refused_is_written_after_growing_pauses_and_logged_onc
             statuses._look("a")
             return pause_s
 
+        writer.error = ClusterUnavailableError("no answer")
         statuses.changed("a")
+        pauses = [pass_time() for _ in range(9)]
+        assert pauses[0] < 1
+        assert all(2 <= pause <= 15 for pause in pauses[1:]), "an API server that fails is tried again soon"
+        writer.error = Refusing().error
+        writer.bodies.clear()
+        status = Built("/path", "a", 0, urgent="runs again")
+        statuses.decided("a")
         pauses = [pass_time() for _ in range(9)]
         assert [round(pause) for pause in pauses] == [0, 5, 10, 20, 40, 80, 160, 300, 300]
         statuses.decided("a")  # what has not changed is not written before its time
@@ -278,4 +288,4 @@ def test_a_status_that_is_refused_is_written_after_growing_pauses_and_logged_onc
         bodies = asyncio.run(write())
     assert bodies == [0] * 9 + [1] * 4
     logged = [record.message for record in caplog.records if "status of a" in record.message]
-    assert [message.split()[5] for message in logged] == ["refused,", "accepted"]
+    assert [message.split()[5] for message in logged] == ["refused,", "refused,", "accepted"]

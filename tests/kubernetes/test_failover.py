@@ -18,7 +18,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from tests import forked, programs
-from tests.kubernetes.controlled import LEASE, Controlled
+from tests.kubernetes.controlled import LEASE, Controlled, Process
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import NAMESPACE
 from tests.kubernetes.running_workers import Observer, RunningWorkers
@@ -77,7 +77,7 @@ class World:
             f"--membership-shards={','.join(shard.url for shard in self.shards)}",
         ]
         self.proxies: dict[int, FaultyProxy] = {}  # by process id
-        self.replicas: list[forked.Program] = []
+        self.replicas: list[Process] = []
         self.numbers = iter(range(10_000))
         stack.callback(self._end)
         self.controlled.add_nodes(2 + workers // 8, gpus=8)
@@ -124,10 +124,10 @@ class World:
             self.proxies[process.pid] = proxy
             self.replicas.append(process)
 
-    def leader(self) -> forked.Program:
+    def leader(self) -> Process:
         """The replica that leads, by the log of each."""
 
-        def found() -> forked.Program | None:
+        def found() -> Process | None:
             holder = self.cluster.api.get(LEASE)["spec"]["holderIdentity"]
             for process, log in self._logs():
                 if process.poll() is None and re.search(rf"{re.escape(holder)} leads", log):
@@ -136,7 +136,7 @@ class World:
 
         return until(found, self._said, SLOW_S)
 
-    def _logs(self) -> Iterator[tuple[forked.Program, str]]:
+    def _logs(self) -> Iterator[tuple[Process, str]]:
         for number, process in enumerate(self.controlled.processes):
             yield process, (self._folder / f"controller-{number}.log").read_text()
 

@@ -150,5 +150,10 @@ def test_a_deleted_profile_is_explained_on_the_pods_that_run_and_by_explain(cont
     controlled.wait(lambda: set(explained()) == {"runs", "train-0"}, controlled.log)
     assert f"with its Profile {name}" in explained()["runs"]
     assert "no quota any more" in run(controlled.cluster, name, "explain", "train").stdout
+    bare = run(controlled.cluster, name, "explain", "runs").stdout
+    assert "pod runs holds 1 GPU on node " in bare
+    assert f"QuotaDeleted: GpuQuota {name} was deleted with its Profile {name}" in bare
+    assert "no quota any more" in bare
+    assert run(controlled.cluster, name, "explain", "nothing").returncode == 2
     now = controlled.pods(name)["runs"]
     assert (now["metadata"]["uid"], controlled.bound(name)) == (runs["metadata"]["uid"], {"runs", "train-0"})

@@ -26,8 +26,7 @@ from tools.observer.watching import Watching
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.forked import Program
-    from tests.kubernetes.controlled import Controlled
+    from tests.kubernetes.controlled import Controlled, Process
     from tools.devcluster import Api, DevCluster
 
 RELEASE = Path(__file__).with_name("release_0_1")
@@ -166,7 +165,7 @@ def test_an_upgrade_and_a_rollback_under_churn_violate_nothing(release_0_1: list
     assert "Traceback" not in electing.log()
 
 
-def end(process: Program) -> None:
+def end(process: Process) -> None:
     """End a replica as a kubelet does."""
     process.terminate()
     process.wait(30)

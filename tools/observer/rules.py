@@ -39,7 +39,7 @@ BLOCKING: Final = frozenset({"NoSchedule", "NoExecute"})
 MOVED: Final = re.compile(r"moved from \S+ to ([^:]+):")
 LASTS_S: Final = {"capacity": 3.0, "device": 3.0, "share": 3.0, "idle": 30.0, "unbound": 60.0}
 RECENT_S: Final = 10.0
-"""How long an earlier limit or a pod that waited still explains a decision."""
+"""How long an earlier limit, an earlier guarantee or a pod that waited still explains a decision."""
 
 
 class Violation(NamedTuple):
@@ -100,7 +100,7 @@ class Observer:
     violations: list[Violation] = field(default_factory=list)
     evictions: int = 0
     admissions: int = 0
-    _limits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    _quotas: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)  # (seen at, limit, guaranteed)
     _waited_at: float = -RECENT_S
     _moved: set[str] = field(default_factory=set)
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Observer:
             self._put(self.nodes, name, None if gone else seen_node(found))
         elif kind == "gpuquotas":
             self._put(self.quotas, name, None if gone else found["spec"])
-            self._limits.setdefault(name, []).append((at, self._limit(name)))
+            self._quotas.setdefault(name, []).append((at, self._limit(name), self._guaranteed(name)))
         elif kind == "elasticjobs":
             self._put(self.jobs, name, None if gone else found.get("status", {}).get("phase", "Pending"))
         elif kind == "events" and found.get("reason") == "Evicted":
@@ -183,14 +183,13 @@ class Observer:
 
     def _admitted(self, uid: str, pod: SeenPod, at: float) -> None:
         self.admissions += 1
-        recent = [limit for when, limit in self._limits.get(pod.team, [])[:-1] if at - when < RECENT_S]
-        limit = max([*recent, self._limit(pod.team)])
+        limit = max(quota[1] for quota in self._recent(pod.team, at))
         if pod.team in self.quotas and self.held(pod.team) > limit + ROUNDING:
             self._report(at, "limit", uid, f"{pod.key}: team {pod.team} holds {self.held(pod.team):g} of {limit:g}")
 
     def _evicted(self, uid: str, pod: SeenPod, at: float) -> None:
         self.evictions += 1
-        guaranteed = float(self.quotas.get(pod.team, {}).get("guaranteed", 0))
+        guaranteed = min(quota[2] for quota in self._recent(pod.team, at))
         kept = sum(p.gpus for p in self.pods.values() if p.team == pod.team and p.holds and not p.leaving) + pod.gpus
         if pod.team in self.quotas and kept <= guaranteed + ROUNDING and pod.gpus:
             self._suspected[uid] = at, f"{pod.key}: team {pod.team} holds {kept:g} of its guaranteed {guaranteed:g}"
@@ -233,6 +232,16 @@ class Observer:
             node.usable and pod.selector.items() <= node.labels.items() and node.gpus - held.get(name, 0) >= pod.gpus
             for name, node in self.nodes.items()
         )
+
+    def _recent(self, team: str, at: float) -> list[tuple[float, float, float]]:
+        """Return the team's quotas that were in force in the last RECENT_S."""
+        seen = self._quotas.get(team, [])
+        ends = [later[0] for later in seen[1:]]
+        earlier = [quota for quota, end in zip(seen, ends, strict=False) if at - end < RECENT_S]
+        return [*earlier, (at, self._limit(team), self._guaranteed(team))]
+
+    def _guaranteed(self, team: str) -> float:
+        return float(self.quotas.get(team, {}).get("guaranteed", 0))
 
     def _limit(self, team: str) -> float:
         return float(self.quotas.get(team, {}).get("limit", "inf"))

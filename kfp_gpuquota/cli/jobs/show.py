@@ -92,11 +92,19 @@ def _describe_job(reached: ClusterClient, project: str, name: str, output: str) 
 def explain(job: JobWords, project: ProjectOption = "") -> None:
     """Show in one sentence why a job waits, shrank or was stopped, and what would change that.
 
+    On Kubernetes also a pod that no ElasticJob has, by its name.
+
     Example:
       gpuquota explain train1
     """
-    reached = client()
-    found = reached.get_job(project_or_configured(project), job_name(job))
+    reached, project, name = client(), project_or_configured(project), job_name(job)
+    try:
+        found = reached.get_job(project, name)
+    except NotFoundError:
+        if not (lines := reached.explain_pod(project, name)):
+            raise
+        _explain_pod(reached, project, lines)
+        return
     status = found.status
     why = f": {status.reason.message}" if status.reason is not None else ""
     holds = "" if status.phase.final else f" with {show_gpus(status.gpus)}"
@@ -117,6 +125,17 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
     for what, happened in (("lost a worker", status.last_failure), ("was moved", status.last_move)):
         if happened is not None and happened.reason != status.reason:
             echo(f"it last {what} {age(happened.at)} ago: {happened.reason.message}")
+
+
+def _explain_pod(reached: ClusterClient, project: str, lines: tuple[str, ...]) -> None:
+    """Show why a pod of another controller, on Kubernetes, holds GPUs or waits."""
+    for line in lines:
+        echo(line)
+    if _lacks_quota(reached, project):
+        echo(
+            f"project {project} has no quota any more: its pods keep their GPUs until another project needs them, and"
+            " no other one starts"
+        )
 
 
 def _lacks_quota(reached: ClusterClient, project: str) -> bool:

@@ -85,7 +85,7 @@ def lost_work_s(job: Job, now: float) -> float:
 
 def _lost_gpu_s(moves: Iterable[Task], now: float) -> float:
     """Return the work that the jobs of these workers lose on all their GPUs, in GPU-seconds."""
-    jobs = {task.job: task.request.devices * task.request.share / GPU for task in moves}
+    jobs = {task.job: (task.request.devices * task.request.share + task.request.other_gpus) / GPU for task in moves}
     return sum(lost_work_s(job, now) * job.active * gpus for job, gpus in jobs.items())
 
 

@@ -46,6 +46,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     taints: tuple[Taint, ...] = ()
     pool: str = ""
     resources: dict[str, int] | None = None
+    gpu_weights: tuple[tuple[str, int], ...] = ()
     workers: tuple[str, ...] = ()
 
 
@@ -87,6 +88,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tolerations: tuple[Toleration, ...] = ()
     barred: tuple[str, ...] = ()
     resources: tuple[tuple[str, int], ...] = ()
+    gpu_weights: tuple[tuple[str, int], ...] = ()
 
 
 class PendingRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -184,9 +184,10 @@ def asked(job: Job, workers: int) -> str:
     """Return the request of `workers` workers as text: '2 GPUs', '40Gi of each of 8 GPUs', and CPU and memory."""
     if job.groups is not None and job.groups.children:
         tasks = (*job.tasks.values(), *job.pending)
-        return f"{gpus(sum(t.request.devices * t.request.share for t in tasks))} for {len(tasks)} workers"
+        return f"{gpus(sum(_worker_gpus(t.request) for t in tasks))} for {len(tasks)} workers"
     request = job.request
     parts = [_devices(request, workers)] if request.devices else []
+    parts += [_weighed(request, workers)] if request.gpu_weights else []
     parts += [cpus(workers * request.cpu)] if request.cpu else []
     parts += [memory(workers * request.memory)] if request.memory else []
     return ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + (parts[-1] if parts else "a place")
@@ -198,6 +199,13 @@ def _devices(request: Request, workers: int) -> str:
     part = show_mib(request.memory_mib) if request.memory_mib else count(request.share)
     each = f"{part} of a GPU" if request.devices == 1 else f"{part} of each of {request.devices} GPUs"
     return each if workers == 1 else f"{workers} times {each}"
+
+
+def _weighed(request: Request, workers: int) -> str:
+    """Return the resources that count as GPUs as text: '0.5 GPUs (2 of nvidia.com/gpu.shared)'."""
+    names = {name for name, _ in request.gpu_weights}
+    amounts = (f"{workers * amount} of {name}" for name, amount in request.resources if name in names)
+    return f"{gpus(workers * request.other_gpus)} ({', '.join(amounts)})"
 
 
 def cpus(milli: float) -> str:
@@ -212,5 +220,8 @@ def memory(size: float) -> str:
 
 
 def _gpus(job: Job, workers: int) -> float:
-    request = job.request
-    return workers * request.devices * request.share
+    return workers * _worker_gpus(job.request)
+
+
+def _worker_gpus(request: Request) -> int:
+    return request.devices * request.share + request.other_gpus

@@ -65,7 +65,7 @@ def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
     if request.plain and not ledger.special:
         return _missing_devices(_idle_whole(ledger), request.devices, len(tasks), promised)
     hosts = _usable(ledger, tasks[0])
-    if request.whole:
+    if request.whole and request.devices:
         free = {host.name: host.idle_whole for host in hosts}
         fitting = [host for host in hosts if host.idle_whole >= request.devices]
         if not fitting or sum(n // max(1, request.devices) for n in free.values()) < len(tasks):
@@ -212,8 +212,10 @@ def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
             )
     for name, need in request.resources:
         if need > max((host.left_of(name, future=False) for host in hosts), default=0):
-            why = f"where GPUs are idle, {shown_resource(name, need)} {are(need)} not left"
-            return Cause(ReasonCode.NODE_FULL, why, "more is released there", (("resource", name),), binding=False)
+            where = "where GPUs are idle, " if request.devices else ""
+            why = f"{where}{shown_resource(name, need)} {are(need)} not left"
+            code = ReasonCode.NO_FREE_GPUS if name in dict(request.gpu_weights) else ReasonCode.NODE_FULL
+            return Cause(code, why, "more is released there", (("resource", name),), binding=False)
     return Cause(
         ReasonCode.NODE_FULL,
         "no node has room for all of that together",

@@ -7,6 +7,7 @@ from heapq import merge
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.resources import capacity_of
 from kfp_gpuquota.scheduler.state.model import GPU, Host, Status, Task
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def fits_at(host: Host, task: Task, devices: Sequence[int]) -> bool:
         and len(devices) == task.request.devices
         and all(device in host.devices and host.future(device) >= share for device in devices)
         and _other_fits(host, task, future=True)
+        and _resources_fit(host, task, future=True)
     )
 
 
@@ -99,6 +101,8 @@ def is_idle(task: Task) -> bool:
     if any(sum(host.sharers.get(device, ())) > host.max_sharers for device in task.devices):
         return False
     request = task.request
+    if any(sum(host.counted[name]) > capacity_of(host.resources, name) for name, _ in request.resources):
+        return False
     needs = ((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))
     return all(not need or sum(column[i] for column in host.other) <= total for i, (need, total) in enumerate(needs))
 

@@ -84,8 +84,9 @@ def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:
 def request_of(spec: JobSpec) -> Request:
     """Return the request of each worker of the job, without limits of shares, which do not affect placement."""
     rules = Rules(tuple(sorted(spec.node_selector.items())), spec.node_affinity, spec.tolerations)
+    weights = spec.gpu_weights if isinstance(spec, CountedJobSpec) else ()
     return Request(
-        devices=spec.worker_gpus,
+        devices=0 if weights else spec.worker_gpus,
         share=GPU if spec.gpu_fraction is None else round(spec.share_of(0) * GPU),
         memory_mib=spec.gpu_memory_mib or 0,
         compute=round((spec.gpu_compute or 0.0) * GPU),
@@ -95,6 +96,7 @@ def request_of(spec: JobSpec) -> Request:
         nodes=None if spec.node is None else frozenset({spec.node}),
         rules=NO_RULES if rules == NO_RULES else rules,
         resources=spec.resources if isinstance(spec, CountedJobSpec) else (),
+        gpu_weights=weights,
     )
 
 

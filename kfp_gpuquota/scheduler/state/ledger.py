@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
+from kfp_gpuquota.scheduler.state.model import UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -273,7 +273,7 @@ class Ledger:
             self.special += sign * host.special
             totals = self.totals.setdefault(host.pool, [0.0] * 3)
             boundless = self.boundless.setdefault(host.pool, [0] * 3)
-            for r, value in enumerate((GPU * size, host.cpu, host.memory)):
+            for r, value in enumerate((host.gpus, host.cpu, host.memory)):
                 if value < UNLIMITED:
                     totals[r] += sign * value
                 else:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
-from kfp_gpuquota.api.resources import capacity_of
+from kfp_gpuquota.api.resources import capacity_of, weighed
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
@@ -83,8 +83,9 @@ class Request:
     one number, the larger part, so neither is ever promised twice. Two numbers for each device were rejected: they
     would pack a little tighter, and make every comparison of free devices a partial order.
 
-    `cpu` is in milli-CPUs, `memory` in bytes, `resources` are other amounts that the node must have. `plain`: only
-    whole devices, of any node.
+    `cpu` is in milli-CPUs, `memory` in bytes, `resources` are other amounts that the node must have; `gpu_weights` are
+    the micro-GPUs that a unit of some of them counts as, `other_gpus` their sum. `plain`: only whole devices, of any
+    node.
     """
 
     devices: int = 1
@@ -96,15 +97,18 @@ class Request:
     nodes: frozenset[str] | None = None
     rules: Rules = NO_RULES
     resources: Resources = ()
+    gpu_weights: Resources = ()
     whole: bool = field(init=False, compare=False)
     plain: bool = field(init=False, compare=False)
+    other_gpus: int = field(init=False, compare=False)
     _amount: Amount = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", self.share == GPU and not self.memory_mib)
         anywhere = self.nodes is None and self.rules is NO_RULES
         object.__setattr__(self, "plain", self.whole and anywhere and not self.counted)
-        object.__setattr__(self, "_amount", Amount(self.devices * self.share, self.cpu, self.memory))
+        object.__setattr__(self, "other_gpus", weighed(dict(self.resources), self.gpu_weights))
+        object.__setattr__(self, "_amount", Amount(self.devices * self.share + self.other_gpus, self.cpu, self.memory))
 
     @property
     def counted(self) -> bool:
@@ -340,7 +344,8 @@ class Job:
 class Host:
     """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks, `sharers[device]`: their numbers.
 
-    `counted` are the amounts of other resources that these tasks hold; `resources` are the totals, None: unlimited.
+    `counted` are the amounts of other resources that these tasks hold; `resources` are the totals, None: unlimited;
+    `gpu_weights` as in Request.
     """
 
     name: str
@@ -354,6 +359,7 @@ class Host:
     taints: tuple[Taint, ...] = ()
     pool: str = ""
     resources: dict[str, int] | None = None
+    gpu_weights: Resources = ()
     max_sharers: float = UNLIMITED
     taken: dict[int, list[int]] = field(default_factory=dict)
     sharers: dict[int, list[int]] = field(default_factory=dict)
@@ -377,6 +383,11 @@ class Host:
         if admitted is None:
             admitted = self.admitted[rules] = rules.admit(self)
         return admitted
+
+    @property
+    def gpus(self) -> int:
+        """The micro-GPUs of all of its devices, and of the resources that count as GPUs."""
+        return GPU * len(self.devices) + weighed(self.resources or {}, self.gpu_weights)
 
     @property
     def special(self) -> bool:

@@ -88,6 +88,7 @@ class State:
                 taints=node.taints,
                 pool=node.pool,
                 resources=dict(node.resources) if isinstance(node, CountedNode) else None,
+                gpu_weights=node.gpu_weights if isinstance(node, CountedNode) else (),
             )
         )
 

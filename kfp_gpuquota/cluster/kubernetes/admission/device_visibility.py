@@ -15,26 +15,35 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Container, PodSpec
 
 VARIABLE: Final = "NVIDIA_VISIBLE_DEVICES"
 NO_DEVICES: Final = {"name": VARIABLE, "value": "void"}
 
 
-def hiding(spec: PodSpec, *, shares: bool = False) -> Iterator[dict[str, Any]]:
-    """Return the patch of a pod's containers that request no GPU. `shares`: the first container holds parts of GPUs."""
+def hiding(spec: PodSpec, weights: Resources = (), *, shares: bool = False) -> Iterator[dict[str, Any]]:
+    """Return the patch of a pod's containers that request no GPU.
+
+    `weights` has other resources that count as GPUs. `shares`: the first container holds parts of GPUs.
+    """
+    names = (labels.GPU_RESOURCE, *(name for name, _ in weights if name.startswith(f"{labels.VENDOR}/")))
     for field, containers in (
         ("containers", spec.containers),
         ("initContainers", spec.init_containers),
         ("ephemeralContainers", spec.ephemeral_containers),
     ):
         first = 1 if shares and field == "containers" else 0
-        yield from _hidden(f"/spec/{field}", containers or (), first)
+        yield from _hidden(f"/spec/{field}", containers or (), first, names)
 
 
-def _hidden(path: str, containers: Sequence[Container], first: int) -> Iterator[dict[str, Any]]:
+def _hidden(path: str, containers: Sequence[Container], first: int, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for index, container in enumerate(containers):
-        if index < first or _requests_gpus(container) or any(one.name == VARIABLE for one in container.env or ()):
+        if (
+            index < first
+            or _requests_gpus(container, names)
+            or any(one.name == VARIABLE for one in container.env or ())
+        ):
             continue
         if container.env:
             yield {"op": "add", "path": f"{path}/{index}/env/-", "value": NO_DEVICES}
@@ -42,10 +51,10 @@ def _hidden(path: str, containers: Sequence[Container], first: int) -> Iterator[
             yield {"op": "add", "path": f"{path}/{index}/env", "value": [NO_DEVICES]}
 
 
-def _requests_gpus(container: Container) -> bool:
+def _requests_gpus(container: Container, names: tuple[str, ...]) -> bool:
     resources = container.resources
     given = (resources.limits, resources.requests) if resources is not None else ()
-    return any(amounts is not None and amounts.get(labels.GPU_RESOURCE, "0") != "0" for amounts in given)
+    return any(amounts is not None and amounts.get(name, "0") != "0" for amounts in given for name in names)
 
 
 def hidden_in_template(container: dict[str, Any]) -> dict[str, Any]:

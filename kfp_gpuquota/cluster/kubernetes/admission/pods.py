@@ -8,6 +8,7 @@
 | has an invalid request, or names its node            | refused                                                |
 | requests GPUs, or a share of one                     | gated; annotations that only the controller may write  |
 |                                                      | are removed                                            |
+| requests what counts as GPUs (QuotaPolicy)           | gated, with an annotation of what it counts as         |
 | requests a share                                     | gated, with the annotations and variables of shares.py |
 | may borrow GPUs, and has a longer grace period than  | gated, with that grace period                          |
 | the cluster's rules allow                            |                                                        |
@@ -30,6 +31,7 @@ from kfp_gpuquota.api.validation import check_count
 from kfp_gpuquota.cluster.kubernetes.admission import device_visibility, shares
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
 from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_text
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import InvalidFieldError
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.api.resources import Resources as Amounts
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
 
 FORBIDDEN: Final = 403
@@ -47,6 +50,7 @@ JOB_KIND: Final = "ElasticJob"
 OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
 OF_THE_PLAN: Final = (
     labels.DEVICES,
+    labels.GPU_WEIGHTS,
     labels.REASON,
     labels.GPUS,
     labels.RECLAIMED_AT,
@@ -267,18 +271,23 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
         )
     gpus = _gpus(pod.spec)
     shared = bool(notes) and asks_for_share(notes)
-    hidden = tuple(device_visibility.hiding(pod.spec, shares=shared))
-    if not gpus and not shared:
+    weights = tuple(row for row in rules.gpu_weights if row[0] in requested_in(pod.spec))
+    hidden = tuple(device_visibility.hiding(pod.spec, rules.gpu_weights, shares=shared))
+    if not gpus and not shared and not weights:
         return Verdict(hidden) if hidden else _UNCHANGED
     if pod.spec.node_name:
         raise InvalidFieldError(
             "spec.nodeName", pod.spec.node_name, "a pod that requests GPUs is assigned to its node by the quota",
             hint="leave it out, and name the node in nodeSelector (kubernetes.io/hostname)",
         )  # fmt: skip
-    if not written and not notes:
+    if weights:
+        _check_weighed(weights, rules, gpus, written, shared=shared)
+    if not written and not notes and not weights:
         return _capped(_gated(pod.spec, notes, hidden), pod.spec, rules)
     spec = _check_request(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING, namespace or "pod")
     gated = _gated(pod.spec, notes, hidden)
+    if weights:
+        gated = msgspec.structs.replace(gated, patch=(*gated.patch, *_weights_noted(pod.metadata, weights)))
     if spec.may_be_preempted:
         gated = _capped(gated, pod.spec, rules)
     if shared:
@@ -286,6 +295,34 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
         more = shares.of_pod(pod, spec, uid, policies)
         return msgspec.structs.replace(gated, patch=(*gated.patch, *more))
     return gated
+
+
+def requested_in(spec: PodSpec) -> frozenset[str]:
+    """Return the names of the resources of which the pod's containers request any."""
+    containers = (*(spec.containers or ()), *(spec.init_containers or ()))
+    given = (
+        amounts for one in containers if one.resources for amounts in (one.resources.limits, one.resources.requests)
+    )
+    return frozenset(name for amounts in given for name, amount in (amounts or _NOTHING).items() if amount != "0")
+
+
+def _check_weighed(
+    weights: Amounts, rules: ClusterRules, gpus: int, written: Mapping[str, str], *, shared: bool
+) -> None:
+    """Raise InvalidFieldError for a pod whose resource cannot be counted beside others, or in its pool."""
+    name = weights[0][0]
+    if gpus or shared:
+        other = labels.GPU_RESOURCE if gpus else "a share of a GPU"
+        raise InvalidFieldError("resources", name, f"the pod requests {other} as well", hint="leave out one of the two")
+    rules.refuse_shares_in(written.get(labels.POOL, ""))
+
+
+def _weights_noted(metadata: Metadata, weights: Amounts) -> Iterator[dict[str, Any]]:
+    text = weights_text(weights)
+    if metadata.annotations is None:
+        yield {"op": "add", "path": "/metadata/annotations", "value": {labels.GPU_WEIGHTS: text}}
+    else:
+        yield {"op": "add", "path": f"/metadata/annotations/{escape_json_pointer(labels.GPU_WEIGHTS)}", "value": text}
 
 
 def _capped(verdict: Verdict, spec: PodSpec, rules: ClusterRules) -> Verdict:

@@ -80,7 +80,7 @@ class Snapshot:
         self._foreign: dict[str, PodView] = {}
         self._non_gpu_pods = NonGpuPods()
         self._planned_needs: dict[str, ResourceRequests] = {}  # of pods of the quota, by uid
-        self._sharing = rules.rules.sharing
+        self._counting = rules.rules.sharing, rules.rules.gpu_weights
         self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
         self._overfull: list[str] = []  # nodes that were emitted without some of their free devices
         self._not_emitted: dict[str, PodView] = {}  # during `start`: listed or seen since, and not emitted yet
@@ -171,9 +171,9 @@ class Snapshot:
             self.emit(scheduler.NodeRemoved(name))
 
     def rules_changed(self) -> None:
-        """Emit all nodes again if devices are shared by other rules."""
-        if self._sharing != self.rules.rules.sharing:
-            self._sharing = self.rules.rules.sharing
+        """Emit all nodes again if devices are shared by other rules, or other resources count as GPUs."""
+        if self._counting != (counting := (self.rules.rules.sharing, self.rules.rules.gpu_weights)):
+            self._counting = counting
             self._outdated.update(dict.fromkeys(self.emitted_nodes))
 
     def _emit_node(self, name: str) -> None:
@@ -190,7 +190,7 @@ class Snapshot:
             self._wake()
             return
         try:
-            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name), self._sharing)
+            seen = nodes.node_of(node, self.allocator.unplanned(name), self._non_gpu_pods.on(name), *self._counting)
         except InvalidFieldError as error:
             log.error("node %s is ignored: %s", name, error)
             return
@@ -223,7 +223,12 @@ class Snapshot:
 
     def _note_less(self, node: str | None) -> None:
         """Record that a node has fewer resources left, to be emitted before the next plan."""
-        if node is not None and self.started and node in self.nodes and nodes.gpu_count(self.nodes[node]):
+        if (
+            node is not None
+            and self.started
+            and node in self.nodes
+            and nodes.has_gpus(self.nodes[node], self._counting[1])
+        ):
             self._outdated[node] = None
 
     def _note_more(self, node: str | None) -> None:
@@ -256,6 +261,7 @@ class Snapshot:
             project = quotas.project_of(self.quotas[name])
             if self.projects.get(name) != project:
                 self._apply(scheduler.QuotaChanged(project))
+                self._wake()
         except GpuQuotaError as error:
             self.refused_quotas[name] = error.message
             return
@@ -264,7 +270,6 @@ class Snapshot:
         self.projects[name] = project
         if newcomer:
             self._adopt_foreign(name)
-        self._wake()
 
     def held(self, name: str) -> ProjectUsage:
         """Return what a project holds and waits for in all node pools, as counted by the scheduler."""
@@ -287,8 +292,7 @@ class Snapshot:
         """Add or update an ElasticJob."""
         if not self.started or job.metadata.uid in self._jobs:
             self._jobs[job.metadata.uid] = job
-        else:
-            self.elastic.put_job(job)
+        elif self.elastic.put_job(job):
             self._wake()
 
     def drop_job(self, uid: str) -> None:

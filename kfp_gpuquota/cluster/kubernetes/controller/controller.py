@@ -127,6 +127,7 @@ class Controller:
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._rests_until = 0.0
+        self._worked_s = 0.0  # the CPU time of the last plan: see Planned
         self._continues = False  # the plan is for shapes that the one before has not considered, not for a change
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.events = Recorder(self._writer)
@@ -378,7 +379,6 @@ class Controller:
     def _quota_changed(self, quota: custom_types.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
         self.profiles.quota_changed(quota.metadata.name)
-        self.wake()
 
     def _quota_deleted(self, uid: str) -> None:
         quota = next((q for q in self.snapshot.quotas.values() if q.metadata.uid == uid), None)
@@ -436,12 +436,13 @@ class Controller:
         self._planning = None
         self._planned_at = self._loop.time()
         plan_s = self._planned_at - started
-        rest_s = min(LONGEST_REST_S, 2 * plan_s)  # so that planning takes at most a third of the time
+        rest_s = min(LONGEST_REST_S, 2 * self._worked_s)  # so that planning takes at most a third of the time
         if not self._continues:  # a change does not rest after the plans for what others submitted before
             self._rests_until = self._planned_at + rest_s
         self.metrics.plans.observe(plan_s)
         # The plans that only continue take a ninth of the time: a change is planned while none of them is under way.
-        self._plan_again(min(LONGEST_REST_S, 8 * plan_s) if again_s == 0.0 else again_s, continues=again_s == 0.0)
+        continues = again_s == 0.0
+        self._plan_again(min(LONGEST_REST_S, 8 * self._worked_s) if continues else again_s, continues=continues)
         if self._changed_meanwhile:
             self.wake()
         if self._quotas_timer is None:
@@ -454,7 +455,9 @@ class Controller:
         self.snapshot.catch_up()
         self._changed_meanwhile = False  # what has caught up is in this plan
         self.metrics.account(self.snapshot)
+        self._worked_s = 0.0
         planned = await self._planner.plan(now)
+        self._worked_s = planned.seconds
         self._reasons.update(planned.changed)
         for uid in planned.gone:
             self._reasons.pop(uid, None)

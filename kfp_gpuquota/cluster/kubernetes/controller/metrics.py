@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kfp_gpuquota.api.resources import WHOLE_GPU, CountedNode, weighed
+
 if TYPE_CHECKING:
+    from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
     from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
     from kfp_gpuquota.scheduler.state.model import Job
@@ -103,6 +106,11 @@ class Metrics:
         self.blocked_evictions = Gauge(
             "gpuquota_blocked_evictions", "Pods whose eviction was refused and is repeated", registry=self.registry
         )
+        self.unpinned = Gauge(
+            "gpuquota_unbound_pod_seconds",
+            "For how long the oldest pod that was admitted without a pin is not bound; other pods get no pin meanwhile",
+            registry=self.registry,
+        )
         self.lists = Gauge(
             "gpuquota_lists", "How often a kind was listed; each after the first is a lost watch", ["path"],
             registry=self.registry,
@@ -148,6 +156,7 @@ class Metrics:
         self.gpus.set(_gpus(snapshot))
         self.overdue.set(controller.health.overdue_s)
         self.blocked_evictions.set(controller.evictions.blocked)
+        self.unpinned.set(controller.unpinned.oldest_s)
         for reflector in controller.reflectors:
             self.lists.labels(reflector.path).set(reflector.lists)
         for kind, count in controller.quarantine.counts().items():
@@ -165,6 +174,13 @@ class Metrics:
             self.unmet.labels(name).set(max(0.0, min(held.requested, project.guaranteed) - held.gpus))
 
 
-def _gpus(snapshot: Snapshot) -> int:
-    """Return the number of GPUs of nodes that take pods."""
-    return sum(len(node.devices) for node in snapshot.emitted_nodes.values() if node.ready)
+def _gpus(snapshot: Snapshot) -> float:
+    """Return the number of GPUs of nodes that take pods, with the resources that count as GPUs."""
+    return sum(map(_gpus_of, snapshot.emitted_nodes.values()))
+
+
+def _gpus_of(node: Node) -> float:
+    if not node.ready:
+        return 0
+    others = weighed(dict(node.resources), node.gpu_weights) if isinstance(node, CountedNode) else 0
+    return len(node.devices) + others / WHOLE_GPU

@@ -25,6 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
 
 PODS_PER_DEVICE: Final = 32  # more pods than share one GPU: beyond it, the node's pod limit does not constrain the plan
@@ -48,13 +49,16 @@ def node_of(
     unplanned: Iterable[int] = (),
     taken: NodeUsage | None = None,
     sharing: SharingRules = _UNSET,
+    weights: Resources = (),
 ) -> CountedNode:
     """Return the node without the devices that are `unplanned`, and without the `taken` resources.
 
-    A node without GPUs has no CPU and memory here: a team's quota of these counts only what GPU jobs can use.
+    `weights` has the other resources that count as GPUs. A node without GPUs has no CPU and memory here: a team's quota
+    of these counts only what GPU jobs can use.
     """
     held, taken, allocatable = set(unplanned), taken or NodeUsage(), node.status.allocatable
     count, memory = gpu_count(node), bounded_number(node.metadata.labels.get(labels.GPU_MEMORY, "0"), MAX_MIB) or 0
+    counted = has_gpus(node, weights)
     pod_capacity = min(MAX_COUNT, millicores(allocatable.get("pods", "0")) // MILLI) - taken.pods
     return CountedNode(
         name=node.metadata.name,
@@ -62,11 +66,12 @@ def node_of(
         ready=is_ready(node),
         labels=node.metadata.labels,
         taints=taints_of(node.spec.taints),
-        cpu=max(0, millicores(allocatable.get("cpu", "0")) - taken.cpu) / MILLI if count else 0.0,
-        memory_mib=mebibytes_left(whole_bytes(allocatable.get("memory", "0")) - taken.memory) if count else 0,
-        max_workers=max(0, pod_capacity) if pod_capacity < count * PODS_PER_DEVICE else None,
+        cpu=max(0, millicores(allocatable.get("cpu", "0")) - taken.cpu) / MILLI if counted else 0.0,
+        memory_mib=mebibytes_left(whole_bytes(allocatable.get("memory", "0")) - taken.memory) if counted else 0,
+        max_workers=max(0, pod_capacity) if pod_capacity < count * PODS_PER_DEVICE or (counted and not count) else None,
         pool=node.metadata.labels.get(labels.POOL, ""),
-        resources=allocatable_of(allocatable, taken.others) if count else (),
+        resources=allocatable_of(allocatable, taken.others) if counted else (),
+        gpu_weights=tuple((name, weight) for name, weight in weights if name in allocatable),
         max_sharers=sharing.max_sharers,
         memory_reserve=sharing.memory_reserve,
         smallest_share=sharing.smallest_share,
@@ -82,6 +87,12 @@ def device(index: int, memory_mib: int) -> Device:
 def gpu_count(node: Node) -> int:
     """Return the number of healthy GPUs that the node's device plugin has announced."""
     return device_count(node.status.allocatable.get(labels.GPU_RESOURCE, "0"))
+
+
+def has_gpus(node: Node, weights: Resources = ()) -> bool:
+    """Return whether the node has GPUs, or resources that count as GPUs."""
+    allocatable = node.status.allocatable
+    return gpu_count(node) > 0 or any(allocatable.get(name, "0") != "0" for name, _ in weights)
 
 
 def is_ready(node: Node) -> bool:

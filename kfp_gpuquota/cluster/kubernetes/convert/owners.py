@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from kfp_gpuquota.api.request_paths import collection, is_api_version, is_kind, is_object_name, join
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, looks_like_gpus
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
 
@@ -153,7 +153,7 @@ class _Template(Struct, frozen=True):
     @property
     def counts(self) -> bool:
         """Return whether the template's pods request GPUs."""
-        return self.gpus > 0
+        return self.gpus > 0 or looks_like_gpus(self.spec)
 
 
 class _Job(Struct, frozen=True):

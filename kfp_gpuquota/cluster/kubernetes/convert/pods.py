@@ -25,6 +25,7 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.affinity import NodeTerm
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.resources import CountedJobSpec
+from kfp_gpuquota.api.resources import Resources as Amounts
 from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import MAX_GROUP, gang_note
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
@@ -51,6 +52,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     bounded_number,
     gpus_of,
     resource_requests_of,
+    weights_in,
 )
 from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import DEFAULT_SCHEDULER, unmodelled_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -83,6 +85,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `requested` counts the devices that its containers request from the kubelet: the most that it can hold, whatever its
     annotations claim. `problem`: why it cannot be planned; then it is counted by `requested`.
+
+    `gpu_weights` are the resources among its `needs` that count as GPUs, as annotated when it was created.
 
     `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` are its CPU and
     memory, `pool` is the requested node pool, `owner` determines its gang size. `prepared`: its sandbox (volumes and
@@ -136,6 +140,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     owner: Owner | None = None
     excluded_nodes: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
+    gpu_weights: Amounts = ()
     requested: int = 0
     problem: str = ""
     grace_s: int = 30
@@ -151,6 +156,11 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     scheduler: str = ""
     unhealthy_gpu: str = ""
     lost: str = ""
+
+    @property
+    def counted(self) -> bool:
+        """Return whether the pod requests GPUs, or resources that count as GPUs."""
+        return self.gpus > 0 or bool(self.gpu_weights)
 
     @property
     def holds(self) -> bool:
@@ -183,7 +193,7 @@ def counted_view(pod: Pod) -> PodView:
         return _plain_view(pod, pod.problem)
     try:
         view = pod_view(pod)
-        if view.gpus and not view.job_uid:
+        if view.counted and not view.job_uid:
             pod_job(view)  # checks that it can be converted for the scheduler
     except GpuQuotaError as error:
         return _plain_view(pod, error.message)
@@ -200,7 +210,7 @@ def _plain_view(pod: Pod, problem: str) -> PodView:
     annotated = (meta.annotations or {}).get(labels.DEVICES, "")  # for shared GPUs, which no container requests
     gpus = requested or (min(annotated.count(",") + 1, MAX_DEVICES) if annotated else 0)
     node = spec.node_name or ("" if gate_of(pod) else sent_to(pod))
-    stage = _stage(pod, gpus, node, None)
+    stage = _stage(pod, node, None)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -244,14 +254,17 @@ def pod_view(pod: Pod) -> PodView:
     elastic = elastic_owner(meta) is not None
     if elastic and not gpus:
         gpus = min(annotated.count(",") + 1, MAX_DEVICES)  # a worker that shares GPUs requests none of them
-    if not gpus:
+    needs = resource_requests_of(spec)
+    weights = () if gpus or elastic else _gpu_weights(pod, needs, gate)
+    if not gpus and not weights:
         return _non_gpu_view(pod)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
         name=meta.name,
-        stage=_stage(pod, gpus, node, gate),
+        stage=_stage(pod, node, gate if gpus or weights else None),
         gpus=gpus,
+        gpu_weights=weights,
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
         node=intern(node),
         bound=bool(spec.node_name),
@@ -269,7 +282,7 @@ def pod_view(pod: Pod) -> PodView:
         share=share,
         constraints=own_constraints(pod, gate),
         claims=claims_of(spec),
-        needs=resource_requests_of(spec),
+        needs=needs,
         owner=None if elastic else owner_of(pod),
         requested=requested,
         grace_s=int(spec.termination_grace_period_seconds),
@@ -316,7 +329,15 @@ def _non_gpu_view(pod: Pod) -> PodView:
     )
 
 
-def _stage(pod: Pod, gpus: int, node: str, gate: GateShape | None) -> Stage:
+def _gpu_weights(pod: Pod, needs: ResourceRequests, gate: GateShape | None) -> Amounts:
+    """Return the annotated resources that count as GPUs and that the pod requests, of a pod of the quota."""
+    notes, requested = pod.metadata.annotations or {}, dict(needs.others)
+    if labels.GPU_WEIGHTS not in notes or (gate is None and labels.DEVICES not in notes):
+        return ()
+    return tuple(row for row in weights_in(notes[labels.GPU_WEIGHTS]) if row[0] in requested)
+
+
+def _stage(pod: Pod, node: str, gate: GateShape | None) -> Stage:
     if pod.status.phase in {"Succeeded", "Failed"}:
         return Stage.ENDED
     leaving = pod.metadata.deletion_timestamp is not None
@@ -324,7 +345,7 @@ def _stage(pod: Pod, gpus: int, node: str, gate: GateShape | None) -> Stage:
         return Stage.TERMINATING if leaving else Stage.ASSIGNED
     if leaving:
         return Stage.ENDED
-    return Stage.WAITING if gate is not None and gpus else Stage.OUTSIDE
+    return Stage.WAITING if gate is not None else Stage.OUTSIDE
 
 
 def _share(pod: Pod) -> tuple[tuple[str, Any], ...]:
@@ -397,7 +418,8 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
     quality = view.kind, view.priority, view.preemptible, view.pool
     constraints = view.constraints.within(view.volume_terms) if view.volume_terms else view.constraints
     constraints = constraints.excluding(view.excluded_nodes) if view.excluded_nodes else constraints
-    spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, constraints, quality))
+    request = view.gpus, view.share, view.needs, view.gpu_weights
+    spec = copy(_unnamed(view.namespace, pods, request, constraints, quality))
     msgspec.structs.force_setattr(spec, "name", short_name(view.group.partition("/")[2] or view.group or view.name))
     return spec
 
@@ -405,19 +427,20 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
 @lru_cache(4096)
 def _unnamed(
     namespace: str,
-    gpus: int,
     pods: int,
-    share: tuple[tuple[str, Any], ...],
-    needs: ResourceRequests,
+    request: tuple[int, tuple[tuple[str, Any], ...], ResourceRequests, Amounts],
     constraints: NodeConstraints,
     quality: tuple[Kind, int | None, bool | None, str],
 ) -> JobSpec:
     kind, priority, preemptible, pool = quality
+    gpus, share, needs, weights = request
+    each = gpus or 1  # of a pod with weights: the scheduler gives it no devices
     return CountedJobSpec(
         name="pod",
         project=namespace,
         command=("pod",),
-        **(dict(share) if share else {"gpus": gpus * pods, "gpus_per_worker": gpus}),
+        **(dict(share) if share else {"gpus": each * pods, "gpus_per_worker": each}),
+        gpu_weights=weights,
         kind=kind,
         priority=priority,
         preemptible=preemptible,

@@ -11,8 +11,8 @@ from functools import lru_cache
 from math import ceil, floor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kfp_gpuquota.api.quantity import MIB, parse_quantity
-from kfp_gpuquota.api.resources import PORT_PREFIX, WHOLE_PORT
+from kfp_gpuquota.api.quantity import MIB, as_number, parse_quantity
+from kfp_gpuquota.api.resources import PORT_PREFIX, WHOLE_GPU, WHOLE_PORT
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, PodSpec
 
 MILLI: Final = 1000
+MAX_WEIGHT: Final = 64  # GPUs that one unit of another resource may count as
 MAX_DEVICES: Final = 4096  # of one pod or node: more than any machine has, also in slices
 _LONGEST: Final = 18  # digits: a number that a label or an annotation may hold
 
@@ -90,6 +91,29 @@ def gpus_of(spec: PodSpec) -> int:
     """Return the number of devices that the pod's containers request, at most MAX_DEVICES."""
     asked = total(spec, lambda container: device_count(str(container.resources.limits.get(labels.GPU_RESOURCE, 0))))
     return min(asked, MAX_DEVICES)
+
+
+def weights_text(weights: Resources) -> str:
+    """Return the resources that count as GPUs as annotated: 'amd.com/gpu=1,nvidia.com/gpu.shared=0.25'."""
+    return ",".join(f"{name}={as_number(weight / WHOLE_GPU)}" for name, weight in weights)
+
+
+@lru_cache(256)
+def weights_in(text: str) -> Resources:
+    """Return the resources that count as GPUs, in millionths of a GPU. Raises InvalidFieldError."""
+    try:
+        rows = [row.rpartition("=") for row in text.split(",")]
+        weights = tuple((name, round(float(number) * WHOLE_GPU)) for name, _, number in rows)
+    except (ValueError, OverflowError):
+        weights = ()
+    if not weights or not all(0 < weight <= MAX_WEIGHT * WHOLE_GPU for _, weight in weights):
+        raise InvalidFieldError(labels.GPU_WEIGHTS, text, "it must be RESOURCE=GPUS, separated by commas")
+    return weights
+
+
+def looks_like_gpus(spec: PodSpec) -> bool:
+    """Return whether the pod requests a resource that is listed as a GPU, or would be refused: see device-policies."""
+    return any(name.startswith(f"{labels.VENDOR}/") or "gpu" in name.lower() for name in _named(spec) if "/" in name)
 
 
 @lru_cache(4096)

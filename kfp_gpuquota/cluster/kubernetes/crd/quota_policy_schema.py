@@ -7,8 +7,11 @@ from typing import Final
 from kfp_gpuquota.api.node import MAX_MEMORY_RESERVE, MAX_SMALLEST_SHARE, SharingRules
 from kfp_gpuquota.api.share import SMALLEST_FRACTION
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
 from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import (
+    MIN_WEIGHT,
     NAME,
     RECLAIM_SLACK_S,
     ClusterRules,
@@ -19,6 +22,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import (
 MAX_OWNERS: Final = 64
 MAX_EXEMPT: Final = 256
 MAX_POOLS: Final = 64
+MAX_GPU_RESOURCES: Final = 64
 _DEFAULT: Final = ReclaimRules()
 _SHARING: Final = SharingRules()
 
@@ -66,13 +70,15 @@ def _spec() -> Schema:
             "description": "Namespaces to which unmanaged does not apply, besides kube-* and gpuquota-*; for example"
             " those of GPU operators.",
         },
+        "gpuResources": _gpu_resources(),
         "otherResources": {
             "type": "array",
             "maxItems": MAX_EXEMPT,
             "items": {"type": "string", "minLength": 1, "maxLength": 317},
             "x-kubernetes-list-type": "set",
             "description": "Resources that look like GPUs and are none, for example nvidia.com/hostdev. In managed"
-            " namespaces all other resources of nvidia.com, or with gpu in their name, are refused.",
+            " namespaces all others of nvidia.com, or with gpu in their name, that gpuResources does not have are"
+            " refused.",
         },
         "pools": {
             "type": "object",
@@ -124,7 +130,47 @@ def _spec() -> Schema:
         "self.unmanaged != 'default-quota' || has(self.defaultQuota)",
         "unmanaged is default-quota, but no defaultQuota is given; add one, for example {guaranteed: 0, limit: 4}",
     )
-    return {"type": "object", "properties": properties, "x-kubernetes-validations": [quota_given]}
+    one_list = rule(
+        "!has(self.gpuResources) || !has(self.otherResources)"
+        " || !self.gpuResources.exists(r, self.otherResources.exists(name, name == r.name))",
+        "a resource is in gpuResources and in otherResources; leave it out of one of them",
+    )
+    return {"type": "object", "properties": properties, "x-kubernetes-validations": [quota_given, one_list]}
+
+
+def _gpu_resources() -> Schema:
+    named = rule(
+        f"self.name.contains('/') && self.name != '{labels.GPU_RESOURCE}'",
+        f"name is '%s', but it must be an extended resource other than {labels.GPU_RESOURCE}, which always counts as 1",
+        "self.name",
+    )
+    bounded = rule(
+        f"self.countsAs >= {MIN_WEIGHT} && self.countsAs <= {MAX_WEIGHT}.0",
+        f"countsAs is %s, but it must be a number of GPUs from {MIN_WEIGHT} to {MAX_WEIGHT}",
+        "self.countsAs",
+    )
+    return {
+        "type": "array",
+        "maxItems": MAX_GPU_RESOURCES,
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["name"],
+        "description": f"Extended resources besides {labels.GPU_RESOURCE} that count as GPUs: other vendors' GPUs, time"
+        " slices, MIG devices. Pods wait for them as for GPUs. Those that were created before keep what they count as.",
+        "items": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "minLength": 3, "maxLength": 317, "description": "As nodes announce it."},
+                "countsAs": {
+                    "type": "number",
+                    "default": 1,
+                    "description": "The number of GPUs that one of it counts as; for example 0.25 for one of four time"
+                    " slices.",
+                },
+            },
+            "x-kubernetes-validations": [named, bounded],
+        },
+    }
 
 
 def _sharing() -> Schema:

@@ -164,20 +164,23 @@ class ElasticJobs:
 
     # Objects
 
-    def put_job(self, job: ElasticJob) -> None:
-        """Add or update a job. One that was dropped exists until the finalizers of others have been removed."""
+    def put_job(self, job: ElasticJob) -> bool:
+        """Add or update a job; return whether more than its status has changed.
+
+        One that was dropped exists until the finalizers of others have been removed.
+        """
         uid = job.metadata.uid
         state = self.book.runtime_states.get(uid)
         if state is None:
             if job.metadata.deletion_timestamp is None or not self.pod_events.started:
                 self._take_in(job)
-            return
+            return True
         before, state.object = state.object, job
         if job.spec.lease != before.spec.lease:
             state.lease_seen_at = time.monotonic()
         if state.refused:
             self._take_in(job)
-            return
+            return True
         if job.spec.template != before.spec.template or (before.spec.suspend and not job.spec.suspend):
             self.readiness.begin_anew(uid)
         if job.spec != before.spec:
@@ -186,8 +189,9 @@ class ElasticJobs:
             self.readiness.look_soon(uid)
         if job.metadata.deletion_timestamp is not None:
             self.drop_job(uid)
-        else:
-            self.readiness.carry_out(uid)
+            return True
+        self.readiness.carry_out(uid)
+        return job.spec != before.spec
 
     def drop_job(self, uid: str) -> None:
         """Process a job's deletion: stop its workers; the job is dropped when all have exited."""

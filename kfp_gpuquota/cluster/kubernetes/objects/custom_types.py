@@ -230,6 +230,13 @@ class PolicyPool(Struct, frozen=True):
     autoscaled: AutoscaledSpec | None = None
 
 
+class GpuResource(Struct, frozen=True):
+    """An extended resource of which each one counts as a number of GPUs."""
+
+    name: str
+    counts_as: float = 1.0
+
+
 class QuotaPolicySpec(Struct, frozen=True):
     """The specification of a QuotaPolicy. Values are checked when it is converted to ClusterRules (quota_policy.py)."""
 
@@ -238,6 +245,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     default_quota: dict[str, Any] | None = None
     exempt_namespaces: tuple[str, ...] | None = None
     other_resources: tuple[str, ...] | None = None
+    gpu_resources: tuple[GpuResource, ...] | None = None
     recreating_owners: tuple[str, ...] | None = None
     pools: dict[str, PolicyPool] | None = None
     isolate_workers: bool = True

@@ -71,6 +71,7 @@ class UnpinnedPods:
         self._nodes, self._allocator, self._volumes, self._repulsions = nodes, allocator, volumes, repulsions
         self._writer, self._owners = writer, owners
         self._unbound: dict[str, PodView | None] = {}  # by uid; None: released or being created, and not seen since
+        self._since: dict[str, float] = {}  # by uid, in the event loop's time
         self._reserved_on: dict[str, str] = {}  # by uid, until the pod's annotation names it
         self._refused: dict[str, dict[str, float]] = {}  # by uid and node, until when, in the event loop's time
 
@@ -81,8 +82,18 @@ class UnpinnedPods:
         """
         pinned = self._may_be_pinned(pod)
         if not pinned and not pool_of(node):
-            self._unbound[pod.uid] = None
+            self._track(pod.uid, None)
         return pinned
+
+    @property
+    def oldest_s(self) -> float:
+        """Return for how long the oldest of these pods has not been bound; 0 without any: all others are pinned."""
+        now = asyncio.get_running_loop().time()
+        return max((now - since for since in self._since.values()), default=0.0)
+
+    def _track(self, uid: str, pod: PodView | None) -> None:
+        self._unbound[uid] = pod
+        self._since.setdefault(uid, asyncio.get_running_loop().time())
 
     def _may_be_pinned(self, pod: PodView) -> bool:
         """Return whether the plan models all that decides where the pod can run."""
@@ -100,6 +111,7 @@ class UnpinnedPods:
     def drop(self, uid: str) -> None:
         """Forget a pod that was deleted, or is bound."""
         self._unbound.pop(uid, None)
+        self._since.pop(uid, None)
         self._reserved_on.pop(uid, None)
         self._refused.pop(uid, None)
 
@@ -115,7 +127,7 @@ class UnpinnedPods:
             self._reserved_on.pop(pod.uid, None)
         elif node != pod.node:
             pod = msgspec.structs.replace(pod, node=node, devices=None)
-        self._unbound[pod.uid] = pod
+        self._track(pod.uid, pod)
         return pod
 
     def note_bound(self, pod: PodView) -> None:
@@ -147,7 +159,12 @@ class UnpinnedPods:
         return {name: devices for name, devices in found.items() if devices}
 
     def _place_for(self, pod: PodView, idle: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
-        """Return devices of the node with the fewest idle ones that are enough, of those that did not refuse it."""
+        """Return devices of the node with the fewest idle ones that are enough, of those that did not refuse it.
+
+        None for a pod with another resource that counts as GPUs: only kube-scheduler knows where that is free.
+        """
+        if pod.gpu_weights:
+            return NOWHERE, ()
         refused, now = self._refused.get(pod.uid, {}), asyncio.get_running_loop().time()
         enough = (name for name, free in idle.items() if len(free) >= pod.gpus and refused.get(name, 0.0) <= now)
         fitting = (name for name in enough if self._admits(name, pod))

@@ -29,8 +29,9 @@ LARGEST_SIZE: Final = 1 << 14
 class Planned(msgspec.Struct, frozen=True):
     """A plan, without the reasons of waiting jobs: `changed` are those that are new or other than before.
 
-    `gone` are the jobs that wait no more. `more`: waiting jobs were not considered since the last change, so that
-    another plan is due.
+    `gone` are the jobs that wait no more. `seconds` of work were needed, of the CPU if a process of its own planned:
+    waiting for a busy machine is no reason to plan less often. `more`: waiting jobs were not considered since the last
+    change, so that another plan is due.
     """
 
     plan: scheduler.Plan

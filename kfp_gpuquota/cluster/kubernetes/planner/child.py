@@ -99,12 +99,14 @@ def serve(state: scheduler.State, stream: BinaryIO, answers: socket.socket) -> N
 
 
 def _answer(state: scheduler.State, planner: BoundedPlanner, request: Request) -> Planned | Failed:
+    began = time.process_time()
     try:
         state.ledger.reclaim_shelter_s, state.ledger.moves = request.reclaim_shelter_s, request.moves
         for event in request.events:
             _apply(state, event)
             planner.applied(event)
-        return planner.plan(request.now)
+        planned = planner.plan(request.now)
+        return msgspec.structs.replace(planned, seconds=time.process_time() - began)
     except Exception:  # noqa: BLE001 - the controller logs it, and decides what follows
         return Failed(traceback.format_exc())
 

@@ -530,4 +530,4 @@ def _nodes_of(view: PodView) -> tuple[object, ...]:
 def _request(view: PodView) -> tuple[object, ...]:
     """Return all fields of a waiting pod that determine its job."""
     quality = view.kind, view.priority, view.preemptible, view.pool, *_nodes_of(view), view.excluded_nodes
-    return view.gpus, view.share, view.needs, *quality, view.group, view.group_size, view.rest
+    return view.gpus, view.gpu_weights, view.share, view.needs, *quality, view.group, view.group_size, view.rest

@@ -214,6 +214,8 @@ class PodRecovery:
             return
         self._reported[pod.uid] = kind
         until = f"; its GPUs are released if that lasts {self._timeout_s:g} s" if self._timeout_s else ""
+        if pod.reserved_on and not pod.bound:
+            until += "; until it is bound or deleted, other pods only prefer the nodes that are planned for them"
         what = f"it holds GPUs, but does not start: {problem}{until}" if not pod.unhealthy_gpu else problem
         self._recorder.record(pod, "GpuFailed" if pod.unhealthy_gpu else "NotStarting", what)
 

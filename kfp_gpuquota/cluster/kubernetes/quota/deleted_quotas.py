@@ -27,5 +27,5 @@ def record_deletion(quota: GpuQuota, pods: Iterable[PodView], recorder: Recorder
     profile = f" with its Profile {name}" if quota.metadata.labels.get(labels.SOURCE) == SOURCE else ""
     message = f"GpuQuota {name} was deleted{profile}: {CONSEQUENCE}"
     for pod in pods:
-        if pod.namespace == name and pod.holds and pod.gpus:
+        if pod.namespace == name and pod.holds and pod.counted:
             recorder.record(Subject("Pod", pod.name, pod.namespace, pod.uid), REASON, message, warning=True)

@@ -12,6 +12,7 @@
 | limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
+| gpuResources | resources besides nvidia.com/gpu that count as GPUs, each with the number of GPUs that one counts as | |
 | otherResources | resources that look like GPUs and are none; only the API server's policies read it | |
 | recreatingOwners | added to, or with a leading '-' removed from, the kinds of owners that recreate a deleted pod | |
 
@@ -23,15 +24,18 @@ from __future__ import annotations
 
 import logging
 from enum import StrEnum
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kfp_gpuquota.api.node import SharingRules
+from kfp_gpuquota.api.resources import WHOLE_GPU, Resources
 from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -39,13 +43,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
-    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyPool, QuotaPolicyObject
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource, PolicyPool, QuotaPolicyObject
 
 PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
 NAME: Final = "default"
 EXEMPT_PREFIXES: Final = ("kube-", "gpuquota-")
 RECLAIM_SLACK_S: Final = 15.0
 """The part of the reclaim bound for calls to the API server, the kubelet's delay of one second, and a plan."""
+
+MIN_WEIGHT: Final = 0.001
+"""The fewest GPUs that one unit of another resource may count as."""
 
 RECREATING_OWNERS: Final = frozenset(
     {
@@ -116,6 +123,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     limit_grace_s: float = 600.0
     sharing: SharingRules = SharingRules()
     moves: bool = True
+    gpu_weights: Resources = ()
 
     def __post_init__(self) -> None:
         check_range("limitGraceSeconds", self.limit_grace_s, 0, MAX_SECONDS, "s")
@@ -130,11 +138,12 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
         return namespace.startswith(EXEMPT_PREFIXES) or namespace in self.exempt_namespaces
 
     def check_share(self, fraction: float | None, pool: str) -> None:
-        """Raise InvalidFieldError for a share that is too small, or in an autoscaled pool.
-
-        There it would need a device of a real node, not of a stand-in.
-        """
+        """Raise InvalidFieldError for a share that is too small, or in an autoscaled pool."""
         refuse_small_share(fraction, None, self.sharing.smallest_share)
+        self.refuse_shares_in(pool)
+
+    def refuse_shares_in(self, pool: str) -> None:
+        """Raise InvalidFieldError for an autoscaled pool, whose stand-ins have no shares and no other vendors' GPUs."""
         if any(one.name == pool for one in self.pools):
             raise InvalidFieldError(
                 labels.POOL, pool, "it is autoscaled, and gives whole GPUs only", hint="ask for nvidia.com/gpu there"
@@ -176,6 +185,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             limit_grace_s=spec.limit_grace_seconds,
             sharing=msgspec.convert(_renamed(spec.sharing or {}, _SHARING), SharingRules),
             moves=spec.moves,
+            gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
@@ -197,6 +207,27 @@ def _pools(given: Mapping[str, PolicyPool]) -> tuple[AutoscaledPool, ...]:
         for name, pool in sorted(given.items())
         if pool.autoscaled is not None
     )
+
+
+def gpu_weights_of(table: Iterable[GpuResource]) -> Resources:
+    """Return the millionths of a GPU that one of each resource counts as. Raises InvalidFieldError."""
+    weights: dict[str, int] = {}
+    for row in table:
+        field = f"gpuResources.{row.name}"
+        if "/" not in row.name or row.name == labels.GPU_RESOURCE:
+            raise InvalidFieldError(
+                "gpuResources",
+                row.name,
+                f"it must be an extended resource other than {labels.GPU_RESOURCE}, which always counts as 1",
+            )
+        if row.name in weights:
+            raise InvalidFieldError("gpuResources", row.name, "it is listed twice")
+        if not isfinite(row.counts_as) or not MIN_WEIGHT <= row.counts_as <= MAX_WEIGHT:
+            raise InvalidFieldError(
+                field, row.counts_as, f"countsAs must be a number of GPUs from {MIN_WEIGHT:g} to {MAX_WEIGHT}"
+            )
+        weights[row.name] = round(row.counts_as * WHOLE_GPU)
+    return tuple(sorted(weights.items()))
 
 
 def _owners(given: Iterable[str]) -> frozenset[str]:

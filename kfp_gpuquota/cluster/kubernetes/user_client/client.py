@@ -20,7 +20,7 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
-from kfp_gpuquota.cluster.kubernetes.user_client import views
+from kfp_gpuquota.cluster.kubernetes.user_client import pod_explanation, views
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.engine.records import Intent
@@ -271,6 +271,10 @@ class KubernetesClient:
         """Return a job. Raises NotFoundError."""
         stored = self._found(project, name)
         return views.job_of(stored, self._pods(project, name).get((project, name), ()))
+
+    def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
+        """Return what a pod that is no ElasticJob's holds or waits for, in lines; () if there is none."""
+        return pod_explanation.explained(self.calls, project, name)
 
     def delete_job(self, project: str, name: str) -> None:
         """Stop and delete a job."""

@@ -7,7 +7,9 @@ While the cluster's kinds are older than this release, they lack fields that it 
 an object with such a field. These fields are left out until this process ends: the rest of the status is written.
 
 A status that is refused for another reason (an older kind lacks a value) is written again after growing pauses, which
-end with a change of an urgent field or a success. Rejected: to give up, since the kinds may be updated at any time.
+end with a change of an urgent field or a success. Only refusals of the object itself (400, 403, 413, 422) let them grow
+to minutes: an API server that fails or does not answer is tried again after 10 s. Rejected: to give up, since the kinds
+may be updated at any time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Collection
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -34,6 +37,8 @@ QUIET_S: Final = 0.05
 SELDOM_S: Final = 5.0
 AGAIN_S: Final = 5.0
 LONGEST_AGAIN_S: Final = 300.0
+LONGEST_TRANSIENT_S: Final = 10.0
+REFUSES_THE_OBJECT: Final = frozenset({400, 403, 413, 422})
 UNDECLARED: Final = re.compile(r"\.status\.(\w+): field not declared in schema")
 
 log = logging.getLogger(__name__)
@@ -42,16 +47,18 @@ log = logging.getLogger(__name__)
 class _Refusal:
     """Why a status is refused, its urgent part, and when it is written again, in seconds of the event loop's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, jitter: Random) -> None:
         self._pauses = Backoff(AGAIN_S, LONGEST_AGAIN_S)
+        self._transient = Backoff(AGAIN_S, LONGEST_TRANSIENT_S, jitter=jitter)
         self.message, self.urgent, self.until = "", None, 0.0
 
-    def repeat(self, message: str, urgent: Any, now: float) -> bool:
+    def repeat(self, error: Exception, urgent: Any, now: float) -> bool:
         """Set the next pause; return whether it is refused for another reason than before."""
         if urgent != self.urgent:
             self._pauses.reset()
-        new, self.message, self.urgent = message != self.message, message, urgent
-        self.until = now + self._pauses.next_s()
+        new, self.message, self.urgent = str(error) != self.message, str(error), urgent
+        of_the_object = isinstance(error, ApiError) and error.status in REFUSES_THE_OBJECT
+        self.until = now + (self._pauses if of_the_object else self._transient).next_s()
         return new
 
 
@@ -65,6 +72,7 @@ class StatusWriter:
         self._under_way: set[str] = set()
         self._undeclared: set[str] = set()  # fields that the cluster's kind lacks
         self._refused: dict[str, _Refusal] = {}
+        self._jitter = Random()  # noqa: S311 - it spreads attempts
 
     def changed(self, key: str) -> None:
         """Write the status soon, if it has changed."""
@@ -134,10 +142,10 @@ class StatusWriter:
             self.changed(key)
             return
         loop = asyncio.get_running_loop()
-        refusal = self._refused.setdefault(key, _Refusal())
-        if refusal.repeat(str(error), urgent, loop.time()):
-            pauses = f"written again after pauses of {AGAIN_S:g} to {LONGEST_AGAIN_S:g} s"
-            log.warning("the status of %s is refused, and %s: %s", key, pauses, error)
+        refusal = self._refused.setdefault(key, _Refusal(self._jitter))
+        if refusal.repeat(error, urgent, loop.time()):
+            pause_s = refusal.until - loop.time()
+            log.warning("the status of %s is refused, and written again after %.0f s: %s", key, pause_s, error)
         self._dirty[key] = loop.call_at(refusal.until, self._look, key)
 
     def _leave_out(self, fields: set[str]) -> bool:

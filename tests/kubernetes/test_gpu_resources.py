@@ -1,0 +1,192 @@
+"""Other resources that count as GPUs, each with a factor: QuotaPolicy.spec.gpuResources, on a real API server.
+
+The cluster has everything of manifests/ installed, a live webhook, and a controller with its own rights.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kfp_gpuquota.api.resources import WHOLE_GPU
+from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, pod_job, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_in, weights_text
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH, gpu_weights_of
+from kfp_gpuquota.errors import InvalidFieldError
+from tests.kubernetes.controlled import Controlled
+from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS
+from tests.kubernetes.test_webhook import MANAGED, pod
+from tests.polling import until
+from tools.devcluster import fake_nodes
+from tools.devcluster.api import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tools.devcluster import DevCluster
+
+AMD, SLICE = "amd.com/gpu", "nvidia.com/gpu.shared"
+TABLE = [{"name": AMD, "countsAs": 1}, {"name": SLICE, "countsAs": 0.25}]
+
+
+@pytest.fixture(scope="module")
+def world(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controlled]:
+    """A controller, a table of two resources, and a node of each vendor, one of them with time slices."""
+    cluster, folder = kubeflow_cluster, tmp_path_factory.mktemp("gpu-resources")
+    body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
+    cluster.api.apply(f"{PATH}/default", {**body, "spec": {"gpuResources": TABLE}})
+    kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
+    made = Controlled(cluster, folder, arguments=[f"--keys-namespace={KEYS}"], kubeconfig=kubeconfig)
+    for name, gpus, more in (("amd", 0, {AMD: "2"}), ("green", 1, {}), ("sliced", 0, {SLICE: "8"})):
+        node = fake_nodes.fake_node(name, gpus)
+        node["status"]["allocatable"] |= more
+        node["metadata"]["labels"]["vendors"] = "yes"
+        cluster.api.create("/api/v1/nodes", node)
+        made.nodes.append(name)
+        cluster.api.until(f"/api/v1/nodes/{name}", lambda one: not one["spec"].get("taints"))
+    made.start()
+    yield made
+    made.close()
+    cluster.api.patch(f"{PATH}/default", {"spec": {"gpuResources": None}})
+
+
+def asking(name: str, **amounts: int) -> dict[str, Any]:
+    """A pod that requests these amounts; `amd`, `slices` and `gpus` name the resources."""
+    names = {"amd": AMD, "slices": SLICE, "gpus": labels.GPU_RESOURCE}
+    limits = {names.get(key, key): str(amount) for key, amount in amounts.items()}
+    container = {"name": "main", "image": "none", "resources": {"limits": limits}}
+    spec = {"containers": [container], "nodeSelector": {"vendors": "yes"}, "terminationGracePeriodSeconds": 1}
+    return {"metadata": {"name": name}, "spec": spec}
+
+
+def team_of(world: Controlled, **quota: object) -> tuple[str, str]:
+    """A managed namespace with a quota, and the path of its pods."""
+    team = world.team("vendors", **quota)
+    world.cluster.api.patch(f"/api/v1/namespaces/{team}", {"metadata": {"labels": MANAGED}})
+    path = f"/api/v1/namespaces/{team}/pods"
+    until(lambda: _gates(world, path))
+    return team, path
+
+
+def _gates(world: Controlled, path: str) -> bool:
+    """Return whether the webhook and the policies have read the namespace's label and the table."""
+    try:
+        return "schedulingGates" in world.cluster.api.create(path, asking("probe", slices=1), dryRun="All")["spec"]
+    except ApiError:
+        return False
+
+
+def test_two_vendors_and_time_slices_share_one_quota(world: Controlled) -> None:
+    team, path = team_of(world, guaranteed=2, limit=2.5)
+    for name, amounts in (("a", {"amd": 1}), ("b", {"gpus": 1}), ("c", {"slices": 2})):
+        world.cluster.api.create(path, asking(name, **amounts))
+    nodes = {name: world.until_bound(f"{path}/{name}")["spec"]["nodeName"] for name in "abc"}
+    assert nodes == {"a": "amd", "b": "green", "c": "sliced"}
+    quota = world.until(f"{QUOTAS}/{team}", lambda one: one.get("status", {}).get("gpus") == 2.5)
+    assert quota["status"]["borrowed"] == 0.5
+    world.cluster.api.create(path, asking("d", amd=1))
+    world.wait(lambda: "needs 1 GPU (1 of amd.com/gpu); project" in _events(world, team))
+    world.cluster.api.delete(f"{path}/c")
+    world.cluster.api.delete(f"{path}/b")
+    assert world.until_bound(f"{path}/d")["spec"]["nodeName"] == "amd"
+    world.remove(team)
+
+
+def _events(world: Controlled, team: str) -> str:
+    return "\n".join(one["message"] for one in world.cluster.api.items(f"/api/v1/namespaces/{team}/events"))
+
+
+def test_a_guaranteed_resource_is_reclaimed_and_given_on_when_its_pod_has_gone(world: Controlled) -> None:
+    _, lent = team_of(world, guaranteed=0)
+    owner, own = team_of(world, guaranteed=1)
+    for name in "ab":
+        world.cluster.api.create(lent, asking(name, amd=1))
+    for name in "ab":
+        world.until_bound(f"{lent}/{name}")
+    world.cluster.api.create(own, asking("c", amd=1))
+    assert world.until_bound(f"{own}/c")["spec"]["nodeName"] == "amd"
+    until(lambda: len(world.cluster.api.items(lent)) == 1)
+    world.cluster.api.create(own, asking("large", amd=3))
+    too_large = "no node that it may use has 3 of amd.com/gpu: the most is 2"
+    world.wait(lambda: too_large in _events(world, owner))
+
+
+def test_what_counts_is_gated_with_its_factor_and_what_does_not_is_refused(world: Controlled) -> None:
+    _, path = team_of(world, guaranteed=1)
+    api = world.cluster.api
+    forged = asking("a", slices=1)
+    forged["metadata"]["annotations"] = {labels.GPU_WEIGHTS: f"{SLICE}=0.001"}
+    made = api.create(path, forged, dryRun="All")
+    assert made["metadata"]["annotations"][labels.GPU_WEIGHTS] == f"{SLICE}=0.25"
+    assert "env" not in made["spec"]["containers"][0], "the device plugin sets NVIDIA_VISIBLE_DEVICES"
+    with pytest.raises(ApiError, match=r"nvidia\.com/mig-1g\.10gb is not counted by the quota"):
+        api.create(path, asking("b", **{"nvidia.com/mig-1g.10gb": 1}), dryRun="All")
+    with pytest.raises(ApiError, match=r"the pod requests nvidia\.com/gpu as well"):
+        api.create(path, asking("c", amd=1, gpus=1), dryRun="All")
+    with pytest.raises(ApiError, match="looks like a GPU that is not counted"):
+        api.create(path, asking("d", **{"intel.com/gpu": 1}), dryRun="All")
+    api.create(path, pod("", name="e"), dryRun="All")
+
+
+@pytest.mark.parametrize(
+    ("rows", "refusal"),
+    [
+        ([{"name": AMD, "countsAs": 0}], "it must be a number of GPUs from 0.001 to 64"),
+        ([{"name": AMD, "countsAs": -1}], "it must be a number of GPUs from 0.001 to 64"),
+        ([{"name": AMD, "countsAs": 65}], "countsAs is 65, but it must be"),
+        ([{"name": AMD, "countsAs": "NaN"}], 'must be of type number: "string"'),
+        ([{"name": AMD}, {"name": AMD}], "Duplicate value"),
+        ([{"name": labels.GPU_RESOURCE, "countsAs": 2}], "which always counts as 1"),
+        ([{"name": "cpu"}], "it must be an extended resource"),
+        ([{"name": "nvidia.com/hostdev"}], "in gpuResources and in otherResources"),
+    ],
+)
+def test_a_bad_table_is_refused_with_the_reason(world: Controlled, rows: list[dict[str, Any]], refusal: str) -> None:
+    change = {"spec": {"gpuResources": rows, "otherResources": ["nvidia.com/hostdev"]}}
+    with pytest.raises(ApiError) as error:
+        world.cluster.api.patch(f"{PATH}/default", change, dryRun="All")
+    assert refusal in error.value.message
+
+
+# Without a cluster
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf, 64.5])
+def test_a_factor_out_of_bounds_leaves_the_last_table_in_effect(factor: float) -> None:
+    with pytest.raises(InvalidFieldError, match=r"countsAs must be a number of GPUs from 0\.001 to 64"):
+        gpu_weights_of([GpuResource(AMD, factor)])
+
+
+def test_a_resource_that_is_listed_twice_is_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="it is listed twice"):
+        gpu_weights_of([GpuResource(AMD), GpuResource(AMD, 2.0)])
+
+
+def test_the_annotation_is_exact_and_a_forged_one_is_no_credit() -> None:
+    weights = ((AMD, WHOLE_GPU), ("nvidia.com/mig-1g.10gb", 142_857), (SLICE, 12_345_678))
+    assert weights_in(weights_text(weights)) == weights
+    for text in ("", "x", f"{AMD}=nan", f"{AMD}=-1", f"{AMD}=1e9", f"{AMD}=0"):
+        with pytest.raises(InvalidFieldError):
+            weights_in(text)
+
+
+def test_a_pod_counts_alike_before_and_after_its_admission() -> None:
+    notes = {labels.GPU_WEIGHTS: f"{AMD}=0.5"}
+    body = asking("a", amd=3)
+    body["metadata"] |= {"uid": uuid.uuid4().hex, "namespace": "team", "annotations": notes}
+    gated = {**body, "spec": {**body["spec"], "schedulingGates": [{"name": labels.QUOTA_GATE}]}}
+    admitted = {
+        "metadata": {**body["metadata"], "annotations": {**notes, labels.DEVICES: ""}},
+        "spec": {**body["spec"], "nodeName": "amd"},
+    }
+    waiting, running = (pod_view(msgspec.convert(one, Pod)) for one in (gated, admitted))
+    assert (waiting.stage, running.stage) == (Stage.WAITING, Stage.ASSIGNED)
+    assert pod_job(waiting) == pod_job(running)
+    assert pod_view(msgspec.convert(body, Pod)).stage is Stage.OUTSIDE, "nobody has gated or admitted it"
