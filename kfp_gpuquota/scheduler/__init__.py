@@ -32,10 +32,12 @@ from kfp_gpuquota.scheduler.state.events import (
     WorkerMoved,
     WorkerStarted,
 )
+from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S
 from kfp_gpuquota.scheduler.state.state import State
 from kfp_gpuquota.scheduler.whatif import WhatIf, what_if
 
 __all__ = [
+    "RESERVE_AFTER_S",
     "Bind",
     "ConstraintsChanged",
     "Event",

@@ -116,6 +116,15 @@ SmallestOption = Annotated[
     ),
 ]
 NoMovesOption = Annotated[bool, typer.Option("--no-moves", help="Move no job to make room for another one.")]
+ReserveAfterOption = Annotated[
+    float | None,
+    typer.Option(
+        "--reserve-after",
+        min=0,
+        metavar="SECONDS",
+        help="Keep what a waiting job within its guarantee needs after so long (default 300).",
+    ),
+]
 LendOption = Annotated[
     bool, typer.Option("--lend-silent", help="Lend also what jobs without elastic_runtime leave of their GPU memory.")
 ]
@@ -152,6 +161,7 @@ def start(
     max_sharers: SharersOption = None,
     memory_reserve: ReserveOption = None,
     smallest_share: SmallestOption = None,
+    reserve_after: ReserveAfterOption = None,
     *,
     cpu_slots: CpuSlotsOption = False,
     no_moves: NoMovesOption = False,
@@ -181,10 +191,11 @@ def start(
     )
     from kfp_gpuquota.cluster.local.start import ensure_running  # noqa: PLC0415
     from kfp_gpuquota.fractions import Policy  # noqa: PLC0415
+    from kfp_gpuquota.scheduler import RESERVE_AFTER_S  # noqa: PLC0415
 
     home = embedded_home()
     amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
-    kept = (log_limit, keep_ended_days, keep_ended_jobs)
+    kept = (log_limit, keep_ended_days, keep_ended_jobs, reserve_after)
     sharing = _sharing(
         simulated=gpu_memory is not None,
         max_sharers=max_sharers,
@@ -217,6 +228,7 @@ def start(
             ray=on_ray,
             sharing=sharing,
             moves=not no_moves,
+            reserve_after_s=RESERVE_AFTER_S if reserve_after is None else reserve_after,
         )
         _start_as(home, config)
     echo(f"the cluster runs in {home.root}")

@@ -92,7 +92,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             locks = stack.enter_context(hold(nodes, home.device_locks))
             settings = replace(settings, device_locks=locks, cgroups=cgroups.prepare())
         half_life_s, room = shape.usage_half_life_s, home.give_up_reserve
-        state = ClusterState(store, nodes, half_life_s, room, sharing=sharing_rules(shape), moves=shape.moves)
+        rules = {"moves": shape.moves, "reserve_after_s": shape.reserve_after_s}
+        state = ClusterState(store, nodes, half_life_s, room, sharing=sharing_rules(shape), rules=rules)
         driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set, runtime=runtime)
         stack.callback(driver.close)
         if runtime is not None:

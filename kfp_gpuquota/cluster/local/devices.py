@@ -15,6 +15,7 @@ from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_n
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.fractions import Policy
+from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `pools` has the number of nodes in each node pool, assigned from the first node on.
     Of each worker's log the last `log_limit_mib` are kept, and ended jobs, with their logs and checkpoints, for
     `keep_ended_s` and `keep_ended_jobs` of them at most. With `ray` the nodes are those of a Ray cluster. Without
-    `moves` no job is moved to make room for another one. Simulated GPUs have no driver that holds memory by default.
+    `moves` no job is moved to make room for another one. After `reserve_after_s` what a waiting job needs that fits in
+    its project's guarantee is kept for it. Simulated GPUs have no driver that holds memory by default.
     """
 
     nodes: int = 1
@@ -60,6 +62,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ray: RayConfig | None = None
     sharing: SharingRules | None = None
     moves: bool = True
+    reserve_after_s: float = RESERVE_AFTER_S
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")
@@ -72,6 +75,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for pool, count in self.pools.items():
             check_name("pools", pool)
             check_count("pools", count, 1, "nodes")
+        check_range("reserve_after_s", self.reserve_after_s, 0, MAX_HALF_LIFE_S, "s")
         check_count("log_limit_mib", self.log_limit_mib, 1, "MiB", MAX_MIB)
         check_range("keep_ended_s", self.keep_ended_s, 0, MAX_HALF_LIFE_S, "s")
         check_count("keep_ended_jobs", self.keep_ended_jobs, 0, "jobs")

@@ -12,7 +12,7 @@ from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler.state import events, progress, usage
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
 from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
-from kfp_gpuquota.scheduler.state.ledger import Ledger
+from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S, Ledger
 from kfp_gpuquota.scheduler.state.model import (
     BOUNDLESS,
     MILLI,
@@ -44,13 +44,17 @@ class State:
     twice, and `InvalidFieldError` for departments that contain each other; the state is then unchanged.
 
     With `usage_half_life_s` the past over-quota usage of a queue, decayed with this half-life, reduces its part of the
-    surplus. Without `moves` no job is moved to make room for another one.
+    surplus. Without `moves` no job is moved to make room for another one. After `reserve_after_s` what a waiting job
+    needs that fits into its queue's guarantee is kept for it.
     """
 
-    def __init__(self, *, usage_half_life_s: float | None = None, moves: bool = True) -> None:
+    def __init__(
+        self, *, usage_half_life_s: float | None = None, moves: bool = True, reserve_after_s: float = RESERVE_AFTER_S
+    ) -> None:
         self.ledger = Ledger()
         self.ledger.moves = moves
         self.ledger.half_life_s = usage_half_life_s
+        self.ledger.reserve_after_s = reserve_after_s
         self.jobs: dict[str, Job] = {}
         self.workers: dict[str, Task] = {}
         self.growable: dict[str, Job] = {}

@@ -393,6 +393,7 @@ class Controller:
         rules = self.rules.rules
         self.snapshot.state.ledger.reclaim_shelter_s = rules.reclaim.max_min_run_time_s
         self.snapshot.state.ledger.moves = rules.moves
+        self.snapshot.state.ledger.reserve_after_s = rules.reserve_after_s
         self.reservations.memory_reserve = rules.sharing.memory_reserve
         self.snapshot.rules_changed()
         self.snapshot.unseen.rules_changed()
@@ -406,7 +407,7 @@ class Controller:
     # Planning
 
     def wake(self) -> None:
-        """Plan soon, after a change. Changes by a plan's own decisions need no further plan."""
+        """Plan soon, after a change. Plans follow one another until one decides nothing."""
         self._wake(continues=False)
 
     def _wake(self, *, continues: bool) -> None:
@@ -472,6 +473,7 @@ class Controller:
                 self._carry_out(plan)
         finally:
             self._carrying_out = False
+        self._changed_meanwhile |= not plan.empty  # a higher priority may preempt what this plan has just started
         if planned.more:
             return 0.0
         again_s = None if plan.again_at is None else plan.again_at - now

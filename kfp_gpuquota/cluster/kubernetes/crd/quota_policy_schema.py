@@ -109,6 +109,14 @@ def _spec() -> Schema:
             "description": "Preemptible pods and workers are moved to other nodes, so that a job fits. Otherwise it"
             " waits; what is reclaimed is stopped as before.",
         },
+        "reserveAfterSeconds": {
+            "type": "number",
+            "default": 300.0,
+            "minimum": 0,
+            "maximum": MAX_SECONDS,
+            "description": "After so long the first waiting job of a team that fits into its guarantee is served before"
+            " all others, and what becomes idle on the nodes that it needs is kept for it.",
+        },
         "maxWaitingPods": {
             "type": "integer",
             "default": ClusterRules().max_waiting_pods,

@@ -40,12 +40,14 @@ class Request(msgspec.Struct, frozen=True):
     """Apply the events, then plan at `now`.
 
     `reclaim_shelter_s`: the rules' limit of minimum run times. Without `moves` no job is moved to make room.
+    `reserve_after_s`: how long an entitled job waits until what it needs is kept for it.
     """
 
     events: list[scheduler.Event]
     now: float
     reclaim_shelter_s: float
     moves: bool
+    reserve_after_s: float
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -102,6 +104,7 @@ def _answer(state: scheduler.State, planner: BoundedPlanner, request: Request) -
     began = time.process_time()
     try:
         state.ledger.reclaim_shelter_s, state.ledger.moves = request.reclaim_shelter_s, request.moves
+        state.ledger.reserve_after_s = request.reserve_after_s
         for event in request.events:
             _apply(state, event)
             planner.applied(event)

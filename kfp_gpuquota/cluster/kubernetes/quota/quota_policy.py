@@ -9,6 +9,7 @@
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
 | sharing | the most workers that share a GPU, and the part of its memory that is the driver's | 16, 0.02 |
 | moves | jobs within the guarantee make room by moving others | true |
+| reserveAfterSeconds | after how long a job within the guarantee is served first, and what it needs is kept for it | 300 |
 | limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
@@ -38,6 +39,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledP
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -123,9 +125,11 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     limit_grace_s: float = 600.0
     sharing: SharingRules = SharingRules()
     moves: bool = True
+    reserve_after_s: float = RESERVE_AFTER_S
     gpu_weights: Resources = ()
 
     def __post_init__(self) -> None:
+        check_range("reserveAfterSeconds", self.reserve_after_s, 0, MAX_SECONDS, "s")
         check_range("limitGraceSeconds", self.limit_grace_s, 0, MAX_SECONDS, "s")
         check_range("maxWaitingPods", self.max_waiting_pods, 1, MAX_COUNT)
 
@@ -185,6 +189,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             limit_grace_s=spec.limit_grace_seconds,
             sharing=msgspec.convert(_renamed(spec.sharing or {}, _SHARING), SharingRules),
             moves=spec.moves,
+            reserve_after_s=spec.reserve_after_seconds,
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
         )
     except msgspec.ValidationError as error:

@@ -15,7 +15,8 @@ import contextlib
 import gc
 import logging
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -49,7 +50,7 @@ class ClusterState(JobStore):
     """Projects, nodes, jobs and workers, each by its key, and the scheduler's state.
 
     `make_room()` frees some of a full disk, and returns whether it could: for changes that end something.
-    Without `moves` no job is moved to make room; `sharing` is how devices are shared, else as the nodes have it.
+    `rules` are further arguments of the scheduler's state; `sharing` is how devices are shared, else as nodes have it.
     `clock(at_least)` returns the clock of all records, which begins no earlier than `at_least`. `replan()` is called
     after each commit that a plan may follow.
     """
@@ -65,16 +66,17 @@ class ClusterState(JobStore):
         clock: Callable[[float], Callable[[], float]] = SteadyClock,
         *,
         sharing: SharingRules | None = None,
-        moves: bool = True,
+        rules: Mapping[str, Any] | None = None,
     ) -> None:
-        self._sharing, self._moves = sharing, moves
+        self._sharing = sharing
+        self._new_scheduler = partial(scheduler.State, usage_half_life_s=usage_half_life_s, **(rules or {}))
         super().__init__({node.name: self._ruled(node) for node in nodes})
         self._store, self._make_room = store, make_room
         self.reports = ReportHistory(store)
         self._taken: dict[str, tuple[int, ...]] = {}
         self.projects: dict[str, Project] = {}
         self._usage_half_life_s = usage_half_life_s
-        self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s, moves=moves)
+        self.scheduler = self._new_scheduler()
         self._uids: dict[tuple[str, str], str] = {}
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
@@ -389,7 +391,7 @@ class ClusterState(JobStore):
     def _rebuild_scheduler(self) -> None:
         """Make the scheduler's state anew from what is remembered: it has taken half of something."""
         remembered = Change(projects=dict(self.projects), jobs=dict(self.jobs), workers=dict(self.workers))
-        self.scheduler = scheduler.State(usage_half_life_s=self._usage_half_life_s, moves=self._moves)
+        self.scheduler = self._new_scheduler()
         self._apply_nodes()
         before, self.jobs, self.workers = (self.jobs, self.workers), {}, {}
         try:
