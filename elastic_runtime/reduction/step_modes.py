@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from elastic_runtime.state.random_streams import RandomStreams
     from elastic_runtime.state.training_state import TrainingState
 
-DEFAULT_SHARDS = 8
-
 
 @dataclass(frozen=True)
 class Clipping:

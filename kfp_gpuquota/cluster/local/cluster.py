@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 PREVIOUS_RUN: Final = "previous"
 """In the place of a worker whose log is read: the first worker of the run before the present one."""
 LOG_POLL_S: Final = 0.1
-EVENT_POLL_S: Final = 0.5
 LEASE_RETRY_S: Final = 2.0  # between attempts to write that a lease has ended
 
 _STOPS: Final = {
