@@ -21,6 +21,7 @@ from kfp_gpuquota.api import (
     TolerationOperator,
 )
 from kfp_gpuquota.scheduler import (
+    RESERVE_AFTER_S,
     Event,
     JobSubmitted,
     NodeChanged,
@@ -83,6 +84,7 @@ class History(RuleBasedStateMachine):
     @initialize(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4), data=st.data())
     def build(self, sizes: list[int], data: st.DataObject) -> None:
         scarce = data.draw(st.booleans())
+        self.world.state.ledger.reserve_after_s = data.draw(st.sampled_from([0.0, 10.0, RESERVE_AFTER_S]))
         for i, size in enumerate(sizes):
             more: dict[str, Any] = data.draw(MACHINES) if scarce else {}
             self.world.node(f"n{i}", size, labels={"rack": "ab"[i % 2]}, **more)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
+from kfp_gpuquota.scheduler.placement.packing import Packing
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.copying import copied
 from tests.scheduler.test_resources import Cluster
@@ -96,3 +99,21 @@ def test_the_answer_is_the_same_for_a_copy_and_for_another_plan(more: int) -> No
     for i in range(more):
         cluster.submit(f"share-{i}", gpu_fraction=0.3)
     assert plan(cluster.state, 50.0) == plan(cluster.state, 50.0) == plan(copied(cluster.state), 50.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), st.integers(1, 9)), min_size=3, max_size=12))
+def test_the_order_of_the_running_jobs_does_not_matter(jobs: list[tuple[float, int]]) -> None:
+    cluster = Cluster()
+    cluster.project("a", 100)
+    for number in range(3):
+        cluster.node(f"n{number}", 4, cpu=40)
+    for number, (share, cpu) in enumerate(jobs):
+        cluster.submit(f"j{number}", gpu_fraction=share if share < 1 else None, cpu=cpu)
+    cluster.run()
+    ledger = cluster.state.ledger
+    before = Packing(ledger)._packer._fragments.tolist()
+    for queue in ledger.queues.values():
+        queue.running = dict(reversed(queue.running.items()))
+        queue.waiting = dict(reversed(queue.waiting.items()))
+    assert Packing(ledger)._packer._fragments.tolist() == before

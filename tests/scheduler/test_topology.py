@@ -12,6 +12,7 @@ from kfp_gpuquota.scheduler.state import groups
 from kfp_gpuquota.scheduler.state.model import GPU, Amount, Group, Host, Job, Queue, Request, Status, Task
 from kfp_gpuquota.scheduler.state.state import State
 from tests.scheduler.test_resources import Cluster
+from tests.scheduler.world import World
 
 RACK, ZONE = "example.com/rack", "example.com/zone"
 
@@ -168,3 +169,21 @@ def test_a_gang_of_parts_starts_whole_or_not_at_all() -> None:
 
         Cycle(state.ledger).run(("allocate",))
         assert [task.group for task in job.pending if task.status is Status.BOUND] == expected
+
+
+def test_a_promise_does_not_depend_on_where_an_earlier_plan_has_looked() -> None:
+    world = World()
+    for number, rack in enumerate("ab"):
+        world.node(f"n{number}", 2, labels={"rack": rack})
+    world.project("greedy", 0)
+    world.project("owner", 4)
+    for number in range(4):
+        world.submit(f"g{number}", "greedy", 1)
+    world.settle()
+    world.submit("near", "owner", 2, gpus_per_worker=1, required_topology="rack")
+    world.step()
+    before = world.plan()
+    assert "near" in before.promises
+    for task in world.state.jobs["near"].pending:
+        task.within = frozenset()
+    assert world.plan() == before

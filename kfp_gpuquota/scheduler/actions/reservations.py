@@ -163,9 +163,8 @@ def _placeholders(
 ) -> Iterator[tuple[Task, Host, tuple[int, ...]]]:
     """Yield what is idle on the chosen hosts, as far as the queue's guarantee allows to hold it."""
     queue = job.queue
-    keeper = Job(
-        uid=job.uid, name=job.name, queue=queue, gang=1, wanted=1, most=1, request=request, priority=job.priority
-    )
+    most = len(chosen)  # none of the placeholders counts as lent
+    keeper = Job(job.uid, job.name, queue, most, most, most, request, priority=job.priority)
     left = [guarantee - queue.claim(r) for r, guarantee in enumerate(queue.guarantee)]
     for candidate in chosen:
         part, devices = _idle_part(candidate.host, request, candidate.workers, left)

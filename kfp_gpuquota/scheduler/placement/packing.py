@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Rules
 
 _ENDLESS = 1 << 50
 _MIB = 1 << 20
@@ -29,10 +30,15 @@ class Packing:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         mix = _mix(ledger)
-        self._kinds = {kind: at for at, kind in enumerate(dict.fromkeys((r.rules, pool) for r, pool in mix))}
         self._hosts = sorted((host for host in ledger.hosts.values() if host.ready), key=lambda host: host.name)
         self._rows = {host: row for row, host in enumerate(self._hosts)}
-        machines = [self._machine(host) for host in self._hosts]
+        kinds = {(r.rules, pool): self._admitted(r.rules, pool) for r, pool in mix}
+        columns = sorted(set(kinds.values()))
+        self._kinds = {kind: columns.index(admitted) for kind, admitted in kinds.items()}
+        machines = [
+            Machine(host.name, len(host.devices), _ENDLESS, _ENDLESS, "".join(column[row] for column in columns))
+            for host, row in self._rows.items()
+        ]
         self._models = {machine.model for machine in machines}
         self._packer = Packer(machines, _counted((self._demand(r, pool), n) for (r, pool), n in mix.items()))
         self._packer.set_idle({row: _idle(host) for host, row in self._rows.items()})
@@ -46,10 +52,9 @@ class Packing:
         self._seen = len(touched)
         return (self._hosts[row] for row in self._packer.ranked(self._demand(request, pool)))
 
-    def _machine(self, host: Host) -> Machine:
-        """Return the host as a machine; hosts that the same kinds of requests may use have the same model."""
-        admits = (pool == host.pool and host.admits(rules) for rules, pool in self._kinds)
-        return Machine(host.name, len(host.devices), _ENDLESS, _ENDLESS, "".join("-+"[yes] for yes in admits))
+    def _admitted(self, rules: Rules, pool: str) -> str:
+        """Return for each host '+' where such requests may use it: hosts with the same signs are of one model."""
+        return "".join("-+"[pool == host.pool and host.admits(rules)] for host in self._hosts)
 
     def _demand(self, request: Request, pool: str) -> Demand:
         share = min(GPU, request.share_of(self._ledger.gpu_memory_mib))
@@ -84,8 +89,16 @@ def _mix(ledger: Ledger) -> Counter[tuple[Request, str]]:
 
 
 def _counted(demands: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
-    """Return the demands with the sums of their counts; several requests may be the same demand."""
+    """Return the demands with the sums of their counts; several requests may be the same demand.
+
+    In an order of their own: that of the running jobs is another one after each plan, and sums of floating-point
+    numbers in another order can be another choice of equal hosts.
+    """
     counted: Counter[Demand] = Counter()
     for demand, number in demands:
         counted[demand] += number
-    return counted
+    return Counter(dict(sorted(counted.items(), key=lambda row: _order(row[0]))))
+
+
+def _order(demand: Demand) -> tuple[int, int, int, int, list[str]]:
+    return demand.devices, demand.milli, demand.cpu_milli, demand.memory_mib, sorted(demand.models or ())

@@ -83,7 +83,7 @@ def fits_at(host: Host, task: Task, devices: Sequence[int]) -> bool:
     share = task.request.share_of(host.gpu_memory_mib)
     return (
         host.ready
-        and may_use(host, task)
+        and may_use(host, task, anywhere=True)  # the domain was chosen when it was promised
         and len(devices) == task.request.devices
         and all(device in host.devices and host.future(device) >= share for device in devices)
         and _other_fits(host, task, future=True)
