@@ -51,9 +51,8 @@ class RunTimes:
         if job.runs_until > self._state.clock():
             self.watch(uid)
             return
-        assert job.spec.max_runtime_s is not None
         try:
-            self._decisions.stop(job, Intent.FAIL, requests.ran_too_long(job.spec.max_runtime_s))
+            self._decisions.stop(job, Intent.FAIL, requests.ran_too_long(job))
         except StateFileError as error:
             log.error("job %s has run for its maximum run time, and is ended later: %s", job.spec.name, error)
             self._timers[uid] = asyncio.get_running_loop().call_later(RETRY_S, self._due, uid)
