@@ -94,6 +94,12 @@ HABITS = (
     _habit("submit x -g 1 -i busybox --dry-run=client -o jsonpath={.spec.gpus} -- true", out="1\n"),
     _habit("submit x -g 1 -i busybox --dry-run=server -o jsonpath={.status.phase} -- true", out="Pending\n"),
     _habit("submit x -g 1 -i busybox --dry-run server -o jsonpath={.spec.command} -- true", out='["true"]\n'),
+    _habit(
+        "submit x -i busybox --dry-run -o jsonpath={.spec.command} --command echo --args --dry-run",
+        out='["echo", "--dry-run"]\n',
+    ),
+    _habit("submit x -g 0 --elastic -i busybox -- true", error="--elastic is given, but the job asks for no GPU: -"),
+    _habit("run -g 0 --elastic -i busybox -- true", error="--elastic is given, but the job asks for no GPU: --gpus is"),
     _habit("submit habit1 -g 1 -i busybox --dry-run server -- true", error="already has a job 'habit1'"),
     _habit("submit habit1 -g 1 -i busybox --dry-run=server -- true", error="already has a job 'habit1'"),
     _habit("delete jobs -l team=vision --dry-run", out="job habit1 would be deleted (dry run)\n"),

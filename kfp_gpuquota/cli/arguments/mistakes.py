@@ -7,7 +7,6 @@ for that text.
 from __future__ import annotations
 
 import re
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from typer.core import TyperCommand
@@ -75,8 +74,8 @@ def _with_dry_run(words: Sequence[str]) -> Iterator[str]:
     from kfp_gpuquota.cli.arguments.options import DryRun  # noqa: PLC0415 (`gpuquota --help` does without)
 
     joined = False
-    for word, following in zip_longest(words, words[1:]):
-        if word == "--dry-run":
+    for before, word, following in zip(["", *words], words, [*words[1:], ""], strict=False):
+        if word == "--dry-run" and before != "--args":
             joined = following in set(DryRun)
             yield f"{word}={following if joined else 'client'}"
         elif not joined:
