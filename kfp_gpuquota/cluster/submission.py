@@ -149,7 +149,7 @@ def submit(
     if gpu_memory is not None:
         shared = {"gpu_memory_mib": parse_gpu_memory("gpu_memory", gpu_memory)}
     if elastic:
-        fields = {"min_gpus": 1, "max_gpus": max(int(gpus), most_gpus(reached, project)), **fields}
+        fields = {"min_gpus": 1, "max_gpus": most_gpus(reached, project, gpus), **fields}
     if "runtime_env" in fields:
         fields = {**fields, "runtime_env": with_absolute_paths(fields["runtime_env"])}
     given = {
@@ -216,8 +216,13 @@ def forwarded_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in FORWARDED if name in os.environ}
 
 
-def most_gpus(reached: ClusterClient, project: str) -> int:
-    """Return what the project may hold at the most: its limit, or all GPUs that there are."""
+def most_gpus(reached: ClusterClient, project: str, gpus: float) -> int:
+    """Return the most GPUs of an elastic job that asks for `gpus`: the project's limit, or all that there are.
+
+    Raises InvalidFieldError for a job without GPUs.
+    """
+    if gpus == 0:
+        raise InvalidFieldError("elastic", value=True, rule="the job asks for no GPU: gpus is 0", hint="leave it out")
     limit = reached.get_project(project).project.limit
     try:
         everything = sum(len(view.node.devices) for view in reached.list_nodes())
@@ -227,5 +232,5 @@ def most_gpus(reached: ClusterClient, project: str) -> int:
                 "--elastic means up to all GPUs that there are, which you may not see on this cluster; say how many it "
                 "makes use of: --max-gpus N"
             ) from None
-        return int(limit)
-    return everything if limit is None else int(min(limit, everything))
+        everything = int(limit)
+    return max(int(gpus), everything if limit is None else int(min(limit, everything)))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Reason, ReasonCode
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.engine.records import JobRecord
 
 DELETED: Final = Reason(code=ReasonCode.USER, message="deleted by a user")
 SUSPENDED: Final = Reason(code=ReasonCode.SUSPENDED, message="suspended by a user")
 CANCELLED: Final = Reason(code=ReasonCode.USER, message="cancelled by a user")
 
 
-def ran_too_long(max_runtime_s: float) -> Reason:
-    """Return why a job fails that has run for its `max_runtime_s`."""
-    message = f"it has run for {max_runtime_s:g} s, which is its maximum run time"
+def ran_too_long(job: JobRecord) -> Reason:
+    """Return why a job fails that has run for its maximum run time."""
+    starts = " in all its starts" if job.ran_s else ""
+    message = f"it has run for {job.spec.max_runtime_s:g} s{starts}, which is its maximum run time"
     return Reason(code=ReasonCode.RAN_TOO_LONG, message=message)
 
 

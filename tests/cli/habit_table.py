@@ -72,6 +72,11 @@ HABITS = (
     _habit("get job/habit1 -o jsonpath={.spec.labels['team']}", out="vision\n"),
     _habit("get job habit1 -o jsonpath={.metadata.name}", error="there is no field 'metadata' here; there are uid"),
     _habit("get jobs -o jsonpath={.spec", error="which is not understood"),
+    _habit("get jobs -o jsonpath={.items[0]['uid','spec']}", error="'uid','spec', which is not understood"),
+    # options that choose among jobs, where there is no choice
+    _habit("get job habit1 -l team=speech", error="--selector chooses among all jobs; leave it out, or leave out the"),
+    _habit("get nodes -l gpu=a100", error="--selector chooses among all jobs; leave it out, or list jobs instead of"),
+    _habit("list projects --type build", error="--type chooses among all jobs; leave it out, or list jobs instead of"),
     _habit("get jobs -o table2", error="--output is 'table2', but it must be one of table"),
     _habit("get job habit1 -o name", out="job/habit1\n"),
     _habit("get job habit1 -o yaml", holds="name: habit1\n"),
@@ -88,6 +93,14 @@ HABITS = (
     # dry runs change nothing
     _habit("submit x -g 1 -i busybox --dry-run=client -o jsonpath={.spec.gpus} -- true", out="1\n"),
     _habit("submit x -g 1 -i busybox --dry-run=server -o jsonpath={.status.phase} -- true", out="Pending\n"),
+    _habit("submit x -g 1 -i busybox --dry-run server -o jsonpath={.spec.command} -- true", out='["true"]\n'),
+    _habit(
+        "submit x -i busybox --dry-run -o jsonpath={.spec.command} --command echo --args --dry-run",
+        out='["echo", "--dry-run"]\n',
+    ),
+    _habit("submit x -g 0 --elastic -i busybox -- true", error="--elastic is given, but the job asks for no GPU: -"),
+    _habit("run -g 0 --elastic -i busybox -- true", error="--elastic is given, but the job asks for no GPU: --gpus is"),
+    _habit("submit habit1 -g 1 -i busybox --dry-run server -- true", error="already has a job 'habit1'"),
     _habit("submit habit1 -g 1 -i busybox --dry-run=server -- true", error="already has a job 'habit1'"),
     _habit("delete jobs -l team=vision --dry-run", out="job habit1 would be deleted (dry run)\n"),
     _habit("get jobs -o name -l team", out="job/habit1\njob/habit2\n"),

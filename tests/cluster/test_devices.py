@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+
 import pytest
 
-from kfp_gpuquota.api import Device
+from kfp_gpuquota.api import Device, Worker, WorkerPhase
 from kfp_gpuquota.cli.arguments.amounts import count_or_gpus
+from kfp_gpuquota.cluster.local.daemon import nodes_of
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, chosen_gpus, environment_of, lay_out, threads_per_slot
-from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.engine.records import WorkerRecord
+from kfp_gpuquota.errors import ConflictError, InvalidFieldError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GPUS = tuple(Device(index=index, model="H100", uuid=f"GPU-{index}", memory_mib=81_559) for index in range(8))
 
@@ -66,6 +75,17 @@ def test_a_number_of_gpus_and_a_choice_of_them_are_told_apart(
     for wrong in ("x", "0,,1", ","):
         with pytest.raises(InvalidFieldError):
             count_or_gpus(wrong)
+
+
+@pytest.mark.parametrize(("devices", "place"), [((1,), r"GPUs \[1\] of node-1"), ((), "node-1")])
+def test_a_new_shape_must_have_the_node_of_each_worker(tmp_path: Path, devices: tuple[int, ...], place: str) -> None:
+    with contextlib.closing(Store(tmp_path / "state.db")) as store:
+        store.save_config(ClusterConfig(nodes=2, cpu_slots=True))
+        worker = Worker(id="u-0", job_uid="u", index=0, node="node-1", devices=devices, phase=WorkerPhase.RUNNING)
+        store.save_worker(WorkerRecord(worker=worker, attempt=1))
+        with pytest.raises(ConflictError, match=f"a worker still runs on {place}, which the new shape does not have"):
+            nodes_of(store, ClusterConfig(cpu_slots=True), changed=True)
+        assert len(nodes_of(store, ClusterConfig(nodes=3, cpu_slots=True), changed=True)) == 3
 
 
 def test_a_worker_sees_its_gpus_by_uuid_and_a_slot_sees_none() -> None:

@@ -9,6 +9,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Progress, Reason, ReasonCode, Resize, Worker, WorkerPhase
 from kfp_gpuquota.engine.lifecycle import GROWTH_S, INCIDENT_S, after_worker_exited, members_reported, trained
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.engine.requests import ran_too_long
 from kfp_gpuquota.engine.scheduling import NEVER_AGAIN, job_changed
 
 NOW = 100.0
@@ -170,6 +171,7 @@ def test_the_run_time_of_all_starts_counts_and_none_in_the_queue() -> None:
     assert record.runs_until == NOW - 20 + 60 - 5
     queued = after(record, worker(0, 0, released=True))
     assert (queued.status.phase, queued.ran_s, queued.runs_until) == (Phase.PENDING, 25.0, None)
+    assert ran_too_long(queued).message == "it has run for 60 s in all its starts, which is its maximum run time"
 
 
 def test_a_job_of_which_every_worker_was_told_to_go_returns_to_the_queue() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.local.workers import shim
+from kfp_gpuquota.cluster.local.workers import shim, shims
 from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
@@ -166,3 +166,14 @@ def test_nobody_else_can_read_the_log(a_shim: Shim) -> None:
     a_shim.start("true")
     a_shim.read("exit.json")
     assert (a_shim.directory / "log").stat().st_mode & 0o077 == 0
+
+
+def test_a_worker_that_the_machine_ended_by_a_restart_ended_with_its_last_line(tmp_path: Path) -> None:
+    identity = {"shim_pid": 1, "shim_start": 0, "boot_id": "an earlier one"}
+    (tmp_path / "process.json").write_text(json.dumps(identity))
+    assert shims.ended_at(tmp_path) is None
+    (tmp_path / "log").write_text("epoch 3\n")
+    os.utime(tmp_path / "log", (1000.0, 1000.0))
+    assert shims.ended_at(tmp_path) == 1000.0
+    (tmp_path / "process.json").write_text(json.dumps(identity | {"boot_id": shim.boot_id()}))
+    assert shims.ended_at(tmp_path) is None

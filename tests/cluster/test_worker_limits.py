@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.api import JobSpec
-from kfp_gpuquota.cluster.local.workers.cgroups import Cgroups
+from kfp_gpuquota.cluster.local.workers.cgroups import ADVICE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import refuse_limits
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -98,6 +98,10 @@ def test_a_limit_that_cannot_be_enforced_is_refused_with_the_reason() -> None:
         InvalidFieldError, match="memory_limit_mib is 512, but it cannot be enforced: there is no cgroup"
     ):
         refuse_limits(job(memory_limit_mib=512), "there is no cgroup")
+    with pytest.raises(InvalidFieldError, match="there is no cgroup; leave the limit out"):
+        refuse_limits(job(cpu_limit=1), "there is no cgroup")
+    with pytest.raises(InvalidFieldError, match="cluster start; or leave the limit out"):
+        refuse_limits(job(cpu_limit=1), f"it cannot be divided; {ADVICE}")
     refuse_limits(job(memory_mib=512, cpu=2), "there is no cgroup")
     refuse_limits(job(memory_limit_mib=512), "")
 

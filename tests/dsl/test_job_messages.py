@@ -193,6 +193,12 @@ def test_a_step_that_failed_before_it_could_join_is_not_warned() -> None:
     assert _warnings((0.0, _job(Phase.RUNNING, gpus=2, workers=_workers(None, None))), (5.0, failed)) == []
 
 
+def test_a_job_without_gpus_is_not_training() -> None:
+    spec = JobSpec(name="cpus", project="p", command=("x",), gpus=0)
+    running = msgspec.structs.replace(_job(Phase.RUNNING), spec=spec)
+    assert _story(running) == ["running"]
+
+
 def test_an_interactive_session_is_not_training() -> None:
     session = msgspec.structs.replace(
         _job(Phase.RUNNING, gpus=1), spec=JobSpec(name="b", project="team-b", command=("sh",), kind=Kind.BUILD)

@@ -178,6 +178,16 @@ def test_a_job_goes_where_cpu_and_memory_are_left_as_well(cluster: Cluster) -> N
     assert message.startswith("needs 1 GPU, 1 CPU and 2Gi of memory; ")
 
 
+def test_a_job_without_gpus_waits_for_cpus_wherever_gpus_are_idle() -> None:
+    cluster = Cluster()
+    cluster.project("a", 0)
+    cluster.node("node", 8, cpu=4)
+    cluster.submit("first", gpus=0, cpu=3)
+    cluster.submit("second", gpus=0, cpu=2)
+    cluster.run()
+    assert cluster.why("second")[1].startswith("needs 2 CPUs; at most 1 CPU are left, on node, and")
+
+
 def test_a_job_that_waits_for_cpu_names_the_workers_that_release_it() -> None:
     cluster = Cluster()
     cluster.node("node", 8, cpu=4)

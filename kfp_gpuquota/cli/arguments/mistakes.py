@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from kfp_gpuquota.errors import InvalidFieldError, UsageError, as_typed, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _PARAMETERS: Final = {
     "gpu_fraction": "gpus",
@@ -56,7 +56,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words behind the command."""
         end = args.index("--") if "--" in args else len(args)
-        words = ["--dry-run=client" if word == "--dry-run" else word for word in args[:end]]
+        words = list(_with_dry_run(args[:end]))
         ctx.meta[_WORDS] = [word.partition("=")[0] for word in words]
         return super().parse_args(ctx, [*words, *args[end:]])
 
@@ -67,6 +67,21 @@ class Command(TyperCommand):
         except InvalidFieldError as error:
             words = ctx.meta.get(_WORDS, ())
             raise UsageError(reworded(error, self.params, ctx.params, words)) from None
+
+
+def _with_dry_run(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words with the value of each `--dry-run` behind its "=": the next word, if that is one, or client."""
+    from kfp_gpuquota.cli.arguments.options import DryRun  # noqa: PLC0415 (`gpuquota --help` does without)
+
+    joined = False
+    for before, word, following in zip(["", *words], words, [*words[1:], ""], strict=False):
+        if word == "--dry-run" and before != "--args":
+            joined = following in set(DryRun)
+            yield f"{word}={following if joined else 'client'}"
+        elif not joined:
+            yield word
+        else:
+            joined = False
 
 
 def reworded(

@@ -188,9 +188,10 @@ def _literal(template: str, text: str) -> object:
 
 def _text(template: str, quoted: str) -> str:
     try:
-        return str(ast.literal_eval(quoted))
+        text = ast.literal_eval(quoted)
     except (SyntaxError, ValueError):
-        _refuse(template, quoted)
+        text = None
+    return text if isinstance(text, str) else _refuse(template, quoted)
 
 
 def _shown(value: object) -> str:

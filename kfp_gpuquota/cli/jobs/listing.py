@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -131,6 +131,8 @@ def list_things(
       gpuquota list -w
     """
     wanted = Choice(parse_selector(selector), kind)
+    if what is not What.JOBS and wanted != Choice():
+        _refuse_choice("--type" if kind else "--selector", f"list jobs instead of {what.value}")
     reached, look = client(), Look(output, headers=not no_headers, labels=show_labels)
     chosen = "" if all_projects or what is not What.JOBS else listed_project_or_error(reached, project)
     if watch:  # quotas and nodes change in what they hold when jobs do
@@ -172,7 +174,11 @@ def get(
       gpuquota get events
     """
     kind, slash, name = what.partition("/")
+    if selector and (slash or names):
+        _refuse_choice("--selector", "leave out the names")
     if kind in {"event", "events", "ev"}:
+        if selector:
+            _refuse_choice("--selector", "get jobs instead of events")
         events(project=project, all_projects=all_projects, watch=watch, no_headers=no_headers, output=output)
         return
     if kind not in _ALIASES:
@@ -191,7 +197,14 @@ def get(
         )
         return
     look = Look(output, headers=not no_headers, labels=show_labels)
-    _get_named(_ALIASES[kind], wanted, project, look, ignore_not_found=ignore_not_found)
+    reached = client()
+    if watch:
+        changes = reached.watch_jobs()
+        watch_pictures(
+            _named(reached, _ALIASES[kind], wanted, project, look, ignore_not_found=ignore_not_found) for _ in changes
+        )
+    if found := _named(reached, _ALIASES[kind], wanted, project, look, ignore_not_found=ignore_not_found):
+        echo(found)
 
 
 def events(
@@ -243,8 +256,14 @@ def _histories(reached: ClusterClient, *, watch: bool) -> Iterator[tuple[Event, 
             yield listed.events
 
 
-def _get_named(what: What, names: list[str], project: str, look: Look, *, ignore_not_found: bool) -> None:
-    reached = client()
+def _refuse_choice(option: str, otherwise: str) -> NoReturn:
+    raise UsageError(f"{option} chooses among all jobs; leave it out, or {otherwise}")
+
+
+def _named(
+    reached: ClusterClient, what: What, names: list[str], project: str, look: Look, *, ignore_not_found: bool
+) -> str:
+    """Return the objects with these names as text; "" if there are none and they may be missing."""
     found: Sequence[Job | NodeView | ProjectView]
     if what is What.JOBS:
         listed = reached.list_jobs(listed_project_or_error(reached, project)).jobs
@@ -254,8 +273,8 @@ def _get_named(what: What, names: list[str], project: str, look: Look, *, ignore
         found = named_nodes(reached, names, ignore_not_found=ignore_not_found)
     else:
         found = named_projects(reached, names, ignore_not_found=ignore_not_found)
-    if found:
-        show(found[0] if len(names) == 1 else found, look.output, _table(what, found, look))
+    content = found[0] if found and len(names) == 1 else found
+    return rendered(content, look.output, _table(what, found, look)) if found else ""
 
 
 def _table(what: What, found: Sequence[Any], look: Look) -> str:

@@ -293,7 +293,7 @@ def submit(
     smallest, largest = _count("min_gpus", min_gpus), _count("max_gpus", max_gpus)
     if elastic:
         smallest = 1 if smallest is None else smallest
-        largest = max(requested, most_gpus(reached, project)) if largest is None else largest
+        largest = most_gpus(reached, project, requested) if largest is None else largest
     spec = JobSpec(
         name=name,
         project=project,

@@ -88,7 +88,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             stack.callback(runtime.close)
             nodes = tuple(runtime.nodes.values())
         else:
-            nodes = _nodes(store, shape, changed=config is not None)
+            nodes = nodes_of(store, shape, changed=config is not None)
             locks = stack.enter_context(hold(nodes, home.device_locks))
             settings = replace(settings, device_locks=locks, cgroups=cgroups.prepare())
         half_life_s, room = shape.usage_half_life_s, home.give_up_reserve
@@ -163,17 +163,19 @@ async def _connect_to_ray(
     return runtime
 
 
-def _nodes(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, ...]:
+def nodes_of(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, ...]:
     """The nodes as configured; a new shape is remembered. Raises ConflictError when it would lose running workers."""
     nodes = discover_nodes(shape)
     before, after = _uuids(_earlier_nodes(store) if changed else nodes), _uuids(nodes)
     for record in store.load_workers():
         worker = record.worker
         places = [(worker.node, index) for index in worker.devices]
-        if record.alive and any(place not in after or after[place] != before.get(place, "") for place in places):
+        lost = any(place not in after or after[place] != before.get(place, "") for place in places)
+        if record.alive and (lost or worker.node not in {node.name for node in nodes}):
+            where = f"GPUs {list(worker.devices)} of {worker.node}" if places else worker.node
             raise ConflictError(
-                f"a worker still runs on GPUs {list(worker.devices)} of {worker.node}, which the new shape does not "
-                "have; delete its job first, or start the cluster without --nodes and --gpus-per-node"
+                f"a worker still runs on {where}, which the new shape does not have; delete its job first, or start "
+                "the cluster without --nodes and --gpus-per-node"
             )
     if changed:
         with store.transaction():

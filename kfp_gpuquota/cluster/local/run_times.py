@@ -32,7 +32,7 @@ class RunTimes:
         job = self._state.jobs.get(uid)
         if timer := self._timers.pop(uid, None):
             timer.cancel()
-        if job is not None and job.runs_until is not None and not (job.status.phase.final or job.ending):
+        if job is not None and job.runs_until is not None and not job.over:
             delay_s = max(0.0, job.runs_until - self._state.clock())
             self._timers[uid] = asyncio.get_running_loop().call_later(delay_s, self._due, uid)
 
@@ -46,14 +46,13 @@ class RunTimes:
         """End the job, unless it has ended or returned to the queue, where no time counts."""
         self._timers.pop(uid, None)
         job = self._state.jobs.get(uid)
-        if job is None or job.runs_until is None or job.status.phase.final or job.ending:
+        if job is None or job.runs_until is None or job.over:
             return
         if job.runs_until > self._state.clock():
             self.watch(uid)
             return
-        assert job.spec.max_runtime_s is not None
         try:
-            self._decisions.stop(job, Intent.FAIL, requests.ran_too_long(job.spec.max_runtime_s))
+            self._decisions.stop(job, Intent.FAIL, requests.ran_too_long(job))
         except StateFileError as error:
             log.error("job %s has run for its maximum run time, and is ended later: %s", job.spec.name, error)
             self._timers[uid] = asyncio.get_running_loop().call_later(RETRY_S, self._due, uid)

@@ -50,7 +50,7 @@ class JobMessages:
         if status.phase is Phase.RUNNING and changed:
             verb = "running" if job.spec.kind is Kind.BUILD else "training"
             requested = status.gpus if job.spec.shared else job.spec.gpus
-            yield f"{verb} with {size(status.gpus, requested)}"
+            yield f"{verb} with {size(status.gpus, requested)}" if requested else "running"
         waits = {Phase.PENDING: "waiting", Phase.SUSPENDED: "suspended", Phase.STOPPING: "stopping"}
         word, reason = waits.get(status.phase), _reason(job)
         if word and reason and (changed or _reason(before) != reason):  # no reason: not planned yet

@@ -116,7 +116,7 @@ def reserved(reason: Reason, nodes: Sequence[str]) -> Reason:
 
 def suspended(job: Job) -> Reason:
     """Return why a suspended job waits."""
-    return Reason(code=ReasonCode.SUSPENDED, message="suspended by its user", project=job.queue.name)
+    return Reason(code=ReasonCode.SUSPENDED, message="suspended by a user", project=job.queue.name)
 
 
 def emptying(job: Job) -> Reason:

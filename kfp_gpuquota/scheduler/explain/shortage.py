@@ -206,7 +206,8 @@ def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
         most = max(left.values(), default=0.0)
         if need > most:
             where = min(name for name, n in left.items() if n == most)
-            why = f"where GPUs are idle, at most {show(max(0, most))} {are(2)} left, on {where}"
+            nodes = "where GPUs are idle, " if request.devices else ""
+            why = f"{nodes}at most {show(max(0, most))} {are(2)} left, on {where}"
             return Cause(
                 code, why, f"{show(need - most)} more {are(2)} released there", (("node", where),), binding=False
             )

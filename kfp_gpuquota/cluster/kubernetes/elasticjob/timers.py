@@ -67,8 +67,8 @@ class JobTimers:
             write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
             found = partial(self._lease_ended, uid, time.monotonic())
             self._writer.submit(write, found, lambda _: self._extend_lease(uid))
-        elif (limit_s := self._book.jobs[uid].spec.max_runtime_s) is not None:
-            self._decisions.stop_unless_over(uid, Intent.FAIL, requests.ran_too_long(limit_s))
+        else:
+            self._decisions.stop_unless_over(uid, Intent.FAIL, requests.ran_too_long(self._book.jobs[uid]))
 
     def _later(self, uid: str) -> None:
         asyncio.get_running_loop().call_later(AGAIN_S, self._due, uid, Due.FORGET)

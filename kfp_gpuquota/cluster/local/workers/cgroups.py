@@ -25,7 +25,7 @@ _PERIOD_US: Final = 100_000
 _NEEDED: Final = ("cpu", "memory")
 _DELEGATED: Final = ("user.delegate", "trusted.delegate")
 """Extended attributes by which systemd marks a cgroup that it leaves to its owner."""
-_ADVICE: Final = "start the cluster with: systemd-run --user --scope -p Delegate=yes gpuquota cluster start"
+ADVICE: Final = "start the cluster with: systemd-run --user --scope -p Delegate=yes gpuquota cluster start"
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ def prepare() -> Cgroups:
     try:
         return _divided(own)
     except PermissionError:
-        return Cgroups(unavailable=f"the cgroup {own} is not this user's to divide; {_ADVICE}")
+        return Cgroups(unavailable=f"the cgroup {own} is not this user's to divide; {ADVICE}")
     except OSError as error:
-        return Cgroups(unavailable=f"the cgroup {own} cannot be divided ({error.strerror}); {_ADVICE}")
+        return Cgroups(unavailable=f"the cgroup {own} cannot be divided ({error.strerror}); {ADVICE}")
 
 
 def _divided(own: Path) -> Cgroups:

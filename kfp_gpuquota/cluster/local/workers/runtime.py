@@ -16,7 +16,7 @@ from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.validation import check_no_runtime_env
 from kfp_gpuquota.cluster.local.workers import shims
-from kfp_gpuquota.cluster.local.workers.cgroups import NONE
+from kfp_gpuquota.cluster.local.workers.cgroups import ADVICE, NONE
 from kfp_gpuquota.cluster.local.workers.environment import worker_environment
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -206,9 +206,10 @@ def refuse_limits(spec: JobSpec, why: str) -> None:
     """Raise InvalidFieldError where the job has limits and there is a reason why they cannot be enforced."""
     if not why:
         return
+    hint = "or leave the limit out" if why.endswith(ADVICE) else "leave the limit out"
     for field in ("memory_limit_mib", "cpu_limit"):
         if (value := getattr(spec, field)) is not None:
-            raise InvalidFieldError(field, value, f"it cannot be enforced: {why}", hint="or leave the limit out")
+            raise InvalidFieldError(field, value, f"it cannot be enforced: {why}", hint=hint)
 
 
 def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, int]:

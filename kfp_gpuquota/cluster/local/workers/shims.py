@@ -209,9 +209,17 @@ def exit_code(directory: Path) -> int:
 
 
 def ended_at(directory: Path) -> float | None:
-    """Return when the worker has ended, in seconds since 1970; None if its shim could not record it."""
+    """Return when the worker has ended, in seconds since 1970; None if its shim could not record it.
+
+    Of one that a restart of the machine ended: when it last wrote to its log, not when the machine was up again.
+    """
     at = (_read_json(directory / "exit.json") or {}).get("at")
-    return float(at) if isinstance(at, int | float) else None
+    if isinstance(at, int | float):
+        return float(at)
+    if _is_of_earlier_boot(_read_json(directory / "process.json") or {}):
+        with contextlib.suppress(OSError):
+            return (directory / "log").stat().st_mtime
+    return None
 
 
 def lease_ended(directory: Path) -> bool:
