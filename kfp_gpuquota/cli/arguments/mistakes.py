@@ -56,7 +56,9 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words behind the command."""
         end = args.index("--") if "--" in args else len(args)
-        words = list(_with_dry_run(args[:end]))
+        words = args[:end]
+        if any("--dry-run" in one.opts and not getattr(one, "is_flag", False) for one in self.params):
+            words = list(_with_dry_run(words))
         ctx.meta[_WORDS] = [word.partition("=")[0] for word in words]
         return super().parse_args(ctx, [*words, *args[end:]])
 

@@ -259,13 +259,16 @@ class Snapshot:
     def _emit_quota(self, name: str) -> None:
         try:
             project = quotas.project_of(self.quotas[name])
-            if self.projects.get(name) != project:
+            changed = self.projects.get(name) != project
+            if changed:
                 self._apply(scheduler.QuotaChanged(project))
-                self._wake()
         except GpuQuotaError as error:
+            if self.refused_quotas.get(name) != error.message:
+                self._wake()  # its status is written with the next plan
             self.refused_quotas[name] = error.message
             return
-        self.refused_quotas.pop(name, None)
+        if self.refused_quotas.pop(name, None) is not None or changed:
+            self._wake()
         newcomer = name not in self.projects
         self.projects[name] = project
         if newcomer:
