@@ -200,4 +200,4 @@ def test_a_running_pod_that_cannot_be_planned_counts_by_what_it_requests() -> No
     view = counted_view(msgspec.convert({**body, "spec": {**body["spec"], "nodeName": "amd"}}, Pod))
     assert view.problem
     assert (view.stage, view.counted) == (Stage.ASSIGNED, True)
-    assert (pod_job(view).gpu_weights, pod_job(view).resources) == (((AMD, 500_000),), ((AMD, 3),))
+    assert (view.gpu_weights, view.needs.others) == (((AMD, 500_000),), ((AMD, 3),))

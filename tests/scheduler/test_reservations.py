@@ -251,5 +251,17 @@ def test_what_is_kept_is_no_holding_of_the_team_in_its_reasons() -> None:
     assert "project team holds 3 (and 1 promised) of its fair share of 4" in world.plan().waiting["other"].message
 
 
+def test_a_job_that_waits_to_grow_may_be_stopped_for_the_one_that_is_served_first() -> None:
+    """Each plan failed: the stopped job still waited for its growth, and requested nothing."""
+    world = world_of(1, 4, ours=4, theirs=0)
+    world.submit("borrower", "theirs", 5, 1, 5)
+    world.settle()
+    assert world.size("borrower") == 4
+    world.submit("whole", "ours", 4)
+    world.now += AFTER_S
+    world.settle()
+    assert (world.size("whole"), world.size("borrower")) == (4, 0)
+
+
 def test_the_time_is_five_minutes_unless_another_one_is_set() -> None:
     assert World().state.ledger.reserve_after_s == RESERVE_AFTER_S == 300
