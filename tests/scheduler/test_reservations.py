@@ -254,7 +254,7 @@ def test_what_is_kept_is_no_holding_of_the_team_in_its_reasons() -> None:
 def test_a_job_that_waits_to_grow_may_be_stopped_for_the_one_that_is_served_first() -> None:
     """Each plan failed: the stopped job still waited for its growth, and requested nothing."""
     world = world_of(1, 4, ours=4, theirs=0)
-    world.submit("borrower", "theirs", 5, 1, 5)
+    world.submit("borrower", "theirs", 5, 2, 5)
     world.settle()
     assert world.size("borrower") == 4
     world.submit("whole", "ours", 4)
