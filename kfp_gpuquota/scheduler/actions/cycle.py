@@ -234,7 +234,8 @@ class Cycle:
         useful = self._useful(action)
         pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes)
         if action == "allocate" and look_ahead and not self.strict:
-            pending.close_where(lambda job: job not in self.losers and not self._can_be_placed(job))
+            kept = self.losers.keys() | self.reserved.keys()  # these are skipped, or have their own part reserved
+            pending.close_where(lambda job: job not in kept and not self._can_be_placed(job))
         while (head := pending.next()) is not None:
             group, job = head
             if job in self.losers or job in self.tried or self._must_not_grow(job):
