@@ -13,6 +13,7 @@ from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.explain import sentences
 from kfp_gpuquota.scheduler.explain.waiting import Promised, of_several, waits
+from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
@@ -99,8 +100,9 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
             nominate.append(_nominate(job, outcome.nominate))
         if not before and not outcome.start:
             idle.add(job.uid)
-    for_others = _promised(cycle.ledger, outcomes.values())
-    waiting = _waiting(state, cycle, outcomes, for_others._replace(idle=for_others.idle + cycle.hold_reserved()))
+    cycle.hold_reserved()
+    promised_now = [task for outcome in outcomes.values() for task in (*outcome.nominate, *outcome.hold)]
+    waiting = _waiting(state, cycle, outcomes, promised_now)
     waiting.update((n.job, n.reason) for n in nominate if n.job in idle)
     return Plan(
         tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting, promises, cycle.again_at
@@ -188,9 +190,10 @@ def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
     return {t.job for t in tasks} | set(queue.running)
 
 
-def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
-    """Return what is promised to jobs and not held by them yet."""
-    tasks = [task for outcome in outcomes for task in (*outcome.nominate, *outcome.hold)]
+def _promised(cycle: Cycle, tasks: Iterable[Task]) -> Promised:
+    """Return what is promised to jobs by `tasks`, or reserved, and not held by them yet."""
+    ledger = cycle.ledger
+    tasks = [*tasks, *(task for reservation in cycle.reserved.values() for task in reservation.held)]
     amounts: dict[Queue, list[float]] = {}
     idle: set[tuple[str, int]] = set()
     for task in tasks:
@@ -202,17 +205,21 @@ def _promised(ledger: Ledger, outcomes: Iterable[Outcome]) -> Promised:
     return Promised(amounts, len(idle))
 
 
-def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promised) -> dict[str, Reason]:
+def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence[Task]) -> dict[str, Reason]:
+    promised = _promised(cycle, tasks)
     alike: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
     reasons: dict[str, Reason] = {}
     for jobs, held_off in _of_one_shape(cycle, placed):
         delay = None if held_off is None else held_off - cycle.now
-        if jobs[0] in cycle.reserved:
+        if (reservation := cycle.reserved.get(jobs[0])) is not None and reservation.nodes:
             first = jobs.pop(0)
-            reasons[first.uid] = _reserved(cycle, cycle.reserved[first], promised)
+            reasons[first.uid] = _reserved(cycle, reservation, tasks)
             if not jobs:
                 continue
-        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), promised, delay)
+        following = next_tasks(jobs[0])
+        reason = waits(cycle.ledger, jobs[0], following, promised, delay)
+        if (before := cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))) is not None:
+            reason = sentences.behind(reason, before)
         found = alike.setdefault((reason.project, reason.message), (reason, []))
         found[1].extend(job.uid for job in jobs)
     for reason, uids in alike.values():
@@ -224,11 +231,10 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], promised: Promi
     return reasons
 
 
-def _reserved(cycle: Cycle, reservation: Reservation, promised: Promised) -> Reason:
+def _reserved(cycle: Cycle, reservation: Reservation, tasks: Iterable[Task]) -> Reason:
     """Return why a job waits for which idle devices are kept: they are not promised to others."""
-    others = promised._replace(idle=promised.idle - reservation.devices)
     reservation.drop(cycle.ledger)
-    reason = waits(cycle.ledger, reservation.job, next_tasks(reservation.job), others)
+    reason = waits(cycle.ledger, reservation.job, next_tasks(reservation.job), _promised(cycle, tasks))
     reservation.hold(cycle.ledger)
     return sentences.reserved(reason, reservation.nodes)
 

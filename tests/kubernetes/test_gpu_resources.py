@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api.resources import WHOLE_GPU
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, pod_job, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, counted_view, pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_in, weights_text
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
@@ -190,3 +190,14 @@ def test_a_pod_counts_alike_before_and_after_its_admission() -> None:
     assert (waiting.stage, running.stage) == (Stage.WAITING, Stage.ASSIGNED)
     assert pod_job(waiting) == pod_job(running)
     assert pod_view(msgspec.convert(body, Pod)).stage is Stage.OUTSIDE, "nobody has gated or admitted it"
+
+
+def test_a_running_pod_that_cannot_be_planned_counts_by_what_it_requests() -> None:
+    """It was left out: of the quota, and of what its node has left."""
+    notes = {labels.GPU_WEIGHTS: f"{AMD}=0.5", labels.DEVICES: "", labels.POD_GROUP_SIZE: "many"}
+    body = asking("a", amd=3)
+    body["metadata"] |= {"uid": uuid.uuid4().hex, "namespace": "team", "annotations": notes}
+    view = counted_view(msgspec.convert({**body, "spec": {**body["spec"], "nodeName": "amd"}}, Pod))
+    assert view.problem
+    assert (view.stage, view.counted) == (Stage.ASSIGNED, True)
+    assert (view.gpu_weights, view.needs.others) == (((AMD, 500_000),), ((AMD, 3),))

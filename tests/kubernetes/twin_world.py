@@ -32,6 +32,7 @@ SETTLE_STEPS = 2000
 NODE_NAMES = ("n0", "n1", "n2")
 EPOCH = 1_767_225_600  # 2026-01-01
 ORDER = (
+    watches.POLICIES,
     watches.NODES,
     watches.NAMESPACES,
     watches.QUOTAS,

@@ -170,5 +170,98 @@ def test_what_a_session_holds_is_not_waited_for() -> None:
     assert {kept} == world.nodes_of("other") != world.nodes_of("notebook")
 
 
+def test_what_sessions_hold_of_the_guarantee_is_not_kept_for_a_job() -> None:
+    """It could not start within the guarantee before they end, and the team's other jobs waited as long."""
+    world = world_of(2, 4, team=4, other=4)
+    world.session("notebook", "team", 2)
+    world.settle()
+    world.submit("long", "other", 4)
+    world.settle()
+    world.submit("whole", "team", 4)
+    world.now += AFTER_S
+    world.submit("small", "team", 1)
+    world.settle()
+    assert world.size("small") == 1
+
+
+def test_a_job_above_the_guarantee_is_not_served_before_another_teams_guarantee() -> None:
+    world = world_of(2, 4, ours=4, theirs=4)
+    world.session("notebook", "theirs", 4)
+    world.submit("first", "ours", 4)
+    world.settle()
+    world.remove("notebook")
+    world.submit("second", "ours", 4)
+    world.now += AFTER_S
+    world.submit("needy", "theirs", 4)
+    world.release()
+    world.step()
+    assert (world.size("needy"), world.size("first")) == (4, 4)
+
+
+def test_a_borrower_gets_what_is_kept_only_if_all_that_its_team_has_there_can_be_reclaimed() -> None:
+    """Its team refilled what ended, and always held some of it within its guarantee."""
+    stream = Stream(world_of(2, 4, ours=4, short=2, long=2))
+    for number in range(4):
+        stream.submit(f"long-{number}", 1, 1000, "long")
+    stream.play()
+    assert_starts_beside(stream)
+
+
+def test_a_borrower_with_a_minimum_run_time_does_not_get_what_is_kept() -> None:
+    assert_starts_beside(Stream(world_of(1, 4, ours=4, short=0)), min_run_time_s=30.0)
+
+
+def assert_starts_beside(stream: Stream, **more: object) -> None:
+    """Small jobs of another team arrive without end, and do not keep a job of 4 GPUs from starting."""
+    for number in range(4):
+        stream.submit(f"first-{number}", 1, 2 + number, "short", **more)
+    stream.play()
+    stream.submit("whole", 4, 3, "ours", gpus_per_worker=4)
+    for number in range(30):
+        stream.submit(f"next-{number}", 1, 4, "short", **more)
+        stream.play()
+        if "whole" in stream.ends:
+            return
+    raise AssertionError(stream.world.plan().waiting["whole"])
+
+
+def test_what_is_kept_on_several_nodes_counts_as_held_and_others_say_what_they_wait_for() -> None:
+    """On the second node it counted as lent, so that other jobs of the team took the guarantee."""
+    world = world_of(3, 4, team=8, other=4)
+    for number in range(2):
+        world.submit(f"small-{number}", "team", 3, gpus_per_worker=3)
+        world.settle()
+    world.submit("pair", "team", 8, gpus_per_worker=4)
+    world.now += AFTER_S
+    world.submit("next", "team", 1)
+    world.settle()
+    assert world.size("next") == 0
+    reason = world.plan().waiting["next"]
+    assert reason.message.endswith("; and not before pair, for which the guaranteed quota is kept")
+    assert world.plan().waiting["pair"].details["reserved_nodes"]
+
+
+def test_what_is_kept_is_no_holding_of_the_team_in_its_reasons() -> None:
+    world = world_of(1, 4, team=4)
+    world.submit("small", "team", 3)
+    world.settle()
+    world.submit("whole", "team", 4)
+    world.submit("other", "team", 2)
+    world.now += AFTER_S
+    assert "project team holds 3 (and 1 promised) of its fair share of 4" in world.plan().waiting["other"].message
+
+
+def test_a_job_that_waits_to_grow_may_be_stopped_for_the_one_that_is_served_first() -> None:
+    """Each plan failed: the stopped job still waited for its growth, and requested nothing."""
+    world = world_of(1, 4, ours=4, theirs=0)
+    world.submit("borrower", "theirs", 5, 2, 5)
+    world.settle()
+    assert world.size("borrower") == 4
+    world.submit("whole", "ours", 4)
+    world.now += AFTER_S
+    world.settle()
+    assert (world.size("whole"), world.size("borrower")) == (4, 0)
+
+
 def test_the_time_is_five_minutes_unless_another_one_is_set() -> None:
     assert World().state.ledger.reserve_after_s == RESERVE_AFTER_S == 300

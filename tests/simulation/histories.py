@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from tests.simulation.trainings import ELASTIC, Pace
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ class History(msgspec.Struct, frozen=True):
     projects: tuple[Project, ...]
     happenings: tuple[tuple[float, Any_], ...]
     seed: int = 0
+    reserve_after_s: float = RESERVE_AFTER_S
+
+    def with_reservations(self) -> History:
+        """Return the same history in a cluster in which a job gets a reservation soon."""
+        after_s = random.Random(self.seed).choice((0.0, 0.5, 2.0, 5.0, 15.0, 40.0))
+        return msgspec.structs.replace(self, reserve_after_s=after_s)
 
 
 def from_seed(seed: int, *, most: int = 24) -> History:

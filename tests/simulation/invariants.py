@@ -13,7 +13,7 @@ from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
-from tests.simulation.search import fits, free_devices
+from tests.simulation.search import fits, free_devices, left_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -300,7 +300,7 @@ class Invariants:
     def check_restart(self) -> scheduler.Plan:
         """A restarted engine decides what this one decides; return that."""
         live, now = self.cluster.state, self.cluster.state.clock()
-        again = scheduler.State()
+        again = scheduler.State(reserve_after_s=self.cluster.history.reserve_after_s)
         for node in live.nodes.values():
             again.apply(scheduler.NodeChanged(node))
         for project in live.projects.values():
@@ -348,7 +348,8 @@ class Invariants:
         held = [(r.worker.node, r.worker.devices, r.worker.share) for r in self.cluster.alive_workers()]
         free = free_devices(state.nodes, held)
         for job in state.jobs.values():
-            if job.status.phase is Phase.PENDING and self._may_start(job) and fits(job.spec, free):
+            left = left_for(job.uid, free, plan.waiting)
+            if job.status.phase is Phase.PENDING and self._may_start(job) and fits(job.spec, left):
                 self.fail(f"{job.spec.name} waits and could start: {job.status.reason}")
 
     def _may_start(self, job: JobRecord) -> bool:

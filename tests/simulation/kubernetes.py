@@ -28,7 +28,7 @@ from tests.simulation.kubelets import JobHistory, Kubelets, job_of
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.records import facts_of, only_in
 from tests.simulation.running import no_tracebacks
-from tests.simulation.search import fits, free_devices
+from tests.simulation.search import fits, free_devices, left_for
 from tests.simulation.trainings import TICK_S, Pace
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class SimulatedKubernetes:
             self._put_node(name)
         for project in self.history.projects:
             self._put_quota(project)
+        rules = {"reserveAfterSeconds": self.history.reserve_after_s}
+        self.world.put(watches.POLICIES, {"metadata": {"name": "default", "uid": "rules"}, "spec": rules})
 
     def fail(self, what: str) -> None:
         """Keep the violation: the controller's own handlers do not hide it."""
@@ -310,13 +312,14 @@ class SimulatedKubernetes:
         for key, job in self.world.objects[watches.JOBS].items():
             name, status = key.partition("/")[2], job.get("status", {})
             spec = self.jobs[name].spec
+            left = left_for(job["metadata"]["uid"], free, plan.waiting)
             gpus = sum(len(devices) for _, devices, pod in self.kubelets.holders() if job_of(pod) == name)
             gpus *= spec.share_of(0)  # type: ignore[assignment]
             if abs(status.get("gpus", 0) - gpus) > EPSILON:
                 self.fail(f"{name} holds {gpus} GPUs, its status says {status.get('gpus')}: {status.get('message')}")
             if (charged := status.get("restarts", 0)) > (failed := self.jobs[name].failures):
                 self.fail(f"{name} is charged {charged} restarts, and failed {failed} times")
-            if status.get("phase") == "Pending" and self._may_start(spec) and fits(spec, free):
+            if status.get("phase") == "Pending" and self._may_start(spec) and fits(spec, left):
                 self.fail(f"{name} waits and could start: {status.get('message')}")
 
     async def _check_restart(self) -> None:

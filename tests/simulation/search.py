@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.api import JobSpec, Node
+    from kfp_gpuquota.api import JobSpec, Node, Reason
 
 Free = dict[str, dict[int, float]]
 """The free part of each device, by node and index."""
@@ -21,6 +21,15 @@ def free_devices(nodes: Mapping[str, Node], held: list[tuple[str, tuple[int, ...
             if node in free and device in free[node]:
                 free[node][device] -= share
     return free
+
+
+def left_for(uid: str, free: Free, waiting: Mapping[str, Reason]) -> Free:
+    """Return what is free for a job besides what is kept for others, as the reasons of waiting jobs say."""
+    if uid in waiting and "behind" in waiting[uid].details:
+        return {}
+    named = (reason.details.get("reserved_nodes", "") for other, reason in waiting.items() if other != uid)
+    kept = {node for nodes in named for node in str(nodes).split(", ")}
+    return {node: devices for node, devices in free.items() if node not in kept}
 
 
 def fits(spec: JobSpec, free: Free) -> bool:

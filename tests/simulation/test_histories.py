@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds:
         try:
-            play(from_seed(seed))
+            play(from_seed(seed).with_reservations())
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
@@ -41,7 +41,7 @@ def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> No
 def test_the_controller_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds[::KUBERNETES_EVERY]:
         try:
-            kubernetes.play(from_seed(seed))
+            kubernetes.play(from_seed(seed).with_reservations())
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise

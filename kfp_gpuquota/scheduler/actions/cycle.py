@@ -92,7 +92,8 @@ class Cycle:
         self.unsheltered = Finders(ledger)
         self.again_at: float | None = None
         self.reserved: dict[Job, Reservation] = {}
-        self.lacking: dict[Queue, Amount] = {}
+        self.tried: set[Job] = set()  # in vain, before the first action
+        self.lacking: dict[Queue, Reservation] = {}
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
         self._keep(promised)
@@ -155,7 +156,11 @@ class Cycle:
                 amount = quota.total(self.ledger, tasks)
                 if not tasks or job in self.touched or job in self.losers or self._is_deferred(job):
                     continue
-                if self._serve(job, tasks, amount, tries) or self._hold(job, tasks, amount):
+                if quota.within_guarantee(job.queue, amount):
+                    if self._serve(job, tasks, amount, tries):
+                        break
+                    self.tried.add(job)
+                if self._hold(job, tasks, amount):
                     break
 
     def _serve(self, job: Job, tasks: list[Task], amount: Amount, tries: Mapping[str, Try]) -> bool:
@@ -172,34 +177,54 @@ class Cycle:
             return False
         found = reserve(self.ledger, job, tasks)
         if found is not None:
-            self.reserved[job] = found
-            self.lacking[job.queue] = found.lacks
+            self.reserved[job] = self.lacking[job.queue] = found
         return found is not None
 
-    def _would_overtake(self, job: Job, amount: Amount) -> bool:
-        """Return whether the job would use the part of its queue's guarantee that a reserved one is going to need."""
-        lacks = self.lacking.get(job.queue)
-        if lacks is None or not job.preemptible:
-            return False
-        return not quota.within_guarantee(job.queue, Amount(*map(sum, zip(amount, lacks, strict=True))))
+    def would_overtake(self, job: Job, amount: Amount) -> Job | None:
+        """Return the job that is going to need the part of their queue's guarantee that this one would use, or None."""
+        reserved = self.lacking.get(job.queue)
+        if reserved is None or job is reserved.job or job.priority > reserved.job.priority:
+            return None
+        together = Amount(*map(sum, zip(amount, reserved.lacks, strict=True)))
+        return None if quota.within_guarantee(job.queue, together) else reserved.job
 
     def _open_reserved(self) -> None:
-        """Leave what is reserved to jobs that give way: sessions, and those that the reserved job can reclaim from."""
-        held = sum(reservation.devices for reservation in self.reserved.values())
+        """Leave what is reserved to sessions of a higher priority, and to jobs that can be reclaimed from."""
+        held = any(reservation.held for reservation in self.reserved.values())
         for reservation in self.reserved.values():
             reservation.drop(self.ledger)
         if held:
             self._each("allocate", self._allocate_reserved, look_ahead=False)
 
-    def hold_reserved(self) -> int:
-        """Hold again what is reserved and still idle; return the number of devices. For reasons of waiting jobs."""
+    def hold_reserved(self) -> None:
+        """Hold again what is reserved and still idle. For reasons of waiting jobs."""
         for reservation in self.reserved.values():
             reservation.hold(self.ledger)
-        return sum(reservation.devices for reservation in self.reserved.values())
 
     def _allocate_reserved(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
-        gives_way = not job.preemptible or not quota.within_guarantee(job.queue, amount)
-        return gives_way and self._allocate(job, tasks, amount)
+        if job.preemptible and quota.within_guarantee(job.queue, amount):
+            return False
+        mark = self.ledger.mark()
+        if not self._allocate(job, tasks, amount):
+            return False
+        if all(reservation.comes_back(self.ledger, job, tasks) for reservation in self.reserved.values()):
+            return True
+        self.ledger.rollback(mark)
+        return False
+
+    def _attempt(self, attempt: Try, job: Job, amount: Amount) -> bool:
+        """Try to serve the job. What is reserved for it is not in its own way."""
+        reserved = self.reserved.get(job)
+        if reserved is None:
+            return attempt(job, next_tasks(job), amount)
+        held = reserved.held
+        reserved.drop(self.ledger)
+        if attempt(job, next_tasks(job), amount):
+            del self.reserved[job], self.lacking[job.queue]
+            return True
+        if held:
+            reserved.hold(self.ledger)
+        return False
 
     def changed(self) -> list[Task]:
         """Return the tasks that this cycle placed, moved or stopped, in the order of their first change."""
@@ -209,17 +234,18 @@ class Cycle:
         useful = self._useful(action)
         pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes)
         if action == "allocate" and look_ahead and not self.strict:
-            pending.close_where(lambda job: job not in self.losers and not self._can_be_placed(job))
+            kept = self.losers.keys() | self.reserved.keys()  # these are skipped, or have their own part reserved
+            pending.close_where(lambda job: job not in kept and not self._can_be_placed(job))
         while (head := pending.next()) is not None:
             group, job = head
-            if job in self.losers or job in self.reserved or self._must_not_grow(job):
+            if job in self.losers or job in self.tried or self._must_not_grow(job):
                 pending.skipped(group, job)
                 continue
-            if self._would_overtake(job, group.amount):
+            if self.would_overtake(job, group.amount) is not None:
                 pending.failed(group)
                 continue
             mark = self.ledger.mark()
-            if attempt(job, next_tasks(job), group.amount):
+            if self._attempt(attempt, job, group.amount):
                 self._note(action, job, mark)
                 pending.served(group, job)
             elif self.strict:

@@ -2,14 +2,19 @@
 
 Without them a stream of small jobs overtakes a large one for ever: each of them fits at once into what the one before
 it released, and nothing is released that is large enough. So the first job of a queue, by priority and age, that is not
-larger than the guaranteed quota and has waited for `after_s` comes first in each plan. If it cannot start, a set of
-hosts is chosen on which it fits once their preemptible workers have ended, those that lack the least, and what is idle
-there is held until the other actions of the plan are done. After them the idle devices are open to jobs that give way
-within a step or by reclaim (see `Cycle`): a reservation costs no utilization where such jobs wait.
+larger than the guaranteed quota and has waited for `after_s` comes first in each plan, unless the queue uses that quota
+for other jobs now. If it cannot start, a set of hosts is chosen on which it fits once their preemptible workers have
+ended, those that lack the least, and what is idle there is held until the other actions of the plan are done. After
+them the idle devices are open to jobs that give way within a step or by reclaim (see `Cycle`): a reservation costs no
+utilization where such jobs wait.
+
+Borrowers are started there only as far as they can all be reclaimed for this job: a queue that refilled what ends up to
+its own guarantee and some more would never give it back, and neither would one whose jobs have a minimum run time.
 
 Two rules keep it from costing other queues their guarantee. No more is held than the queue's own guarantee leaves
 beside what it holds; so at first, where the queue's own small jobs use all of it, nothing is. And meanwhile no other
-job of the queue starts that would use the part of the guarantee that the reserved job is going to need.
+job of the queue starts that would use the part of the guarantee that the reserved job is going to need, unless its
+priority is higher. What the queue's own sessions hold is not waited for, so it is no part of that guarantee.
 
 The choice is a function of the state alone, so nothing has to be stored and a restarted scheduler decides alike. It
 does not wander: while a host is held only the reserved job starts there, so what it lacks only decreases, and another
@@ -51,12 +56,14 @@ _MANY: Final = 1 << 20
 class Reservation:
     """What is held for a job on some hosts, by placeholders, and the amount that it will need besides (`lacks`).
 
-    The placeholders belong to a job of their own in the same queue, so that they count against its quota.
+    `hosts` are all those on which it will start. The placeholders belong to a job of their own in the same queue, so
+    that they count against its quota.
     """
 
     job: Job
     placeholders: tuple[tuple[Task, Host, tuple[int, ...]], ...]
     lacks: Amount
+    hosts: frozenset[Host]
 
     @property
     def nodes(self) -> list[str]:
@@ -64,9 +71,9 @@ class Reservation:
         return [host.name for _, host, _ in self.placeholders]
 
     @property
-    def devices(self) -> int:
-        """The number of idle devices that are held now."""
-        return sum(len(devices) for task, _, devices in self.placeholders if task.status is Status.NOMINATED)
+    def held(self) -> list[Task]:
+        """The placeholders of what is held now."""
+        return [task for task, _, _ in self.placeholders if task.status is Status.NOMINATED]
 
     def hold(self, ledger: Ledger) -> None:
         """Take what is reserved, where nobody has taken it."""
@@ -76,9 +83,25 @@ class Reservation:
 
     def drop(self, ledger: Ledger) -> None:
         """Leave it to others."""
-        for task, _, _ in self.placeholders:
-            if task.status is Status.NOMINATED:
-                ledger.set(task, Status.PENDING, None)
+        for task in self.held:
+            ledger.set(task, Status.PENDING, None)
+
+    def comes_back(self, ledger: Ledger, job: Job, tasks: Sequence[Task]) -> bool:
+        """Return whether the job can have back what these tasks of another one have just been given, or comes after it.
+
+        All that the other queue holds on the reserved hosts must be above its guarantee, and not be sheltered.
+        """
+        if job is self.job or not any(task.node in self.hosts for task in tasks):
+            return True
+        rivals = quota.rivals(self.job.queue, job.queue)
+        if rivals is None or not job.preemptible:
+            return job.priority > self.job.priority
+        if min(job.min_run_time_s, ledger.reclaim_shelter_s) > 0:
+            return False
+        other = rivals[1]
+        there = [task for host in self.hosts for task in host.tasks if task.status is not Status.LEAVING]
+        held = quota.total(ledger, [task for task in there if other in task.job.queue.path and task.job.preemptible])
+        return other.claim(0) - other.guarantee[0] >= held.gpu
 
 
 class _Candidate(NamedTuple):
@@ -128,10 +151,11 @@ def _order(entry: tuple[OrderKey, Job]) -> OrderKey:
 
 
 def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
-    """Return whether such a job fits into the guaranteed quota, and all limits, if the queue holds nothing else."""
+    """Return whether such a job fits into the guaranteed quota, and all limits, beside what cannot be preempted."""
     amount = shape_amount(shape, ledger.gpu_memory_mib)
     return shape.starts and all(
-        value <= queue.guarantee[r] and all(value <= above.limit[r] for above in queue.path)
+        value + queue.fixed[r] <= queue.guarantee[r]
+        and all(value + above.fixed[r] <= above.limit[r] for above in queue.path)
         for r, value in enumerate(amount)
         if value
     )
@@ -153,7 +177,7 @@ def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> Reservation | No
     held = quota.total(ledger, [task for task, _, _ in placeholders])
     wanted = quota.total(ledger, tasks)
     lacks = Amount(*(max(0.0, all_of_it - part) for all_of_it, part in zip(wanted, held, strict=True)))
-    reservation = Reservation(job, placeholders, lacks)
+    reservation = Reservation(job, placeholders, lacks, frozenset(candidate.host for candidate in chosen))
     reservation.hold(ledger)
     return reservation
 
@@ -162,9 +186,10 @@ def _placeholders(
     job: Job, request: Request, chosen: Sequence[_Candidate]
 ) -> Iterator[tuple[Task, Host, tuple[int, ...]]]:
     """Yield what is idle on the chosen hosts, as far as the queue's guarantee allows to hold it."""
-    queue = job.queue
-    most = len(chosen)  # none of the placeholders counts as lent
-    keeper = Job(job.uid, job.name, queue, most, most, most, request, priority=job.priority)
+    queue, most = job.queue, len(chosen)
+    keeper = Job(
+        uid=job.uid, name=job.name, queue=queue, gang=1, wanted=most, most=most, request=request, priority=job.priority
+    )
     left = [guarantee - queue.claim(r) for r, guarantee in enumerate(queue.guarantee)]
     for candidate in chosen:
         part, devices = _idle_part(candidate.host, request, candidate.workers, left)

@@ -105,10 +105,14 @@ def nominated(job: Job, workers: Sequence[Task]) -> Reason:
     )
 
 
+def behind(reason: Reason, before: Job) -> Reason:
+    """Return the reason of a waiting job that may not use the part of the guarantee that another one needs."""
+    message = f"{reason.message}; and not before {before.name}, for which the guaranteed quota is kept"
+    return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": before.name})
+
+
 def reserved(reason: Reason, nodes: Sequence[str]) -> Reason:
     """Return the reason of a waiting job with the nodes whose idle devices are kept for it."""
-    if not nodes:
-        return reason
     named = ", ".join(sorted(nodes))
     message = f"{reason.message}; what is idle on {named} is kept for it, because it has waited long"
     return msgspec.structs.replace(reason, message=message, details={**reason.details, "reserved_nodes": named})

@@ -48,6 +48,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
 )
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
+    NOTHING,
     ResourceRequests,
     bounded_number,
     gpus_of,
@@ -204,19 +205,25 @@ def counted_view(pod: Pod) -> PodView:
 
 
 def _plain_view(pod: Pod, problem: str) -> PodView:
-    """Return a view with the pod's node and its plain GPU request. Without a node it is not planned."""
+    """Return a view with the pod's node and its plain request of GPUs, or of what counts as GPUs.
+
+    Without a node it is not planned.
+    """
     meta, spec = pod.metadata, pod.spec
     requested, owner = gpus_of(spec), elastic_owner(meta)
     annotated = (meta.annotations or {}).get(labels.DEVICES, "")  # for shared GPUs, which no container requests
     gpus = requested or (min(annotated.count(",") + 1, MAX_DEVICES) if annotated else 0)
     node = spec.node_name or ("" if gate_of(pod) else sent_to(pod))
     stage = _stage(pod, node, None)
+    needs, weights = (NOTHING, ()) if gpus or owner is not None else _plain_needs(pod)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
         name=meta.name,
-        stage=Stage.OUTSIDE if stage is not Stage.ENDED and not gpus and owner is None else stage,
+        stage=Stage.OUTSIDE if stage is not Stage.ENDED and not gpus and not weights and owner is None else stage,
         gpus=gpus,
+        gpu_weights=weights,
+        needs=needs,
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
         node=intern(node),
         bound=bool(spec.node_name),
@@ -229,6 +236,17 @@ def _plain_view(pod: Pod, problem: str) -> PodView:
         requested=requested,
         problem=problem[:300],
     )
+
+
+def _plain_needs(pod: Pod) -> tuple[ResourceRequests, Amounts]:
+    """Return what the pod requests of resources that count as GPUs, and their weights; nothing if these are invalid."""
+    try:
+        needs = resource_requests_of(pod.spec)
+        weights = _gpu_weights(pod, needs, gate_of(pod))
+    except GpuQuotaError:
+        return NOTHING, ()
+    names = {name for name, _ in weights}
+    return ResourceRequests(0, 0, tuple(row for row in needs.others if row[0] in names)), weights
 
 
 def elastic_owner(meta: Metadata) -> OwnerReference | None:
