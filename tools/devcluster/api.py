@@ -139,10 +139,14 @@ class Api:
                 return
 
     def until(self, path: str, condition: Callable[[Object], object], timeout_s: float = TIMEOUT_S) -> Object:
-        """The object at `path` as soon as `condition` holds for it (followed by a watch, not polled)."""
-        for _kind, found in self.watch(*_one(path), timeout_s=timeout_s):
-            if _kind != "DELETED" and condition(found):
-                return found
+        """The object at `path` as soon as `condition` holds for it (followed by a watch, not polled).
+
+        For an object that lacks a field which the condition reads, such as its status, it does not hold yet.
+        """
+        for kind, found in self.watch(*_one(path), timeout_s=timeout_s):
+            with contextlib.suppress(KeyError):
+                if kind != "DELETED" and condition(found):
+                    return found
         state = self.get(path) if self.exists(path) else "it does not exist"
         raise TimeoutError(f"{path}: not within {timeout_s:g} s: {json.dumps(state)[:4000]}")
 
