@@ -218,8 +218,9 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
                 continue
         following = next_tasks(jobs[0])
         reason = waits(cycle.ledger, jobs[0], following, promised, delay)
-        if (before := cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))) is not None:
-            reason = sentences.behind(reason, before)
+        if cycle.lacking:
+            before = cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))
+            reason = reason if before is None else sentences.behind(reason, before)
         found = alike.setdefault((reason.project, reason.message), (reason, []))
         found[1].extend(job.uid for job in jobs)
     for reason, uids in alike.values():

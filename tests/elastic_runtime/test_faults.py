@@ -464,7 +464,7 @@ class Unbuildable:
         return self._fails()
 
     def reported(self) -> list[int]:
-        """The generations that a coordinator is told of on each new connection, as not built."""
+        """The generations that are reported as not built on each new connection."""
         return [event["generation"] for event in self.outbox.published() if event["event"] == "PreparationFailed"]
 
 

@@ -1,4 +1,4 @@
-"""The same happens to a job on the embedded cluster and on Kubernetes, and it is told in the same sentences."""
+"""The same happens to a job on the embedded cluster and on Kubernetes, and the same sentences describe it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reservations: what an entitled job that has waited too long needs is kept for it as it becomes idle.
 
-Without them a stream of small jobs overtakes a large one for ever: each of them fits at once into what the one before
-it released, and nothing is released that is large enough. So the first job of a queue, by priority and age, that is not
+Without them a stream of small jobs overtakes a large one permanently: each fits at once into what the one before it
+released, and nothing is released that is large enough. So the first job of a queue, by priority and age, that is not
 larger than the guaranteed quota and has waited for `after_s` comes first in each plan, unless the queue uses that quota
 for other jobs now. If it cannot start, a set of hosts is chosen on which it fits once their preemptible workers have
 ended, those that lack the least, and what is idle there is held until the other actions of the plan are done. After
@@ -281,14 +281,8 @@ def _idle_part(host: Host, request: Request, workers: int, most: Sequence[float]
         share=share,
         memory_mib=0,
         compute=0,
-        cpu=int(max(0, min(workers * request.cpu, _left(host, 0, host.cpu), most[1]))),
-        memory=int(max(0, min(workers * request.memory, _left(host, 1, host.memory), most[2]))),
+        cpu=int(max(0, min(workers * request.cpu, host.other_idle(0), most[1]))),
+        memory=int(max(0, min(workers * request.memory, host.other_idle(1), most[2]))),
         resources=(),
     )
     return part, devices
-
-
-def _left(host: Host, index: int, total: float) -> float:
-    """Return what is free of CPU (0) or memory (1) now."""
-    used, leaving, nominated = (column[index] for column in host.other)
-    return total - used - max(leaving, nominated)

@@ -66,14 +66,10 @@ class Packing:
 
 def _idle(host: Host) -> tuple[list[int], int, int]:
     """Return the idle thousandths of each device, milli-CPUs and MiB."""
-    used, leaving, nominated = host.other
-    free = [_left(total, used[r] + max(leaving[r], nominated[r])) for r, total in enumerate((host.cpu, host.memory))]
+    free = [host.other_idle(index) for index in range(2)]
+    cpu, memory = (_ENDLESS if left == UNLIMITED else max(0, int(left)) for left in free)
     devices = [max(0, host.idle(device)) * WHOLE // GPU for device in host.devices]
-    return devices, free[0], free[1] // _MIB
-
-
-def _left(total: float, taken: float) -> int:
-    return _ENDLESS if total == UNLIMITED else max(0, int(total - taken))
+    return devices, cpu, memory // _MIB
 
 
 def _mix(ledger: Ledger) -> Counter[tuple[Request, str]]:

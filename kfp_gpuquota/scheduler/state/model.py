@@ -404,6 +404,11 @@ class Host:
         used, leaving, nominated = self.counted.get(resource, (0, 0, 0))
         return capacity_of(self.resources, resource) - used - (nominated if future else max(leaving, nominated))
 
+    def other_idle(self, index: int) -> float:
+        """Return what a task could hold now of CPU (0, in milli-CPUs) or memory (1, in bytes); less than 0 if short."""
+        used, leaving, nominated = (column[index] for column in self.other)
+        return (self.cpu, self.memory)[index] - used - max(leaving, nominated)
+
     def idle(self, device: int) -> int:
         """Return the micro-GPUs of the device that a task could hold now."""
         if device in self.sharers:
