@@ -39,6 +39,7 @@ LONGEST_PAUSE_S: Final = 10.0
 RETRY_FOR_S: Final = 60.0
 CONNECTIONS: Final = 88  # more than the writer's slots, because lists and leases need connections, too
 USER_AGENT: Final = "gpuquota-controller"
+MISFIT: Final = "failed to create typed patch object"  # what the API server says of an apply that no kind allows
 
 JSON: Final = "application/json"
 JSON_PATCH: Final = "application/json-patch+json"
@@ -209,10 +210,13 @@ class Connection:
 def is_retryable(error: ApiError | ClusterUnavailableError) -> bool:
     """Return whether a later attempt may succeed: the server is overloaded or unreachable, or the token was rotated.
 
-    The 429 of a disruption budget is not retryable: it may last for days.
+    The 429 of a disruption budget is not retryable: it may last for days. Nor is the 500 of an apply with a field that
+    the kind lacks, which is a fault of the object.
     """
     if isinstance(error, ClusterUnavailableError):
         return True
+    if error.status == 500 and MISFIT in error.message:
+        return False
     return error.status == 401 or error.status >= 500 or (error.status == 429 and not is_disruption_budget(error))
 
 
