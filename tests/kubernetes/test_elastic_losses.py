@@ -13,6 +13,8 @@ from tests.kubernetes.twin_world import World, running
 
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": "low on memory"}
 
+REJECTED = {"phase": "Failed", "reason": "TopologyAffinityError", "message": "Pod was rejected: no devices are aligned"}
+
 
 async def status_after(workers: int = 1, **ended: Any) -> dict[str, Any]:
     """The status of a plain job, one of whose workers ended in this way."""
@@ -49,3 +51,36 @@ def test_a_worker_that_fails_by_itself_ends_a_plain_job(code: int) -> None:
     terminated = {"name": "main", "state": {"terminated": {"exitCode": code}}}
     status = asyncio.run(status_after(containerStatuses=[terminated]))
     assert (status["phase"], status["exitCode"]) == ("Failed", code)
+
+
+async def after_rejections(nodes: int) -> tuple[list[str], dict[str, Any]]:
+    """The nodes to which a job's worker was sent while the kubelet of each rejects it, and the job's status."""
+    world = World()
+    for index in range(nodes):
+        make_node(world, f"n{index}")
+    set_quota(world, "a", 4)
+    async with running(world) as twin:
+        world.twin = twin
+        template = {"spec": {"containers": [{"name": "main", "image": "none"}]}}
+        spec = {"gpus": 1, "minGpus": 1, "maxGpus": 1, "gpusPerWorker": 1, "maxRestarts": 0, "template": template}
+        meta = {"name": "job", "namespace": "a", "uid": "job", "generation": 1}
+        world.put(watches.JOBS, {"metadata": meta, "spec": spec})
+        await twin.settle()
+        sent: list[str] = []
+        for _ in range(nodes + 2):
+            world.run_pods(start=False)
+            for pod in [one for one in world.objects[watches.PODS].values() if one["status"] != REJECTED]:
+                sent.append(pod["spec"]["nodeName"])
+                world.put(watches.PODS, {**pod, "status": REJECTED})
+            await twin.settle()
+            world.end_terminating()
+            await twin.settle()
+        status: dict[str, Any] = next(iter(world.objects[watches.JOBS].values()))["status"]
+        return sent, status
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_whose_kubelet_rejects_a_worker_gets_no_other_of_its_job_and_the_job_waits(nodes: int) -> None:
+    sent, status = asyncio.run(after_rejections(nodes))
+    assert sorted(sent) == [f"n{index}" for index in range(nodes)]
+    assert (status["phase"], status["restarts"]) == ("Pending", 0)

@@ -62,7 +62,7 @@ def test_a_job_is_kept_off_nodes_that_are_barred_until_they_are_so_no_more(world
     world.project("a", 4)
     world.submit("k", "a", 3, 1, 3, gpus_per_worker=1)
     world.state.apply(NodesBarred("k", ("n0", "n1")))
-    assert "on n0, n1 there was lately no room" in world.plan().waiting["k"].message
+    assert "refused by n0, n1" in world.plan().waiting["k"].message
     world.state.apply(NodesBarred("k", ("n0",)))
     world.settle()
     assert {world.workers[worker].node for worker in world.of("k")} == {"n1"}

@@ -110,10 +110,12 @@ def _nowhere(request: Request, pool: str) -> Cause:
         return Cause(ReasonCode.NO_SUCH_NODE, f"node {names} does not exist, is not ready, or keeps it off")
     if pool:
         return Cause(ReasonCode.NODE_AFFINITY, f"node pool {pool} has no ready node that it may use")
-    why = "no node that is ready has the labels it asks for, or none whose taints it tolerates"
-    if request.rules.barred:
-        barred = ", ".join(sorted(request.rules.barred))
-        why += f"; on {barred} there was lately no room for a worker of it, or it did not come up"
+    if not request.rules.barred:
+        why = "no node that is ready has the labels it asks for, or none whose taints it tolerates"
+        return Cause(ReasonCode.NODE_AFFINITY, why)
+    barred = ", ".join(sorted(request.rules.barred))
+    refused = f"a worker of it was refused by {barred}, or did not start there"
+    why = f"{refused}; no other node that is ready has the labels it asks for and only taints that it tolerates"
     return Cause(ReasonCode.NODE_AFFINITY, why)
 
 

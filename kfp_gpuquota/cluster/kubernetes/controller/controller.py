@@ -309,6 +309,8 @@ class Controller:
     def put_pod(self, view: PodView) -> None:
         """Process a pod that has changed, or whose reservation has moved."""
         view = self.unpinned.apply(view)
+        if view.rejected and view.uid in self.snapshot.pods:
+            self._recovery.rejected(view)
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
         self.unpinned.note_bound(view)
         self.evictions.note(view)

@@ -49,12 +49,28 @@ def _terminated(pod: Pod) -> Terminated | None:
 
 
 def lost_with(pod: Pod) -> str:
-    """Return why a pod was ended that did not end by itself: a drain, an eviction, the end of its node.
+    """Return why a pod was ended that did not end by itself: a drain, an eviction, the end or refusal of its node.
 
     A container that exceeds its own limit of memory or storage sets no DisruptionTarget.
     """
+    if rejected := rejected_with(pod):
+        return rejected
     found = (c for c in pod.status.conditions if c.type == "DisruptionTarget" and c.status == "True")
     return next((f"{c.reason or c.type}: {c.message}".removesuffix(": ")[:300] for c in found), "")
+
+
+def rejected_with(pod: Pod) -> str:
+    """Return why its kubelet did not take a pod that was bound to its node; "" if it did.
+
+    kube-scheduler and kubelet disagree where the kubelet knows more: a device that has just failed, a static pod that
+    came first, GPUs that are not on one NUMA node. Such a pod has failed with a reason, and no container has a status.
+    """
+    status = pod.status
+    if status.phase != "Failed" or not status.reason or status.container_statuses or status.init_container_statuses:
+        return ""
+    if status.reason == "DeadlineExceeded":
+        return ""  # its own limit, which passed before its containers were created
+    return f"{status.reason}: {status.message}".removesuffix(": ")[:300]
 
 
 def trouble_of(pod: Pod) -> str:

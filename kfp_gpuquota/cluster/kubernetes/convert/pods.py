@@ -43,6 +43,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
     ended_at,
     exit_code_of,
     lost_with,
+    rejected_with,
     trouble_of,
     unhealthy_gpu,
 )
@@ -103,7 +104,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pinning/unpinned.py).
     `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
     a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
-    devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not.
+    devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not;
+    `rejected` is why its kubelet did not take it.
     `ended_at` is when its first container ended, by its kubelet's clock.
     """
 
@@ -131,6 +133,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attempt: int = 0
     exit_code: int | None = None
     ended_at: float | None = None
+    rejected: str = ""
     start_failure: str = ""
     prepared: bool = False
     constraints: NodeConstraints = NodeConstraints()
@@ -295,6 +298,7 @@ def pod_view(pod: Pod) -> PodView:
         exit_code=exit_code_of(pod),
         ended_at=ended_at(pod),
         lost=lost_with(pod),
+        rejected=rejected_with(pod),
         start_failure=trouble_of(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,

@@ -1,7 +1,7 @@
-"""Excludes a node from an owner's pods for a while after kube-scheduler could not bind a pod to it.
+"""Excludes a node from an owner's pods for a while after one was not bound there, or was rejected by its kubelet.
 
-kube-scheduler has constraints that are not planned (pod affinity, host ports). Without the exclusion the next pod of
-the owner, or the ElasticJob's next worker, would be assigned to the same node again and again.
+kube-scheduler and kubelets have constraints that are not planned (pod affinity, NUMA nodes). Without the exclusion the
+next pod of the owner, or the ElasticJob's next worker, would be assigned to the same node again and again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NodeExclusions:
         self._until: dict[str, dict[str, float]] = {}  # owner -> node -> the event loop's time
 
     def note(self, pod: PodView) -> None:
-        """Exclude the pod's node, to which kube-scheduler could not bind it."""
+        """Exclude the pod's node for its owner's next pods."""
         loop = asyncio.get_running_loop()
         self._until.setdefault(pod.controller_uid, {})[pod.node] = loop.time() + EXCLUDED_S
         loop.call_later(EXCLUDED_S, self._look, pod.controller_uid)

@@ -179,6 +179,11 @@ class PodRecovery:
             self._recorder.record(worker, "GpuChanged", why)
             self._elastic.pod_events.remake(worker)
 
+    def rejected(self, pod: PodView) -> None:
+        """Exclude the node whose kubelet rejected a pod for the next pods of its owner, which would fail there, too."""
+        self._exclusions.note(pod)
+        self._recorder.record(pod, "PlaceTaken", f"node {pod.node} rejected it: {pod.rejected}")
+
     def _not_bindable(self, pod: PodView) -> None:
         """Recreate a pod that kube-scheduler cannot bind to its node, and exclude that node for its owner.
 
