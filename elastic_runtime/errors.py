@@ -4,7 +4,7 @@
     ├── UsageError                 the script's mistake: exit code 2
     │   ├── BatchPlanError         the global batch cannot be split as asked
     │   ├── LoopError              the loop calls things in an order that has no meaning
-    │   ├── ModelMismatchError     the workers do not train the same model
+    │   ├── ModelMismatchError     the workers do not train the same model: exit code 1, it may be the machine's fault
     │   ├── SettingsError          an environment variable or argument is out of its range
     │   └── StateError             something cannot be saved, or does not fit what was saved
     └── RunError                   the world's failure: exit code 1
@@ -21,7 +21,7 @@ from typing import ClassVar
 
 
 class ElasticError(Exception):
-    """Base of all errors of this package; `exit_code` is what a command that meets it ends with."""
+    """Base of all errors of this package; `exit_code` is that of a process that it ends."""
 
     exit_code: ClassVar[int] = 1
 
@@ -41,7 +41,9 @@ class LoopError(UsageError):
 
 
 class ModelMismatchError(UsageError):
-    """The workers do not train the same model."""
+    """The workers do not train the same model: by the script, or since a device computes wrongly."""
+
+    exit_code = 1
 
 
 class SettingsError(UsageError):

@@ -25,6 +25,7 @@ from elastic_runtime.loop.step import PLAIN, BackwardOptions
 from elastic_runtime.loop.uncaught import note_on_lightning
 from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
+from elastic_runtime.process.last_error import report_errors
 from elastic_runtime.process.metric_rows import MetricRows
 from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes
 from elastic_runtime.reduction.step_modes import Clipping
@@ -90,6 +91,7 @@ class Job:
             progress=options.progress,
         )
         if environment.coordinator:
+            report_errors(environment.error_file)
             note_exit_codes()
             atexit.register(self._check_trained)
         self._on_leader: list[Callable[[], None]] = []

@@ -30,6 +30,7 @@ class Environment:
     token_file: str = ""
     checkpoint_dir: str = ""
     report_file: str = ""
+    error_file: str = ""
     ca_file: str = ""
     memory_dir: str = ""
     static: tuple[int, int] | None = None  # (rank, world size) where torchrun fixed them
@@ -50,6 +51,7 @@ class Environment:
             token_file=given.get("ELASTIC_TOKEN_FILE", ""),
             checkpoint_dir=given.get("ELASTIC_CHECKPOINT_DIR", ""),
             report_file=given.get("ELASTIC_REPORT_FILE", ""),
+            error_file=given.get("ELASTIC_ERROR_FILE", ""),
             ca_file=given.get("ELASTIC_CA_FILE", ""),
             memory_dir=given.get("ELASTIC_MEMORY_DIR", ""),
             static=_static(given),

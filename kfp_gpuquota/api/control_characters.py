@@ -9,6 +9,12 @@ _OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202
 """Control characters of ASCII and of Latin-1, and those that change the direction of text; not tab and newline."""
 
 
+def last_line(text: str, longest: int = 500) -> str:
+    """Return the last line that is not empty, escaped, in at most `longest` characters."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return visible(lines[-1].strip())[:longest] if lines else ""
+
+
 def visible(text: str) -> str:
     """Return the text with every such character as an escape, such as \\x1b or \\u202e."""
     return _OBEYED.sub(_escape, text)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KILLED_ABOVE = 128
+USAGE_ERROR = 2
+"""The exit code of a script that uses its libraries or its arguments wrongly, as it would again after a restart."""
 INCIDENT_S = 10.0
 GROWTH_S = 60.0
 """A worker that fails by itself within this time of an expansion is taken to fail because of the expansion."""
@@ -70,6 +72,8 @@ def _after_own_end(job: JobRecord, exited: WorkerRecord, workers: Sequence[Worke
     job = _forgiven(job, now)
     counted = _is_new_incident(job, now)
     may_restart = not counted or job.status.restarts < job.spec.max_restarts
+    if code == USAGE_ERROR:  # the workers that replace it would end alike, unless it was its own
+        may_restart = may_restart and any(worker.alive and worker.worker.rank is not None for worker in workers)
     recoverable = job.managed and (others or code > KILLED_ABOVE) and may_restart
     recoverable = recoverable and not (job.completing and _failed_by_itself(job, exited))
     why = _failure(exited, code, job, recoverable=recoverable, counted=counted)
@@ -120,8 +124,9 @@ def _without_growth(job: JobRecord, exited: WorkerRecord, code: int, now: float)
     reason = Reason(
         code=ReasonCode.WORKER_FAILED,
         message=(
-            f"worker {exited.worker.index} ended with exit code {code} when the job grew; the others train on, and it "
-            f"does not grow again in this run: see gpuquota logs {job.spec.name} --worker {exited.worker.index}"
+            f"worker {exited.worker.index} ended with exit code {code} when the job grew{_error_of(exited)}; "
+            "the others train on, and it does not grow again in this run: "
+            f"see gpuquota logs {job.spec.name} --worker {exited.worker.index}"
         ),
         details={"exit_code": code, "worker": exited.worker.id},
     )
@@ -240,16 +245,23 @@ def finished(worker: WorkerRecord) -> bool:
 def _failure(exited: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool, counted: bool) -> Reason:
     how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
     how += f" ({exited.killed_for})" if exited.killed_for else ""
-    how += _MEANINGS.get(code, "")
+    how += _error_of(exited) or _MEANINGS.get(code, "")
     then = ""
     if job.completing and _failed_by_itself(job, exited):
         then = ", after its training had ended" if job.managed else ", after another one had ended with 0"
     elif recoverable:
         then = f"; restart {job.status.restarts + counted} of at most {job.spec.max_restarts}"
+    elif job.managed and code == USAGE_ERROR:
+        then = "; a restart would repeat this error of its script"
     elif job.managed and job.spec.max_restarts and job.status.restarts >= job.spec.max_restarts:
-        then = f"; it had been restarted {job.spec.max_restarts} times, which is its max_restarts"
+        restarts = "restart is" if job.spec.max_restarts == 1 else f"{job.spec.max_restarts} restarts are"
+        then = f"; its {restarts} used up (max_restarts)"
     return Reason(
         code=ReasonCode.WORKER_FAILED,
         message=f"worker {exited.worker.index} {how}{then}",
         details={"exit_code": code, "worker": exited.worker.id},
     )
+
+
+def _error_of(exited: WorkerRecord) -> str:
+    return f": {exited.error}" if exited.error else ""

@@ -88,7 +88,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `released`: it was asked to leave, so that its exit does not affect the job; `released_at` in seconds since the
     epoch. `started_for` and `released_for` are the reasons of these decisions, `killed_for` is why its membership had
-    it killed. `lost_with`: it ended with its machine, for this cause, and not by itself. `unseen`: it ended with
+    it killed, `error` what ended its script, as it reported itself. `lost_with`: it ended with its machine, for this
+    cause, and not by itself. `unseen`: it ended with
     0 while no process of the cluster ran, so that it may have been released.
     """
 
@@ -100,6 +101,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     released_for: Reason | None = None
     killed_for: str = ""
     lost_with: str = ""
+    error: str = ""
     unseen: bool = False
 
     @property

@@ -56,6 +56,26 @@ def test_a_job_runs_and_its_exit_code_and_log_are_kept(two_teams: EmbeddedCluste
     assert b"".join(two_teams.client.follow_log("team-a", "job")) == b"hello\n"
 
 
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo begins; echo; echo 'ValueError: 3 > 2' >&2; exit 3", "ended with exit code 3: ValueError: 3 > 2"),
+        ("echo begins; exit 0 $(kill -9 $$)", "was killed by signal 9"),
+        ('echo "Oops: it broke" > $ELASTIC_ERROR_FILE; kill -9 $$', "was killed by signal 9: Oops: it broke"),
+        ("ln -s /etc/passwd $ELASTIC_ERROR_FILE; exit 3", "ended with exit code 3"),
+        ("mkfifo $ELASTIC_ERROR_FILE; exit 3", "ended with exit code 3"),
+        ("printf '\\33[2Jred' > $ELASTIC_ERROR_FILE; exit 3", "ended with exit code 3: \\x1b[2Jred"),
+    ],
+)
+def test_the_reason_of_a_failure_has_the_error_that_ended_the_script(
+    two_teams: EmbeddedCluster, script: str, reason: str
+) -> None:
+    two_teams.submit("job", "sh", "-c", script)
+    failed = two_teams.wait_for_phase("job", "Failed").status.reason
+    assert failed is not None
+    assert failed.message == f"worker 0 {reason}"
+
+
 def test_a_worker_is_told_who_it_is(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("job", "env", environment={"MINE": "1", "JOB_NAME": "not-mine"})
     job = two_teams.wait_for_phase("job", "Succeeded")

@@ -123,7 +123,7 @@ def test_a_managed_job_fails_when_it_loses_more_workers_than_it_may() -> None:
     failing = after(worn, worker(0, KILLED), worker(1))
     assert failing.intent is Intent.FAIL
     assert failing.status.reason is not None
-    assert "restarted 2 times, which is its max_restarts" in failing.status.reason.message
+    assert "its 2 restarts are used up" in failing.status.reason.message
 
 
 def test_a_managed_job_that_was_killed_whole_returns_to_the_queue() -> None:
@@ -233,3 +233,15 @@ def test_ends_are_judged_by_their_own_times() -> None:
     together = after_worker_exited(first, worker(1, KILLED), [worker(1, KILLED), worker(2)], NOW - 1)
     assert (later.status.restarts, later.incident_at) == (2, NOW + INCIDENT_S + 1)
     assert (together.status.restarts, together.incident_at) == (1, NOW)
+
+
+def test_an_error_of_the_script_ends_the_job_when_no_other_worker_trains_and_is_its_reason() -> None:
+    lost = msgspec.structs.replace(worker(0, 2, rank=0), error="LoopError: write job.backward(loss)")
+    going_on = after(job(managed=True), lost, worker(1, rank=1))
+    assert (going_on.intent, going_on.status.restarts) == (Intent.RUN, 1)
+    ended = after(going_on, msgspec.structs.replace(lost, worker=worker(1, 2, rank=1).worker), worker(2))
+    assert ended.intent is Intent.FAIL
+    assert ended.status.reason is not None
+    how, _, then = ended.status.reason.message.partition("; ")
+    assert how == "worker 1 ended with exit code 2: LoopError: write job.backward(loss)"
+    assert then == "a restart would repeat this error of its script"

@@ -28,6 +28,6 @@ def test_a_jobs_log_and_exit_status_are_the_commands(kubelet_system: DevCluster,
             timeout=2 * TIMEOUT_S,
         )
         assert (done.returncode, done.stdout) == (3, "one\n"), done.stderr
-        assert done.stderr.splitlines()[-1].startswith("job x failed with exit code 3: worker 0 ended"), done.stderr
+        assert done.stderr.splitlines()[-1].endswith("worker 0 ended with exit code 3: one"), done.stderr
     finally:
         controlled.close()

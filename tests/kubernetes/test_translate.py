@@ -97,6 +97,23 @@ def test_how_a_pod_ended() -> None:
     assert view_of({"nodeName": "a"}, {"phase": "Failed"}).exit_code == KILLED
 
 
+@pytest.mark.parametrize(
+    ("code", "message", "error"),
+    [
+        (1, "begins\nValueError: 3 > 2\n", "ValueError: 3 > 2"),
+        (137, "begins\nstep 2\n", ""),  # the log's end, which is not what killed it
+        (137, "ModelMismatchError: 'lr'", "ModelMismatchError: 'lr'"),
+        (0, "42", ""),
+    ],
+)
+def test_what_ended_the_script_is_the_last_line_of_the_termination_message(code: int, message: str, error: str) -> None:
+    ended = {"name": "m", "state": {"terminated": {"exitCode": code, "message": message}}}
+    phase = "Failed" if code else "Succeeded"
+    job = {"apiVersion": "gpuquota.dev/v1alpha1", "kind": "ElasticJob", "name": "j", "uid": "j", "controller": True}
+    found = view_of({"nodeName": "a"}, {"phase": phase, "containerStatuses": [ended]}, ownerReferences=[job])
+    assert found.error == error
+
+
 @given(st.text(max_size=300))
 def test_whatever_a_pod_is_called_the_scheduler_can_name_it(name: str) -> None:
     assert pod_job(msgspec.structs.replace(view_of({"schedulingGates": GATE}), name=name)).name

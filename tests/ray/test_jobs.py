@@ -67,6 +67,8 @@ def test_exit_code_log_and_gpus_of_a_worker_arrive(cluster: EmbeddedCluster) -> 
     cluster.submit("hello", "sh", "-c", "echo gpus $CUDA_VISIBLE_DEVICES; exit 3", gpus=2)
     job = cluster.wait_for_phase("hello", "Failed")
     assert job.status.exit_code == 3
+    assert job.status.reason is not None
+    assert job.status.reason.message == "worker 0 ended with exit code 3: gpus 0,1"
     assert log_of(cluster, "hello") == "gpus 0,1\n"
 
 

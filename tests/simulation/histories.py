@@ -127,7 +127,7 @@ def _happening(draw: Draw, projects: tuple[Project, ...], nodes: tuple[int, ...]
     if kind < 26:
         return SetQuota(_project(draw, projects[one % len(projects)].name, sum(nodes)))
     if kind < 28:
-        return Crash(one, (1, 137, 0)[draw(0, 2)])
+        return Crash(one, (1, 2, 137, 0)[draw(0, 3)])
     if kind < 29:
         return Silence(one)
     if kind < 30:

@@ -98,6 +98,9 @@ class Processes:
     def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:
         return None
 
+    def last_error(self, worker: Worker) -> str:
+        return ""
+
     def process_id(self, worker: Worker) -> int | None:
         return None
 

@@ -348,7 +348,10 @@ class Driver:
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
-        job, lost = self._state.jobs[record.worker.job_uid], msgspec.structs.replace(record, lost_with=lost_with)
+        job, lost = (
+            self._state.jobs[record.worker.job_uid],
+            msgspec.structs.replace(record, lost_with=lost_with, error=self.runtime.last_error(record.worker)),
+        )
         why = self.sharing.why_ended(worker) or self.runtime.why_ended(job.spec, record.worker)
         try:
             self.decisions.worker_ended(lost, code, at=self.runtime.ended_at(record.worker), why=why)

@@ -297,10 +297,10 @@ class Bridge:
                 await host.actor.stop.remote(worker, kill=self._stopping[worker])
             number, why = await host.actor.wait_end.remote(worker)
             state = "ended"
-        await host.actor.release.remote(worker)
+        said = await host.actor.release.remote(worker)
         self._hosts.release(host)
         if state == "ended":
-            return _end(worker, number, why)
+            return _end(worker, number, why, said)
         return messages.WorkerNotStarted(worker=worker, why=why)
 
     async def _ended_by_agent(
@@ -318,12 +318,12 @@ class Bridge:
         if state == "running":
             await agent.stop.remote(worker, kill=self._stopping.get(worker, wanted.start))
             number, lost = await agent.wait_end.remote(worker)
-        await agent.release.remote(worker)
+        said = await agent.release.remote(worker)
         if state == "never" and never is not None:
             return never
         if state == "never" or (state == "running" and wanted.start):
             return messages.WorkerLost(worker=worker, why=why)
-        return _end(worker, number, lost)
+        return _end(worker, number, lost, said)
 
     async def _ensured(self, actor: Any, wanted: messages.Follow, *, start: bool) -> tuple[str, int, str]:
         return await actor.ensure.remote(self._hosts.epoch, msgspec.to_builtins(wanted.task), start=start)  # type: ignore[no-any-return]
@@ -413,8 +413,11 @@ class Bridge:
         )
 
 
-def _end(worker: str, code: int, lost: str) -> messages.FromBridge:
-    return messages.WorkerLost(worker=worker, why=lost) if lost else messages.WorkerEnded(worker=worker, code=code)
+def _end(worker: str, code: int, lost: str, error: str | None) -> messages.FromBridge:
+    """Return how the worker ended; an actor of an older release reports no error."""
+    if lost:
+        return messages.WorkerLost(worker=worker, why=lost)
+    return messages.WorkerEnded(worker=worker, code=code, error=error or "")
 
 
 async def _logging_errors(coroutine: Coroutine[Any, Any, None]) -> None:

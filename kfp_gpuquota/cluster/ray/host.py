@@ -98,10 +98,13 @@ class WorkerHost:
         """Return the worker's exit code when it has ended, and why it was lost ("": its own end)."""
         return await asyncio.shield(self._ends[worker]), self._why_lost(worker)
 
-    async def release(self, worker: str) -> None:
-        """Drop the records of a worker that has ended."""
+    async def release(self, worker: str) -> str:
+        """Drop the records of a worker that has ended; returns the error that ended it, if it reported one."""
+        directory = self._directories.get(worker)
+        error = shims.last_error(directory) if directory is not None else ""
         for found in (self._ends, self._directories, self._lost):
             found.pop(worker, None)
+        return error
 
     async def stop(self, worker: str, *, kill: bool) -> None:
         """SIGKILL now, or SIGTERM and SIGKILL after the worker's grace period."""

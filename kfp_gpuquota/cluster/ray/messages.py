@@ -156,11 +156,12 @@ class WorkerStarted(_Tagged, frozen=True):
 
 
 class WorkerEnded(_Tagged, frozen=True):
-    """The worker's process has ended, or `why` it cannot run at all."""
+    """The worker's process has ended, by an `error` if it reported one, or `why` it cannot run at all."""
 
     worker: str
     code: int
     why: str = ""
+    error: str = ""
 
 
 class WorkerNotStarted(_Tagged, frozen=True):

@@ -89,6 +89,7 @@ class RayRuntime:
         self._signals: dict[str, messages.Signal] = {}
         self._pids: dict[str, int] = {}
         self._cannot_run: dict[str, str] = {}
+        self._last_errors: dict[str, str] = {}
         self._tracked: Collection[str] | None = None
         self._fence = Fence(config.silence_s, tracked={node.labels[NODE_ID] for node in self.nodes.values()})
         self._used: dict[str, Steady] = {}
@@ -199,6 +200,10 @@ class RayRuntime:
         """Return why the worker could not run, if Ray said so: no limits of the machine are enforced."""
         why = self._cannot_run.pop(worker.id, "")
         return Reason(code=ReasonCode.WORKER_FAILED, message=why) if why else None
+
+    def last_error(self, worker: Worker) -> str:
+        """Return what the worker wrote on its node."""
+        return self._last_errors.pop(worker.id, "")
 
     def process_id(self, worker: Worker) -> int | None:
         """Return the process id on the worker's node."""
@@ -360,6 +365,8 @@ class RayRuntime:
             case messages.WorkerEnded():
                 if message.why:
                     self._cannot_run[worker] = message.why
+                if message.error:
+                    self._last_errors[worker] = message.error
                 reports.worker_ended(worker, message.code)
             case messages.WorkerNotStarted():
                 reports.worker_not_started(worker, message.why)

@@ -11,6 +11,7 @@ import msgspec
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.environment import LOOPBACK
 from kfp_gpuquota.cluster.ray.messages import Task
 
@@ -73,6 +74,7 @@ def task_of(
         "ELASTIC_WORKER_ID": worker.id,
         "ELASTIC_CHECKPOINT_DIR": checkpoints,
         "ELASTIC_REPORT_FILE": str(directory / "report.jsonl"),
+        "ELASTIC_ERROR_FILE": str(directory / shims.ERROR_FILE),
     }
     return Task(
         worker=worker.id,

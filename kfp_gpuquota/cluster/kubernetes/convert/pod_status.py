@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.control_characters import last_line
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod, Terminated
 
-KILLED: Final = 137  # 128 + SIGKILL: a shell's exit code of a killed process
+SIGNALLED: Final = 128  # a shell's: a process that a signal ended has this and its number
+KILLED: Final = SIGNALLED + 9
 
 
 _TROUBLE: Final = frozenset(
@@ -46,6 +48,18 @@ def ended_at(pod: Pod) -> float | None:
 
 def _terminated(pod: Pod) -> Terminated | None:
     return next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
+
+
+def last_error(pod: Pod) -> str:
+    """Return the last line of a failed container's termination message; "" without one.
+
+    The message is the end of the log if the script wrote none. A signal's cause is not in the log, but may be reported,
+    in one line.
+    """
+    ended = _terminated(pod) if pod.status.phase == "Failed" else None
+    if ended is None or not ended.exit_code or (ended.exit_code > SIGNALLED and "\n" in ended.message.strip()):
+        return ""
+    return last_line(ended.message)
 
 
 def lost_with(pod: Pod) -> str:

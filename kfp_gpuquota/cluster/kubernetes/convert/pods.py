@@ -42,6 +42,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import Repulsion, rep
 from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
     ended_at,
     exit_code_of,
+    last_error,
     lost_with,
     rejected_with,
     trouble_of,
@@ -105,7 +106,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
     a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
     devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not;
-    `rejected` is why its kubelet did not take it.
+    `rejected` is why its kubelet did not take it, `error` what ended a worker's script.
     `ended_at` is when its first container ended, by its kubelet's clock.
     """
 
@@ -134,6 +135,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     exit_code: int | None = None
     ended_at: float | None = None
     rejected: str = ""
+    error: str = ""
     start_failure: str = ""
     prepared: bool = False
     constraints: NodeConstraints = NodeConstraints()
@@ -299,6 +301,7 @@ def pod_view(pod: Pod) -> PodView:
         ended_at=ended_at(pod),
         lost=lost_with(pod),
         rejected=rejected_with(pod),
+        error=last_error(pod) if elastic else "",
         start_failure=trouble_of(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,

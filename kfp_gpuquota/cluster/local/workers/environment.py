@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
 from kfp_gpuquota.api.share import compute_variables, limit_text
 from kfp_gpuquota.cluster.local.devices import environment_of, threads_per_slot
+from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.sharing import memory_directory, simulated_directory
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         "ELASTIC_WORKER_ID": worker.id,
         "ELASTIC_CHECKPOINT_DIR": str(home.checkpoints(job.uid)),
         "ELASTIC_REPORT_FILE": str(directory / "report.jsonl"),
+        "ELASTIC_ERROR_FILE": str(directory / shims.ERROR_FILE),
     }
 
 

@@ -80,6 +80,9 @@ class WorkerRuntime(Protocol):
     def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:
         """Return why the machine ended the worker; None where it did not."""
 
+    def last_error(self, worker: Worker) -> str:
+        """Return the error that ended the worker, as it reported itself; "" if it did not."""
+
     def process_id(self, worker: Worker) -> int | None:
         """Return the process id of a worker on its node; None where it is not available."""
 
@@ -173,6 +176,10 @@ class LocalRuntime:
             return None
         message = f"worker {worker.index} used more than its memory limit of {show_mib(spec.memory_limit_mib)}"
         return Reason(code=ReasonCode.WORKER_FAILED, message=message, details={"worker": worker.id})
+
+    def last_error(self, worker: Worker) -> str:
+        """Return what the worker wrote."""
+        return shims.last_error(self._directory(worker))
 
     def process_id(self, worker: Worker) -> int | None:
         """Return what the worker's shim wrote."""

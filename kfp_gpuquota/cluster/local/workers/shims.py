@@ -21,15 +21,19 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from kfp_gpuquota.api.control_characters import last_line
 from kfp_gpuquota.cluster.local.home import make_private
 from kfp_gpuquota.cluster.local.workers import shim
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
-EXIT_SHIM_LOST: Final = 128 + signal.SIGKILL
+EXIT_SIGNAL: Final = 128  # a shell's: a process that a signal ended has this and its number
+EXIT_SHIM_LOST: Final = EXIT_SIGNAL + signal.SIGKILL
+ERROR_FILE: Final = "error.txt"
 WORKER_ID_VARIABLE: Final = "ELASTIC_WORKER_ID"
 _SHIM = Path(shim.__file__)
+_MOST_READ: Final = 2048
 _OTHER_SHIM_DELAY_S: Final = 0.05
 
 
@@ -220,6 +224,28 @@ def ended_at(directory: Path) -> float | None:
         with contextlib.suppress(OSError):
             return (directory / "log").stat().st_mtime
     return None
+
+
+def last_error(directory: Path) -> str:
+    """Return the error that ended the worker's script, in one line: as it reported it, else the last line of its log.
+
+    That is Kubernetes' termination message with `FallbackToLogsOnError`. A signal's cause is not in the log.
+    """
+    reported = last_line(_end_of(directory / ERROR_FILE))
+    by_itself = 0 < exit_code(directory) <= EXIT_SIGNAL
+    return reported or (last_line(_end_of(directory / "log")) if by_itself else "")
+
+
+def _end_of(path: Path) -> str:
+    """Return the end of a file that the worker wrote, and "" instead of what a link or a pipe leads to."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    with os.fdopen(file, "rb") as opened, contextlib.suppress(OSError):
+        opened.seek(max(0, os.fstat(file).st_size - _MOST_READ))
+        return opened.read(_MOST_READ).decode(errors="replace")
+    return ""
 
 
 def lease_ended(directory: Path) -> bool:

@@ -117,6 +117,7 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
     _mount(spec, main, job, settings)
     for container in (*containers[1:], *(spec.get("initContainers") or [])):
         container["resources"] = _without_devices(container.get("resources") or {})
+    main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     main["env"] = _environment(main.get("env") or [], job, record, worker, settings)
     if not record.spec.shared:
         main["resources"] = _resources(main.get("resources") or {}, record.spec.worker_gpus)
