@@ -141,7 +141,7 @@ def test_a_failing_step_ends_with_the_jobs_exit_code_and_says_why(cluster: Embed
     code, log = step.run()
     assert code == 3
     assert "[0] no good" in log
-    assert log.rstrip().endswith("gpuquota: failed with exit code 3: worker 0 ended with exit code 3")
+    assert log.rstrip().endswith("gpuquota: failed with exit code 3: worker 0 ended with exit code 3: no good")
     assert not list(tmp_path.rglob(".gpuquota"))
 
 
