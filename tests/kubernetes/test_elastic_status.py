@@ -82,6 +82,14 @@ def test_changes_of_size_are_read_again_and_only_the_last_are_kept() -> None:
     assert shown.status.resizes == changes[-20:]
 
 
+def test_a_reason_of_another_version_is_kept_by_a_restarted_controller() -> None:
+    """A client showed its sentence, and the controller forgot it."""
+    failed = job_with(phase="Failed", reason="SinceThen", message="its license has expired")
+    for status in (record_of(failed).status, job_of(failed).status):
+        assert status.reason is not None
+        assert status.reason.message == "its license has expired"
+
+
 def test_a_worker_is_shown_with_its_rank_once_it_has_one() -> None:
     def pod(index: int, **status: Any) -> Pod:
         meta = {"name": f"job-{index}", "labels": {labels.WORKER: str(index)}}
