@@ -106,7 +106,7 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
 
 
 def _spec_changed(before: JobRecord, after: JobRecord) -> Iterator[scheduler.Event]:
-    """Yield the events for what may change while a job runs; nodes are chosen anew for its next workers only."""
+    """Yield the events for what may change while a job runs; nodes are chosen again for its next workers only."""
     old, new = before.spec, after.spec
     if (sizes(old), old.effective_priority) != (sizes(new), new.effective_priority):
         at = after.updated_at if after.updated_at != before.updated_at else None

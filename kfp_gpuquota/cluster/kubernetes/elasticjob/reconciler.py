@@ -181,7 +181,7 @@ class ElasticJobs:
             self._take_in(job)
             return True
         if job.spec.template != before.spec.template or (before.spec.suspend and not job.spec.suspend):
-            self.readiness.begin_anew(uid)
+            self.readiness.start_again(uid)
         if job.spec != before.spec:
             self._follow_spec(uid)
             self._timers.set(uid)
@@ -298,7 +298,7 @@ class ElasticJobs:
     def start_workers(self, job: JobRecord, workers: Sequence[WorkerRecord]) -> None:
         """Create the workers' pods, and open the job's membership at its start."""
         if not self.membership.service.is_open(job.uid):
-            self.book.runtime_states[job.uid].start_anew()
+            self.book.runtime_states[job.uid].start_again()
             self.membership.open(job)
         self.workers.make(job.uid, [record.worker for record in workers])
 

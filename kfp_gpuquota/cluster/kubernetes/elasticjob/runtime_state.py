@@ -50,7 +50,7 @@ class RuntimeState:
         self.start_failure.pop(worker.id, None)
         self.last_warnings.pop(worker.id, None)
 
-    def start_anew(self) -> None:
+    def start_again(self) -> None:
         """Discard the state of the workers of earlier starts."""
         self.ended.clear()
         self.complaints.clear()
