@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
     from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
     from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
-    from kfp_gpuquota.web.notice import Notice
+    from kfp_gpuquota.web.source import Notice
 
 Json = dict[str, Any]
 
