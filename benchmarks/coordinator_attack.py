@@ -37,7 +37,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.common import print_conditions, print_result, written_certificates  # noqa: E402
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.service import serving  # noqa: E402
-from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory  # noqa: E402
+from kfp_gpuquota.cluster.kubernetes.shards.server import bound_tls_memory  # noqa: E402
 from kfp_gpuquota.server.membership.service import MembershipService  # noqa: E402
 from kfp_gpuquota.server.transport.tls import load_pair  # noqa: E402
 

@@ -18,12 +18,14 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
-from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
+from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

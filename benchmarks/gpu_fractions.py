@@ -31,9 +31,8 @@ from kfp_gpuquota.cluster.kubernetes.sharing.node_agent import AgentOptions, Nod
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import NAMESPACE
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote, written
 from kfp_gpuquota.fractions import Claim, Policy, Process
-from kfp_gpuquota.fractions.agent import Agent, Share
+from kfp_gpuquota.fractions.agent import Agent, Share, UsageMessage, read_limit
 from kfp_gpuquota.fractions.devices import SimulatedMemory
-from kfp_gpuquota.fractions.limit_files import UsageMessage, read_limit
 from kfp_gpuquota.fractions.processes import identify, worker_of
 
 if TYPE_CHECKING:

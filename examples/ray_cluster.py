@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 SCRIPT = Path(__file__).with_name("train_digits.py")
 
@@ -61,7 +61,7 @@ def workers_of(job: Job) -> int:
     return job.status.progress.workers or 0 if job.status.progress else 0
 
 
-def wait_for(client: ClusterClient, name: str, condition: Callable[[Job], bool]) -> Job:
+def wait_for(client: ClusterApi, name: str, condition: Callable[[Job], bool]) -> Job:
     """Return the job as soon as the condition holds for it."""
     revision = None
     while True:
@@ -90,7 +90,7 @@ def ray_cluster(nodes: int, gpus: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def cluster_on(address: str) -> Iterator[ClusterClient]:
+def cluster_on(address: str) -> Iterator[ClusterApi]:
     """Start this project's cluster on Ray, with two teams: what `gpuquota cluster start --ray ADDRESS` does."""
     with tempfile.TemporaryDirectory(prefix="gpuquota-", ignore_cleanup_errors=True) as directory:
         home = Home(Path(directory) / "cluster")

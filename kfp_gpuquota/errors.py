@@ -117,7 +117,7 @@ class ClusterStartError(RunError):
 
 
 class PlanningFailedError(RunError):
-    """Several plans in a row raised an exception; the process ends, and starts anew."""
+    """Several plans in a row raised an exception; the process ends, and starts again."""
 
     code = "planning-failed"
 

@@ -29,7 +29,7 @@ from tests.reporting import Reporting
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 
 # The duration of an example depends on the load of the machine, not on the code.
@@ -50,7 +50,7 @@ class EmbeddedCluster:
     """A running cluster, the client to it, and what tests do with both."""
 
     home: Home
-    client: ClusterClient
+    client: ClusterApi
 
     @property
     def environment(self) -> dict[str, str]:

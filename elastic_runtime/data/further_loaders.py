@@ -67,7 +67,7 @@ class SecondLoader:
             yield self._next()
 
     def follow(self, iterations: Iterator[tuple[int, MicroBatch]], stamp: int) -> None:
-        """The first loader plans anew: `iterations` are (samples before its step, micro-batch)."""
+        """The first loader plans again: `iterations` are (samples before its step, micro-batch)."""
         self._generator.manual_seed(mix_seed(self._seed, stamp))
         self._plan.of_span = (self._indices(before, micro) for before, micro in iterations)
         self._batches, self._begun, self._taken = None, 0, 0

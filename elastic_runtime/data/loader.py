@@ -59,7 +59,7 @@ class Loop(Protocol):
         """The loop gets this micro-batch next; return the iteration's number."""
 
     def end(self) -> bool:
-        """The loop is done with it; False where what follows is to be planned anew."""
+        """The loop is done with it; False where what follows is to be planned again."""
 
     def abandon_iteration(self, iteration: int | None = None) -> None:
         """The loop was left within this iteration."""

@@ -111,7 +111,7 @@ class Reader:
         return Read(samples[: request.stop - request.start], self._length, mark, request.seed)
 
     def _from_kept(self, request: Request) -> list[Any] | None:
-        """What was kept of a step; of its first request, planned anew, where the stream has ended in the step: so that
+        """What was kept of a step; of its first request, planned again, where the stream has ended in the step: so that
         a stream read by one worker alone never goes back.
         """
         start, samples = self._kept

@@ -2,7 +2,7 @@
 
 Step k of an epoch is the next samples of the stream, at every size; each worker reads the stream and keeps its share.
 Whether a step is full is known when it has been read: the first request of a step reads through to its end and looks
-one sample further. A step that turns out short is planned anew before any of it was computed.
+one sample further. A step that turns out short is planned again before any of it was computed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class StreamedLoader(ElasticLoader):
         self._length = length
         if length == 0:
             raise UsageError(
-                "the IterableDataset gave no sample; where it reads what it was given once, let it begin anew in "
+                "the IterableDataset gave no sample; where it reads what it was given once, let it start again in "
                 "each __iter__"
             )
         return length

@@ -41,8 +41,7 @@ from elastic_runtime.validation.prepare_checks import (
     check_synchronized,
     plain,
 )
-from elastic_runtime.validation.unprepared_loaders import LoaderWatch
-from elastic_runtime.validation.unprepared_schedulers import find_schedulers
+from elastic_runtime.validation.unprepared import LoaderWatch, find_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -301,7 +300,7 @@ class Job:
         self._state.totals = Totals(count, -1, -1 if steps is None else steps)
         self._start(total_steps=None if steps is None else count * steps)
         if session.position.epoch >= count:
-            _log.warning("%d epochs are trained already: nothing to do (a new job begins anew)", count)
+            _log.warning("%d epochs are trained already: nothing to do (a new job starts from the beginning)", count)
         while not session.finished:
             while session.position.epoch < count:
                 epoch = session.position.epoch
@@ -317,7 +316,7 @@ class Job:
         self._state.totals = Totals(-1, count)
         self._start(total_steps=count, last_step=count)
         if session.position.step >= count:
-            _log.warning("%d steps are trained already: nothing to do (a new job begins anew)", count)
+            _log.warning("%d steps are trained already: nothing to do (a new job starts from the beginning)", count)
         while not session.finished:
             while session.position.step < count:
                 epoch = session.position.epoch
@@ -418,7 +417,7 @@ class Job:
 
     def repeat(self, work: Callable[[], Result]) -> Result:
         """`work()`, done by all workers together (an evaluation that adds up over them), and again where one is lost in
-        the middle of it; returns what it returned. It begins anew each time it is called, talks to the others by
+        the middle of it; returns what it returned. It starts again each time it is called, talks to the others by
         `job.all_reduce` and `job.all_gather` only, and asks there for `job.rank` and `job.world_size`, which change.
 
         After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
@@ -627,7 +626,7 @@ def _several(given: Any) -> list[Any]:
 
 
 def _take_from_others(model: torch.nn.Module) -> None:
-    """A notebook makes a job anew for the same model: the one before it lets go."""
+    """A notebook makes a job again for the same model: the one before it lets go."""
     for session in list(_sessions):
         if session.owns(model.parameters()):
             session.release()

@@ -391,7 +391,7 @@ class Session:
         return True
 
     def end(self) -> bool:
-        """The loop is done with an iteration; False where what follows is to be planned anew."""
+        """The loop is done with an iteration; False where what follows is to be planned again."""
         step = self._step
         micro, step.micro = step.micro, None
         counted, self._counted = self._counted, False

@@ -77,7 +77,7 @@ class Environment:
             raise SettingsError(f"{error}; the file must be there before the worker starts") from error
 
     def coordinator_address(self) -> tuple[str, int, str]:
-        """(host, port, path) of the job's membership service; `@FILE` is read anew by each call. The host of a Unix
+        """(host, port, path) of the job's membership service; `@FILE` is read again by each call. The host of a Unix
         socket is its file, and the port is 0.
 
         SettingsError for something that is no such address; OSError where the file is not there.

@@ -65,7 +65,7 @@ def open_connection(host: str, port: int, ca_file: str | None, timeout_s: float)
 
 
 def context_for(ca_file: str) -> ssl.SSLContext:
-    """Trust in one authority (a file, read anew as it rotates), or in the system's where the name is empty."""
+    """Trust in one authority (a file, read again as it rotates), or in the system's where the name is empty."""
     context = ssl.create_default_context(cafile=ca_file or None)
     context.sslsocket_class = TwoThreadSocket
     return context

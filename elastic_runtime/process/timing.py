@@ -36,7 +36,7 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """Start anew after a resize: the next step is not compared with those before."""
+        """Start again after a resize: the next step is not compared with those before."""
         self._summed_at: float | None = None
         self._ready_at = 0.0
         self._busy_s = 0.0
@@ -91,6 +91,6 @@ class Phases:
         self._ms[name] = self._ms.get(name, 0.0) + ms
 
     def take(self) -> dict[str, float]:
-        """Return the phases measured since the last call, and start anew."""
+        """Return the phases measured since the last call, and start again."""
         taken, self._ms = self._ms, {}
         return {name: round(ms, 2) for name, ms in taken.items()}

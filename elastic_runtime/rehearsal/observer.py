@@ -1,31 +1,142 @@
 """The comparisons of a rehearsal within the loop, and the points at which it makes a step fail.
 
 Every worker of a rehearsal has one observer: the global step calls `summed`, the session `between_steps`.
+
+Dropout and the statistics of batches are switched off while two sizes are compared. Both make a gradient depend on the
+number of workers in any script, right or wrong. Without them, what still depends on it is the script's: a mean over
+tokens, weights of classes, a balance of experts.
+
+`model.eval()` is not used for this: models return other things then, as detectors and Hugging Face's do.
+
+It also finds state that a script keeps beside what `prepare` and `job.track` were given.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
 from elastic_runtime.errors import CollectiveError, ElasticError
-from elastic_runtime.rehearsal.objects import attributes_of, objects_beside
-from elastic_runtime.rehearsal.records import flattened, prints_of
-from elastic_runtime.rehearsal.switched_off import SwitchedOff, uses_batch_statistics
+from elastic_runtime.rehearsal.records import Prints, flattened, print_of, prints_of
 from elastic_runtime.rehearsal.timetable import FAILING, JOINED, LAST, SAVED, SECOND
 from elastic_runtime.state import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from elastic_runtime.rehearsal.orders import RehearsedOrders
     from elastic_runtime.rehearsal.records import Prints
     from elastic_runtime.state.training_state import TrainingState
+
+
+KINDS: tuple[type, ...] = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_INTERNAL = ("torch._", "torch.fx", "elastic_runtime")
+
+
+def objects_beside(state: TrainingState, models: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+    """Modules, optimizers and schedulers of the process that are no part of the job's state, with their prints.
+
+    [{"kind": class name, "shape": what it is made of, "prints": by name}], of those that hold any tensor or number.
+    """
+    covered = {id(part) for root in [state.model, *models, *_values(state)] for part in _with_parts(root)}
+    found = [each for each in gc.get_objects() if _is_kind(each) and id(each) not in covered]
+    inner = {id(part) for each in found for part in _with_parts(each) if part is not each}
+    rows = []
+    for each in found:
+        if id(each) in inner or type(each).__module__.startswith(_INTERNAL):
+            continue
+        prints = prints_of(flattened(each.state_dict()))
+        if prints:
+            rows.append({"kind": type(each).__name__, "shape": sorted(prints), "prints": prints})
+    return rows
+
+
+def attributes_of(model: torch.nn.Module) -> Prints:
+    """Tensors and numbers that modules hold as plain attributes: no parameters, no buffers."""
+    found: Prints = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or name == "training" or isinstance(value, bool):
+                continue
+            if isinstance(value, torch.Tensor):
+                found[f"{path}.{name}".lstrip(".")] = print_of(value)
+            elif isinstance(value, int | float):
+                found[f"{path}.{name}".lstrip(".")] = [float(value), 0.0]
+    return found
+
+
+def _is_kind(value: object) -> bool:
+    """By type and not by isinstance, which asks proxies for their class."""
+    return issubclass(type(value), KINDS)
+
+
+def _values(state: TrainingState) -> Iterable[Any]:
+    return (part for _, part in state.parts)
+
+
+def _with_parts(value: Any) -> list[Any]:
+    """An object, and the modules, optimizers or schedulers that it is made of."""
+    if isinstance(value, torch.nn.Module):
+        return list(value.modules())
+    parts = [*getattr(value, "_schedulers", ()), getattr(value, "optimizer", None)]
+    return [value, *(part for part in parts if part is not None)]
+
+
+def uses_batch_statistics(module: torch.nn.Module) -> bool:
+    """Whether it normalizes with the mean and variance of the samples that one worker has."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+class SwitchedOff:
+    """The layers of `models`. A loop may call `model.train()` in each step: they are switched at each forward, too."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        self._before: list[tuple[torch.nn.Module, str, Any]] | None = None
+        for model in models:
+            model.register_forward_pre_hook(self._before_forward)
+
+    @property
+    def off(self) -> bool:
+        """Whether they are."""
+        return self._before is not None
+
+    def set(self, *, off: bool) -> None:
+        """Switch them off, or back to what they were."""
+        for module, name, value in reversed(self._before or ()):
+            setattr(module, name, value)
+        self._before = [] if off else None
+        for model in self._models:
+            self._before_forward(model)
+
+    def _before_forward(self, model: torch.nn.Module, *_inputs: Any) -> None:
+        if self._before is None:
+            return
+        for module in model.modules():
+            for name, value in _to_change(module):
+                self._before.append((module, name, getattr(module, name)))
+                setattr(module, name, value)
+
+
+def _to_change(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(attribute, value) of a layer that is not off. Own modules have probabilities of dropout as attributes, too."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    if uses_batch_statistics(module) and module.training:
+        yield "training", False
+    for name, value in vars(module).items():
+        drops = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+        if drops and isinstance(value, float) and value:
+            yield name, 0.0
+
 
 _SMALLEST_HALF = 2.0**-24
 _COARSE = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}

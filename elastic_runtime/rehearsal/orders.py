@@ -1,10 +1,15 @@
-"""The stand-in for the coordinator: it gives the orders of the timetable, without a connection."""
+"""The stand-in for the coordinator: it gives the orders of the timetable, without a connection.
+
+The report of the rehearsal is printed on standard output.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import shutil
+import sys
+import textwrap
 import threading
 import time
 from contextlib import suppress
@@ -13,17 +18,107 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from elastic_runtime.membership.orders import Order
-from elastic_runtime.rehearsal import report
 from elastic_runtime.rehearsal.records import Records
 from elastic_runtime.rehearsal.second_worker import SecondWorker, key_of, note_errors, prepare_directory
-from elastic_runtime.rehearsal.timetable import FIRST, FIRST_EPOCH, SECOND, first_order, order_after_failure
-from elastic_runtime.rehearsal.verdict import findings_of
+from elastic_runtime.rehearsal.timetable import (
+    FIRST,
+    FIRST_EPOCH,
+    JOINED,
+    LAST,
+    LEADER_LOST,
+    REPEATED,
+    REPEATED_ALONE,
+    SAVED,
+    SECOND,
+    first_order,
+    order_after_failure,
+)
+from elastic_runtime.rehearsal.verdict import findings_of, largest_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from elastic_runtime.rehearsal.verdict import Finding
     from elastic_runtime.torch_internals import Store
+
+
+_WIDTH = 118
+_STAGES = (
+    (REPEATED_ALONE, "a step repeated by one worker"),
+    (JOINED, "a worker that joins"),
+    (REPEATED, "a step repeated by two workers"),
+    (LEADER_LOST, "the loss of rank 0"),
+    (SAVED, "a checkpoint written and read"),
+)
+
+NOT_WITH_SHARDS = (
+    "The state is sharded: checksums of the gathered state are compared before each step. Not tried with shard=: a "
+    "worker that leaves and hands its shards over, more than 2 workers, FSDP's own collectives over NCCL, and objects "
+    "that are neither prepared nor tracked."
+)
+
+
+def show(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> None:
+    """Print the report."""
+    flush()
+    print("\n".join(lines(findings, rows)), flush=True)  # noqa: T201  (the program's result)
+
+
+def flush() -> None:
+    """Flush the script's output, so that it precedes the report."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def lines(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Return the report as text."""
+    reached = max((row["step"] for row in rows if row["what"] == "gradients"), default=-1)
+    done = [text for step, text in _STAGES if step <= reached]
+    fails = [finding for finding in findings if finding.fails]
+    summary = f"ELASTIC_REHEARSE: {reached + 1} steps, with {', '.join(done) or 'nothing but their beginning'}."
+    yield from textwrap.wrap(summary, _WIDTH)
+    if reached < LAST and not fails:
+        missing = ", ".join(text for step, text in _STAGES if step > reached)
+        yield f"The training ended after {reached + 1} of {LAST + 1} steps" + (
+            f"; not tried: {missing}." if missing else "."
+        )
+    if any(row["what"] == "sharded" for row in rows):
+        yield from textwrap.wrap(NOT_WITH_SHARDS, _WIDTH)
+    for number, finding in enumerate(fails, 1):
+        yield from _block(f"{number}. {finding.what}", finding)
+    for finding in findings:
+        if not finding.fails:
+            yield from _block(f"Note: {finding.what}", finding)
+    if fails:
+        yield f"{len(fails)} would go wrong on a cluster."
+        return
+    yield from textwrap.wrap(_limits(rows), _WIDTH)
+    yield "No error was found in what was tried."
+
+
+def _limits(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what the comparison of sizes could find, and what it could not."""
+    gradients = [row for row in rows if row["what"] == "gradients"]
+    if gradients and all(row["exact"] for row in gradients):
+        return "Gradients of one worker and of two were compared bit by bit."
+    found = largest_difference(rows)
+    if found is None:
+        return "Gradients of one worker and of two were not compared: a loss that depends on the size is not found."
+    difference, limit = found
+    compared = "Gradients of one worker and of two, without dropout and batch statistics,"
+    if difference == 0.0:
+        return f"{compared} were equal."
+    return f"{compared} differ by {difference:.1g} of their norm at most; up to {limit:.1g} counts as rounding."
+
+
+def _block(head: str, finding: Finding) -> Iterator[str]:
+    yield from textwrap.wrap(head, _WIDTH, subsequent_indent="   ")
+    for label, text in (("why", finding.why), ("remedy", finding.remedy)):
+        first, *rest = text.splitlines() or [""]
+        yield from textwrap.wrap(f"{label}: {first}", _WIDTH, initial_indent="   ", subsequent_indent="   ")
+        yield from rest
+
 
 SECOND_WORKER_S = 600.0
 """Seconds that the first worker waits for the exit of the second one."""
@@ -94,7 +189,7 @@ class RehearsedOrders:
         findings = findings_of(rows)
         if not failed and second.code != 0 and not any(row["what"] == "error" for row in rows):
             findings.append(second.finding())
-        report.show(findings, rows)
+        show(findings, rows)
         self.exit_code = int(any(finding.fails for finding in findings))
 
     def _remove_directory(self) -> None:
@@ -108,7 +203,7 @@ class RehearsedOrders:
         """The script has ended by itself: the exit code is the report's."""
         self.close()
         if self.exit_code:
-            report.flush()
+            flush()
             os._exit(self.exit_code)
 
     def _watch_second(self) -> None:

@@ -1,4 +1,4 @@
-"""Wrapping a model by the script's `shard` function, taking the wrapping off again, and wrapping it anew.
+"""Wrapping a model by the script's `shard` function, taking the wrapping off again, and wrapping it again.
 
 `fully_shard` has no way back and no way to another mesh, but it works in place: it gives modules another class, hooks
 and a state object, and replaces their parameters by DTensors. What it added is taken away here, parameters go to the

@@ -128,18 +128,18 @@ class TrainingState:
         if state.get("reduction", self.reduction) != self.reduction:
             raise StateError(
                 f"the saved state was trained with {state['reduction']}, this script asks for {self.reduction}; what "
-                "follows would be neither: ask for the same, or remove the checkpoints to begin anew"
+                "follows would be neither: ask for the same, or remove the checkpoints to start from the beginning"
             )
         for what, own in (("data", self.data), ("optimizers", self._kinds())):
             if state.get(what, own) != own:
                 raise StateError(
                     f"the saved state was trained with {state[what]}, this script has {own}; samples or optimizer "
-                    "state would be mixed up: give it the same, or remove the checkpoints to begin anew"
+                    "state would be mixed up: give it the same, or remove the checkpoints to start from the beginning"
                 )
         if state["fingerprint"] != self.fingerprint():
             raise StateError(
                 "the saved state belongs to another model: its parameters have other names, shapes or types; "
-                "build the same model, or remove the checkpoints to begin anew"
+                "build the same model, or remove the checkpoints to start from the beginning"
             )
 
     def rehearse(self) -> None:

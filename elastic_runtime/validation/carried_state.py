@@ -3,7 +3,7 @@
 It belongs to samples whose successors another worker has after a change of size, so it cannot be right there. It is
 noticed alone, in the first iterations: twice in a row a module gets a tensor that it, or another one, gave in the
 iteration before, with the batch's size as one of its dimensions. Tensors are compared by their memory, which `detach`
-shares; memory that is looked at is kept from being used anew.
+shares; memory that is looked at is kept from being used again.
 
 The hooks are torch's global ones: a module's own would be copied and pickled with it.
 """

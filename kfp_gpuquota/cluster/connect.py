@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
     from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 URL_VARIABLE: Final = "GPUQUOTA_URL"
 TOKEN_FILE_VARIABLE: Final = "GPUQUOTA_TOKEN_FILE"  # noqa: S105 (a variable's name)
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def connect(
     environment: Mapping[str, str] | None = None, *, image: str = "", retry_for_s: float = RETRY_FOR_S
-) -> ClusterClient:
+) -> ClusterApi:
     """Return a client of the selected cluster; `image` is the image of the jobs that it submits.
 
     Raises ClusterStartError if the embedded cluster does not start, UsageError for a context that does not exist or an
@@ -146,10 +146,11 @@ def listed_project(given: str = "", environment: Mapping[str, str] | None = None
     return "" if namespace == _NO_NAMESPACE else namespace
 
 
-def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_for_s: float) -> ClusterClient:
+def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_for_s: float) -> ClusterApi:
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient  # noqa: PLC0415 (the embedded one needs it not)
 
-    return KubernetesClient(_connection(context, environment), image=image, retry_for_s=retry_for_s)
+    connection = _connection(context, environment)
+    return KubernetesClient(connection, image=image, context=context, retry_for_s=retry_for_s)
 
 
 def _connection(context: str, environment: Mapping[str, str]) -> Connection:

@@ -54,7 +54,7 @@ class PlanningHealth:
         """Raise PlanningFailedError after too many failures in a row."""
         if self.failures >= self._max_failures:
             raise PlanningFailedError(
-                f"{self.failures} plans in a row failed; this process ends, and the next one reads the cluster anew. "
+                f"{self.failures} plans in a row failed; this process ends, and the next one reads the cluster again. "
                 "The traceback of each failure is in the log above: please report it"
             )
 

@@ -26,13 +26,13 @@ from kfp_gpuquota.api import JobSpec, JobStatus, Phase
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.cluster.connect import connect, current_project, kube_context
 from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError, UnauthorizedError, UsageError
-from kfp_gpuquota.server.cluster_client import log_so_far
+from kfp_gpuquota.server.cluster_api import log_so_far
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 # What a command needs of the shell it was typed in to find the same programs and libraries. Not everything: the shell
 # may hold secrets that do not belong into a job's record.
@@ -46,7 +46,7 @@ _NAME_LENGTH: Final = 40
 class JobHandle:
     """A job that was submitted. Each method asks the cluster; none of them changes the handle."""
 
-    def __init__(self, client: ClusterClient, project: str, name: str) -> None:
+    def __init__(self, client: ClusterApi, project: str, name: str) -> None:
         self.project, self.name = project, name
         self._client = client
 
@@ -129,7 +129,7 @@ def submit(
     environment: Mapping[str, str] | None = None,
     working_directory: str | Path | None = None,
     image: str = "",
-    client: ClusterClient | None = None,
+    client: ClusterApi | None = None,
     **fields: Any,
 ) -> JobHandle:
     """Submit a job, and return a handle of it.
@@ -179,7 +179,7 @@ def _invalid(given: dict[str, Any], error: msgspec.ValidationError) -> UsageErro
     return InvalidFieldError(field, given[field], expected)
 
 
-def get_job(name: str, *, project: str = "", client: ClusterClient | None = None) -> JobHandle:
+def get_job(name: str, *, project: str = "", client: ClusterApi | None = None) -> JobHandle:
     """Return a handle of a job that exists. Raises NotFoundError."""
     handle = JobHandle(client or connect(), current_project(project), name)
     handle.job()
@@ -216,7 +216,7 @@ def forwarded_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in FORWARDED if name in os.environ}
 
 
-def most_gpus(reached: ClusterClient, project: str, gpus: float) -> int:
+def most_gpus(reached: ClusterApi, project: str, gpus: float) -> int:
     """Return the most GPUs of an elastic job that asks for `gpus`: the project's limit, or all that there are.
 
     Raises InvalidFieldError for a job without GPUs.

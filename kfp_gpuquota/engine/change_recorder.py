@@ -15,6 +15,7 @@ from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.engine.lifecycle import after_worker_exited, settled
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, leaving, with_status
+from kfp_gpuquota.engine.scheduling import sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,8 +64,9 @@ class ChangeRecorder:
             self.record(settled(job, [], self.now))
 
     def update(self, job: JobRecord, spec: JobSpec) -> None:
-        """Give the job other size bounds or another priority; its youngest workers beyond the new maximum leave."""
-        job = msgspec.structs.replace(job, spec=spec, updated_at=self.now)
+        """Give the job what may change while it runs; its youngest workers beyond a new maximum leave."""
+        resized = sizes(spec) != sizes(job.spec)
+        job = msgspec.structs.replace(job, spec=spec, updated_at=self.now if resized else job.updated_at)
         self.note(job, EventKind.JOB_UPDATED)
         self.change.jobs[job.uid] = job
         alive = [record.worker for record in self.state.alive_of(job.uid) if not record.released]

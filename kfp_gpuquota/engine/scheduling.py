@@ -9,6 +9,7 @@ from kfp_gpuquota import scheduler
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 NEVER_AGAIN = 1e12
@@ -34,8 +35,8 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
         return
     if after.suspended != (before is not None and before.suspended):
         yield scheduler.JobSuspended(after.uid) if after.suspended else scheduler.JobResumed(after.uid)
-    if before is not None and before.spec is not after.spec and _sizes(before) != _sizes(after):
-        yield scheduler.JobUpdated(after.uid, after.spec, after.updated_at or None)
+    if before is not None and before.spec is not after.spec:
+        yield from _spec_changed(before, after)
     if after.completing != (before is not None and before.completing):
         yield scheduler.JobCompleting(after.uid, after.completing)
     if after.promised != (() if before is None else before.promised):
@@ -104,7 +105,20 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
     )
 
 
-def _sizes(job: JobRecord) -> tuple[int, int, int, int, int]:
-    """Return the values that an update of a job can change for the scheduler."""
-    spec = job.spec
-    return spec.smallest, spec.gpus, spec.largest, spec.worker_gpus, spec.effective_priority
+def _spec_changed(before: JobRecord, after: JobRecord) -> Iterator[scheduler.Event]:
+    """Yield the events for what may change while a job runs; nodes are chosen again for its next workers only."""
+    old, new = before.spec, after.spec
+    if (sizes(old), old.effective_priority) != (sizes(new), new.effective_priority):
+        at = after.updated_at if after.updated_at != before.updated_at else None
+        yield scheduler.JobUpdated(after.uid, new, at)
+    if _constraints(old) != _constraints(new):
+        yield scheduler.ConstraintsChanged(after.uid, new)
+
+
+def sizes(spec: JobSpec) -> tuple[int, int, int, int]:
+    """Return the sizes that an update of a job can change."""
+    return spec.smallest, spec.gpus, spec.largest, spec.worker_gpus
+
+
+def _constraints(spec: JobSpec) -> tuple[object, ...]:
+    return spec.node_selector, spec.node_affinity, spec.tolerations

@@ -2,19 +2,23 @@
 
 Invariant: it keeps no state that it cannot read again, so that it may be killed at any time. Limits are in the
 workloads' directories, usage is in the devices, and the owner of a process is in the kernel.
+
+An agent and a workload agree on a limit by two files (docs/fractions.md). The workload can write to the directory, and
+on Kubernetes the agent is root: so the agent follows no link there, opens only regular files, and reads two numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, NamedTuple
+import stat
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.reason import ReasonCode
-from kfp_gpuquota.fractions import limit_files
 from kfp_gpuquota.fractions.claims import UNKNOWN, Claim, Sample
 from kfp_gpuquota.fractions.enforcer import Enforcer, Kill, Round
 from kfp_gpuquota.fractions.processes import Processes
@@ -25,6 +29,78 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.fractions.devices import DeviceMemory
     from kfp_gpuquota.fractions.lending import Policy
+
+
+LIMIT_FILE: Final = "limit.json"
+USAGE_FILE: Final = "usage.json"
+LONGEST: Final = 4096
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+class LimitMessage(msgspec.Struct, frozen=True):
+    """The limit of a workload on each of its devices, in MiB."""
+
+    limit_mib: int
+
+
+class UsageMessage(msgspec.Struct, frozen=True):
+    """A workload's report: the limit that it follows now, and the memory it wants (None: all up to its limit)."""
+
+    follows_mib: int | None = None
+    wanted_mib: int | None = None
+
+
+def write_limit(directory: Path, limit_mib: int) -> None:
+    """Write the workload's limit. Raises OSError."""
+    temporary = f"{LIMIT_FILE}.new"
+    within = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=within)
+        new = os.open(temporary, _NEW, 0o644, dir_fd=within)
+        try:
+            os.fchmod(new, 0o644)  # independent of the umask: the workload is another user
+            os.write(new, msgspec.json.encode(LimitMessage(limit_mib)))
+        finally:
+            os.close(new)
+        os.replace(temporary, LIMIT_FILE, src_dir_fd=within, dst_dir_fd=within)
+    finally:
+        os.close(within)
+
+
+def read_limit(directory: Path) -> int | None:
+    """Return the limit that was written last; None where none was."""
+    message = _read(f"{directory}/{LIMIT_FILE}", LimitMessage)
+    return None if message is None else message.limit_mib
+
+
+def read_usage(directory: Path) -> UsageMessage | None:
+    """Return the workload's report; None for a workload that does not listen or writes an invalid file."""
+    return _read(f"{directory}/{USAGE_FILE}", UsageMessage)
+
+
+def _read(path: str, kind: type[_Struct]) -> _Struct | None:
+    try:
+        return msgspec.json.decode(content, type=kind) if (content := _content(path)) else None
+    except msgspec.DecodeError:
+        return None
+
+
+def _content(path: str) -> bytes:
+    """Return the start of a regular file; empty for anything else, such as a link, or a pipe, which could block."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, LONGEST) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +187,10 @@ def what_it_can_do(policy: Policy) -> str:
 
 def _with_messages(share: Share) -> Iterable[Claim]:
     """Return the claims with the workload's messages, each capped at its limit: the workload can write both files."""
-    usage = limit_files.read_usage(share.directory)
+    usage = read_usage(share.directory)
     if usage is None:
         return share.claims
-    limit = limit_files.read_limit(share.directory)
+    limit = read_limit(share.directory)
     return (
         msgspec.structs.replace(
             claim,
@@ -136,9 +212,9 @@ def _send_limit(share: Share, decided: Round) -> None:
     limits = [
         decided.limits[key] for claim in share.claims if (key := (claim.workload, claim.device)) in decided.limits
     ]
-    if limits and (limit := min(limits)) != limit_files.read_limit(share.directory):
+    if limits and (limit := min(limits)) != read_limit(share.directory):
         try:
-            limit_files.write_limit(share.directory, limit)
+            write_limit(share.directory, limit)
         except OSError as error:
             log.error("cannot send workload %s its limit of %s MiB: %s", share.claims[0].workload, limit, error)
 

@@ -2,7 +2,7 @@
 
 Each event first changes the job's state (`event_handlers`). Then the generation in force is compared with the target
 and the workers' states, and the next one may be proposed (`decisions`). Then the orders that follow from the new state
-are compared with those last sent, and the changed ones are sent (`orders`). So a decision depends only on the state.
+are compared with those last sent, and the changed ones are sent. So a decision depends only on the state.
 Handlers that decide themselves would depend on the order in which events arrive.
 """
 
@@ -10,18 +10,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.membership import commands as c
 from kfp_gpuquota.membership.decisions import decide
 from kfp_gpuquota.membership.event_handlers import record
 from kfp_gpuquota.membership.events import WorkerDisconnected, WorkerHeard, WorkerReconnected
 from kfp_gpuquota.membership.job_state import JobState
-from kfp_gpuquota.membership.orders import order_for, send_changed_orders
+from kfp_gpuquota.membership.policy import participants
 from kfp_gpuquota.membership.roster import Generation, Limits, Member
+from kfp_gpuquota.membership.tables import WorkerState, WorkerTrigger
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from kfp_gpuquota.membership.commands import Command, Order
     from kfp_gpuquota.membership.events import Event
+
+
+def send_changed_orders(job: JobState) -> None:
+    """Release workers outside the target and all generations, and send each worker its order where it has changed."""
+    in_use = participants([generation for generation in (job.base, job.pending) if generation])
+    named = {worker for worker, member in job.members.items() if member.wanted_at is not None}
+    for worker in named - set(job.wanted()) - in_use - job.possibly_training():
+        job.release(worker, WorkerTrigger.RELEASED, job.base.step if job.base else 0)
+    for worker, member in job.members.items():
+        order = order_for(job, worker)
+        if member.state is not WorkerState.GONE and job.sent.get(worker) != order:
+            job.sent[worker] = order
+            job.out.append(c.SendOrder(worker, order))
+
+
+def order_for(job: JobState, worker: str) -> c.Order:
+    """Return the current order for `worker`, which is sent whenever it connects."""
+    member = job.members.get(worker)
+    if job.base and worker in job.base.leavers and worker in job.sent and not job.switch_is_over(job.base):
+        return job.sent[worker]  # its connections stay open until all members have switched
+    if member is None:
+        return c.Stay(0)
+    if not member.alive and member.state is not WorkerState.FINISHED:
+        return c.Release("this job does not want the worker any more")
+    in_base = job.base is not None and worker in job.base.member_set
+    pending = job.pending
+    if pending and pending.base == 0 and worker in pending.member_set:
+        return c.Recover(pending.number, pending.members)
+    if pending and pending.base and (in_base or worker in pending.member_set):
+        return c.Propose(pending.number, pending.members, pending.base)
+    if not in_base and job.finished and member.state is not WorkerState.FINISHED:
+        return c.Release("the training has finished")
+    if not in_base and not job.stays(member) and member.state is not WorkerState.FINISHED:
+        return c.Release("this job does not want the worker any more")
+    return c.Stay(job.generation if in_base else 0)
 
 
 class Membership:

@@ -226,7 +226,7 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
     for reason, uids in alike.values():
         reasons.update(dict.fromkeys(uids, of_several(reason, len(uids))))
     reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
-    emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
+    emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.victims)
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
     reasons.update(_deferred(state, cycle.now))
     return reasons
@@ -245,7 +245,7 @@ def _of_one_shape(cycle: Cycle, placed: Container[Job]) -> Iterator[tuple[list[J
     for queue in cycle.ledger.queues.values():
         for shape in cycle.shapes.get(queue, queue.waiting):
             entries = queue.waiting.get(shape, ()) if shape.starts else ()
-            jobs = [job for _, job in entries if not job.active and job not in placed and job not in cycle.losers]
+            jobs = [job for _, job in entries if not job.active and job not in placed and job not in cycle.victims]
             if jobs:
                 yield jobs, cycle.held_off.get((queue, shape))
 

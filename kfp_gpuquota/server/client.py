@@ -40,7 +40,7 @@ from kfp_gpuquota.api.wire import (
 )
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.server.answers import decoded
-from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.cluster_api import LONG_POLL_S, follow_log
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class Client:
         self._token = ""
         self._version = ""  # that the present request is meant for
         self._owner_pid = os.getpid()
+
+    @property
+    def runs_here(self) -> bool:
+        """Return True: jobs are programs of this machine."""
+        return True
 
     # Projects and nodes
 
@@ -207,8 +212,9 @@ class Client:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
 
-    def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
-        """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
+    def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
+        """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from the cluster's own file."""
+        del prometheus
         return self._call("GET", with_query("/v1/usage", since_s=since_s), tuple[GpuHours, ...])
 
     def debug_state(self) -> bytes:

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.web.live import Elements, LivePage
 from kfp_gpuquota.web.rendering import render
-from kfp_gpuquota.web.views import job, nodes, pipelines, queue, supposing, teams
+from kfp_gpuquota.web.views import job, nodes, pipelines, queue, teams, what_if
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -84,7 +84,7 @@ class Pages:
     def _queue(self, query: Mapping[str, str]) -> Page:
         wanted = queue.Filter.of(query)
         live = LivePage(lambda: queue.elements(self._source, wanted, self._rows))
-        supposed = supposing.Asked.of(query)
+        supposed = what_if.Asked.of(query)
         shown = sum(wanted.admits(each) for each in self._source.jobs())
         values = {
             "wanted": wanted,
@@ -98,7 +98,7 @@ class Pages:
         }
 
         async def outlook() -> Mapping[str, Any]:
-            return {"outlook": await supposing.lines(self._source, supposed)}
+            return {"outlook": await what_if.lines(self._source, supposed)}
 
         later = outlook if supposed.given and self._setting.what_if else None
         return Page("Queue", "queue", "queue.html", live, values, later)

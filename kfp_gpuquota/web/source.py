@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -10,7 +11,21 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Report, Usage
     from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
-    from kfp_gpuquota.web.notice import Notice
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What another program than the scheduler has reported about a job: on Kubernetes an Event.
+
+    `at` is the last time (seconds since the epoch) of `count`; `about` is a worker, "" for the job itself.
+    """
+
+    at: float
+    about: str
+    reason: str
+    message: str
+    warning: bool = False
+    count: int = 1
 
 
 class Source(Protocol):

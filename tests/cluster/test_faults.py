@@ -136,7 +136,7 @@ def test_a_lease_that_ends_while_nothing_can_be_written_cancels_its_job_later(te
     team.client.submit(spec, lease=Lease(holder="me", duration_s=0.1))
     with contextlib.closing(sqlite3.connect(team.home.database, isolation_level=None)) as database:
         database.execute("BEGIN IMMEDIATE")
-        until(lambda: "is cancelled later, since its lease has ended" in team.home.log_file.read_text())
+        until(lambda: ": its lease has ended, which is recorded" in team.home.log_file.read_text())
         database.execute("ROLLBACK")
     reason = team.wait_for("job", lambda job: job.status.phase.final).status.reason
     assert reason is not None

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.dsl.spec.placeholders import masked
+from kfp_gpuquota.dsl.pipelines.route import masked
 
 if TYPE_CHECKING:
     import signal

@@ -22,7 +22,7 @@ from kfp_gpuquota.dsl.launcher.log_stream import (
 )
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 RUNNING, GONE = WorkerPhase.RUNNING, WorkerPhase.GONE
 
@@ -129,7 +129,7 @@ class Cluster:
 def test_a_workers_log_is_whole_as_soon_as_its_command_has_ended(pieces: tuple[bytes, ...]) -> None:
     job, written = _job(_worker(0)), list[str]()
     cluster = Cluster(*(piece.replace(b"%s", ENDED.encode()) for piece in pieces))
-    follower = LogFollower(lambda: cast("ClusterClient", cluster), job, written.append)
+    follower = LogFollower(lambda: cast("ClusterApi", cluster), job, written.append)
     follower.start()
     follower.await_end_of(job.status.workers[0].id, 60.0)
     assert written == ["[0] a", "[0] last"]

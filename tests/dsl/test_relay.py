@@ -91,7 +91,7 @@ class Step:
         return self.restart()
 
     def restart(self) -> Relay:
-        """A launcher that was made anew: another port, the same token; the mounted Secret follows."""
+        """A launcher that was made again: another port, the same token; the mounted Secret follows."""
         token = ""
         if self.relay:
             token = self.relay.token

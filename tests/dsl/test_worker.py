@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.dsl.spec.placeholders import masked
+from kfp_gpuquota.dsl.pipelines.route import masked
 from kfp_gpuquota.dsl.worker import start
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from kfp import kubernetes
 
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import NO_DEVICES
-from kfp_gpuquota.dsl.pipelines.platform_config import RESERVED_PATHS, check_config
+from kfp_gpuquota.dsl.pipelines.route import RESERVED_PATHS, check_config
 from kfp_gpuquota.dsl.spec import pod_volumes
 from kfp_gpuquota.dsl.spec.pod_template import worker_template
 from kfp_gpuquota.errors import DefinitionError

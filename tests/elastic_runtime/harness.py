@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from kfp_gpuquota.membership import AnnounceCommit, Limits
-from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.elastic_runtime.leftovers import processes_at, threads_and_sockets
 from tests.elastic_runtime.relay import Relay
 from tests.elastic_runtime.training import IN_EVALUATION, Gate, Plan, worker_main
 from tests.forked import context, preload
 from tests.polling import TIMEOUT_S, until
+from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
     import multiprocessing

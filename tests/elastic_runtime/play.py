@@ -27,7 +27,7 @@ LAST_HELD_STEP = 42
 
 class Play:
     """A history in a real cluster. Workers are named by their index among the wanted ones, or (lost ones) in the
-    generation in force; numbers beyond begin anew at 0.
+    generation in force; numbers beyond start again at 0.
 
     One healthy worker that holds the state stays: what is trained must not be lost, or nothing would be tested.
     """

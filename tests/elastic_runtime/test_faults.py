@@ -32,7 +32,6 @@ from elastic_runtime.membership.generations import Generation, Generations
 from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.outbox import EventOutbox
 from elastic_runtime.membership.process_group import Interrupt
-from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests import forked
 from tests.cluster.conftest import CLOCK
 from tests.elastic_runtime.harness import JOB, Cluster
@@ -40,6 +39,7 @@ from tests.elastic_runtime.training import Gate, Plan, Points, build, train, tra
 from tests.forked import context
 from tests.membership.test_service import Recorder
 from tests.polling import TIMEOUT_S, until
+from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

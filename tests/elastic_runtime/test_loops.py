@@ -18,9 +18,9 @@ import elastic_runtime
 from elastic_runtime.errors import LoopError
 from elastic_runtime.state.packing import pack
 from elastic_runtime.state.training_state import TrainingState
-from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.elastic_runtime.harness import JOB, Cluster
 from tests.elastic_runtime.training import Plan, Points
+from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

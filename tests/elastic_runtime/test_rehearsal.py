@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_runtime.rehearsal.orders import RehearsedOrders
+from elastic_runtime.rehearsal.observer import SwitchedOff
+from elastic_runtime.rehearsal.orders import RehearsedOrders, lines
 from elastic_runtime.rehearsal.records import flattened, print_of
-from elastic_runtime.rehearsal.report import lines
-from elastic_runtime.rehearsal.switched_off import SwitchedOff
 from elastic_runtime.rehearsal.timetable import FAILING, FIRST, JOINED, SECOND, first_order, order_after_failure
 from elastic_runtime.rehearsal.verdict import findings_of
 from elastic_runtime.state.random_streams import RandomStreams

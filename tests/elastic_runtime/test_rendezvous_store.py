@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from elastic_runtime.membership.environment import Environment
 from elastic_runtime.membership.rendezvous_store import CoordinatorStore
-from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.elastic_runtime.test_loops import Notes
+from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,9 +13,9 @@ import pytest
 
 from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.environment import Environment
-from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.membership.test_service import Recorder
 from tests.polling import until
+from tests.standalone_coordinator import StandaloneCoordinator
 
 FINISHED = {"worker": "w0", "event": "TrainingFinished", "step": 7}
 

@@ -15,7 +15,7 @@ import elastic_runtime
 from elastic_runtime.errors import UsageError
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.sharded import files
-from elastic_runtime.sharded.clipping import clip_shards_
+from elastic_runtime.sharded.mode import clip_shards_
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import AT_CLIPPING, Clip, train
 from tests.elastic_runtime.test_sharded import undisturbed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.fractions.limit_files import UsageMessage, read_limit, read_usage, write_limit
+from kfp_gpuquota.fractions.agent import UsageMessage, read_limit, read_usage, write_limit
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -58,9 +58,7 @@ def see_job(test: Detached, spec: dict[str, Any], status: dict[str, Any]) -> str
 def due_in(test: Detached, uid: str) -> float:
     """Seconds until the job's next deadline, if it is set now."""
     test.controller.elastic._timers.set(uid)
-    timer = test.controller.elastic.book.runtime_states[uid].timer
-    assert timer is not None
-    return timer.when() - asyncio.get_running_loop().time()
+    return test.controller.elastic._timers._timers[uid].when() - asyncio.get_running_loop().time()
 
 
 def test_an_ended_job_is_deleted_in_time_after_the_clock_was_set_back() -> None:

@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.controller.debug_state import _is_local
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
-from kfp_gpuquota.cluster.kubernetes.operations import debug_state
+from kfp_gpuquota.cluster.kubernetes.user_client import debug_state
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.errors import UnauthorizedError
 from kfp_gpuquota.scheduler import planner

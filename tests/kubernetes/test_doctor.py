@@ -14,9 +14,8 @@ from kfp_gpuquota.cluster.findings import Level, worst
 from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.doctor import checks_cluster, checks_installation, facts
-from kfp_gpuquota.cluster.kubernetes.operations.doctor.certificate_dates import not_after
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examine, judge
-from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts
+from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts, not_after
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.version import __version__
 from tests.kubernetes.installation import MANIFESTS

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.api.wire import ShareView
+from kfp_gpuquota.cluster.job_timers import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import QUIET_S, Built, StatusWriter
-from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import (
     record_of,
     status_of,
@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import (
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Node, Pod
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus, JobLease
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus
 from kfp_gpuquota.cluster.kubernetes.user_client.views import job_of, node_view
 from kfp_gpuquota.engine.lifecycle import settled
 from kfp_gpuquota.engine.records import Intent, WorkerRecord, with_status
@@ -80,6 +80,14 @@ def test_changes_of_size_are_read_again_and_only_the_last_are_kept() -> None:
     assert record_of(stored).members == record.members
     shown = job_of(msgspec.json.decode(msgspec.json.encode(stored), type=ElasticJob))
     assert shown.status.resizes == changes[-20:]
+
+
+def test_a_reason_of_another_version_is_kept_by_a_restarted_controller() -> None:
+    """A client showed its sentence, and the controller forgot it."""
+    failed = job_with(phase="Failed", reason="SinceThen", message="its license has expired")
+    for status in (record_of(failed).status, job_of(failed).status):
+        assert status.reason is not None
+        assert status.reason.message == "its license has expired"
 
 
 def test_a_worker_is_shown_with_its_rank_once_it_has_one() -> None:
@@ -170,19 +178,13 @@ def test_workers_that_start_one_after_another_are_no_growth() -> None:
 
 
 def test_what_waits_for_time_comes_in_its_order() -> None:
-    spec = ElasticJobSpec(
-        template=TEMPLATE,
-        max_runtime_seconds=50.0,
-        ttl_seconds_after_finished=7.0,
-        lease=JobLease(holder="h", duration_seconds=30),
-    )
-    job = ElasticJob(metadata=META, spec=spec)
+    job = ElasticJob(metadata=META, spec=ElasticJobSpec(template=TEMPLATE, max_runtime_seconds=50.0))
     record = with_status(record_of(job), phase=Phase.RUNNING, started_at=100.0)
-    assert next_deadline(job, record, lease_seen_at=110.0) == Deadline(140.0, Due.LEASE_ENDED)
+    assert next_deadline(record, lease_until=140.0, keep_s=7.0) == Deadline(140.0, Due.LEASE_ENDED)
     earlier = msgspec.structs.replace(record, ran_s=20.0)
-    assert next_deadline(job, earlier, lease_seen_at=130.0) == Deadline(130.0, Due.RAN_TOO_LONG)
+    assert next_deadline(earlier, lease_until=160.0, keep_s=7.0) == Deadline(130.0, Due.RAN_TOO_LONG)
     ended = with_status(record, phase=Phase.SUCCEEDED, finished_at=200.0)
-    assert next_deadline(job, ended, lease_seen_at=0.0) == Deadline(207.0, Due.FORGET)
+    assert next_deadline(ended, lease_until=30.0, keep_s=7.0) == Deadline(207.0, Due.FORGET)
 
 
 def test_a_conditions_time_is_that_of_its_last_change() -> None:

@@ -122,7 +122,7 @@ def test_a_lease_that_another_one_holds_is_not_taken_before_it_has_not_changed_f
         assert not await second.attempt()  # from here on it counts
         election.clock.now += DURATION_S - 0.5
         assert not await second.attempt()
-        await first.attempt()  # it changed: the count begins anew
+        await first.attempt()  # it changed: the count starts again
         election.clock.now += 1.0
         assert not await second.attempt()
         election.clock.now += DURATION_S

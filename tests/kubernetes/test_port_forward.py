@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.operations import port_forward
-from kfp_gpuquota.cluster.kubernetes.operations.port_forward import forwarded
+from kfp_gpuquota.cluster.kubernetes.user_client import port_forward
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
+from kfp_gpuquota.cluster.kubernetes.user_client.port_forward import forwarded
 from kfp_gpuquota.dsl.pipelines import port_forward as kfp
 from kfp_gpuquota.errors import ClusterUnavailableError, NotFoundError, UsageError
 from tests.kubernetes.users import connection_of

@@ -29,6 +29,14 @@ MINUTES = 60 * HOURS
 HELD = {("vision", "guaranteed"): 2.0, ("vision", "borrowed"): 1.0, ("speech", "guaranteed"): 4.0}
 """GPUs of each project, all the time."""
 IDLE = 0.5
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+clusters: [{name: a, cluster: {server: 'http://127.0.0.1:9'}}]
+users: [{name: a, user: {token: none}}]
+contexts: [{name: a, context: {cluster: a, user: a}}]
+current-context: a
+"""
 UTILISATION = {
     'exported_namespace="vision",exported_pod="notebook",namespace="gpu-operator",pod="dcgm-1",gpu="0"': (0, 80),
     'exported_namespace="vision",exported_pod="train-0",namespace="gpu-operator",pod="dcgm-1",gpu="1"': (97, 97),
@@ -111,7 +119,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def report(folder: Path, *words: str) -> tuple[int, str]:
-    environment = {**os.environ, "HOME": str(folder), "GPUQUOTA_CONTEXT": "."}
+    (kubeconfig := folder / "kubeconfig").write_text(KUBECONFIG)
+    environment = {**os.environ, "HOME": str(folder), "GPUQUOTA_CONTEXT": ".", "KUBECONFIG": str(kubeconfig)}
     done = forked.run(programs.gpuquota, "report", *words, environment=environment)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr

@@ -138,7 +138,7 @@ class World:
             self._prepare(f"holder-{self.made}")
 
     def _not_reserved(self, holder: str, _: Exception) -> None:
-        """Given back, and planned anew."""
+        """Given back, and planned again."""
         self.allocator.release(holder)
         self._prepare(holder)
 
@@ -342,5 +342,5 @@ def test_who_comes_while_a_reservation_is_being_removed_starts_on_the_next_one()
     world._prepare("second")
     while not world.at_rest():
         world.step(calm=True)
-    assert set(world.admitted) == {"second"}  # it was not displaced, and made anew
+    assert set(world.admitted) == {"second"}  # it was not displaced, and made again
     assert world.admitted["second"].note.gpus != (before,)

@@ -180,7 +180,7 @@ def test_a_controller_that_is_killed_at_any_moment_leaves_no_second_and_no_orpha
 
 
 def _is_on_a_reserved_gpu_or_told(controlled: Controlled, path: str) -> None:
-    """A controller's last call may be done after the next one has looked: then a bare pod, which nobody makes anew, is
+    """A controller's last call may be done after the next one has looked: then a bare pod, which nobody makes again, is
     told.
     """
     if config_of(controlled, path)["CUDA_VISIBLE_DEVICES"] in {f"GPU-{uid}" for uid in _uids(controlled)}:

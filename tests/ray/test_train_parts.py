@@ -18,7 +18,7 @@ from ray.train import RunConfig, ScalingConfig
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, ray_internals
-from elastic_runtime.integrations.ray.coordinator import PROGRAM
+from elastic_runtime.integrations.ray.controller import PROGRAM
 from elastic_runtime.integrations.ray.datasets import RowDataset, Shards
 from elastic_runtime.integrations.ray.loop_api import training_job
 from elastic_runtime.integrations.ray.reports import Point, Reports

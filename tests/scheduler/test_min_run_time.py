@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kfp_gpuquota.api import ReasonCode
-from tests.scheduler.test_victims import losers, world_of
+from tests.scheduler.test_victims import victims, world_of
 
 
 def test_a_job_is_not_reclaimed_before_its_minimum_run_time_and_is_right_after_it() -> None:
@@ -41,7 +41,7 @@ def test_another_job_goes_in_the_place_of_one_that_is_too_young() -> None:
     world.submit("young", "greedy", 1, priority=10, min_run_time_s=600)
     world.settle()
     world.submit("needy", "owner", 1)
-    assert losers(world) == {"old": 1}
+    assert victims(world) == {"old": 1}
 
 
 def test_workers_above_the_minimum_are_taken_all_the_same() -> None:
@@ -49,7 +49,7 @@ def test_workers_above_the_minimum_are_taken_all_the_same() -> None:
     world.submit("elastic", "greedy", 2, 1, 2, min_run_time_s=600)
     world.settle()
     world.submit("needy", "owner", 1)
-    assert losers(world) == {"elastic": 1}
+    assert victims(world) == {"elastic": 1}
 
 
 def test_a_higher_priority_of_the_same_project_waits_too() -> None:

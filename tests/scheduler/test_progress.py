@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.scheduler import ProgressReported, WorkerStarted
 from kfp_gpuquota.scheduler.state.progress import gain
-from tests.scheduler.test_victims import losers, world_of
+from tests.scheduler.test_victims import victims, world_of
 
 if TYPE_CHECKING:
     from tests.scheduler.world import World
@@ -47,7 +47,7 @@ def test_the_job_that_loses_the_least_work_goes(why: str, saved: dict[str, float
     for job, ago in saved.items():
         report(world, job, checkpoint_at=world.now - ago)
     world.submit("needy", "owner", 1)
-    assert losers(world) == {lost: 1}, why
+    assert victims(world) == {lost: 1}, why
 
 
 def test_priority_goes_before_what_is_lost() -> None:
@@ -57,7 +57,7 @@ def test_priority_goes_before_what_is_lost() -> None:
     world.settle()
     report(world, "high", checkpoint_at=world.now)
     world.submit("needy", "owner", 1)
-    assert losers(world) == {"low": 1}
+    assert victims(world) == {"low": 1}
 
 
 def test_a_worker_above_the_gang_takes_no_work_with_it_so_the_youngest_job_gives_it() -> None:
@@ -67,7 +67,7 @@ def test_a_worker_above_the_gang_takes_no_work_with_it_so_the_youngest_job_gives
     world.settle()
     report(world, "old", checkpoint_at=world.now)
     world.submit("needy", "owner", 1)
-    assert losers(world) == {"young": 1}
+    assert victims(world) == {"young": 1}
 
 
 def growing(cool_down_s: float = 0.0) -> World:
@@ -223,7 +223,7 @@ def test_a_job_that_just_grew_is_not_lent_more_but_gives_back_at_once() -> None:
     decided = world.step()
     assert (decided.empty, decided.again_at) == (True, grown_at + 30)
     world.session("three", "b", 2)
-    assert losers(world) == {"train": 1}
+    assert victims(world) == {"train": 1}
 
 
 def test_growth_up_to_the_request_goes_on_while_places_are_freed_for_it_one_by_one() -> None:

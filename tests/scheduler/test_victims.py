@@ -9,7 +9,7 @@ from kfp_gpuquota.scheduler import NodeChanged, WorkerGone
 from tests.scheduler.world import World
 
 
-def losers(world: World) -> dict[str, int]:
+def victims(world: World) -> dict[str, int]:
     """GPUs lost by each job in the next plan."""
     before = {job: world.size(job) for job in world.specs}
     world.step()
@@ -47,7 +47,7 @@ def test_who_goes(why: str, running: list[tuple[str, int, int, int]], needed: in
         world.submit(name, "greedy", gpus, low, high, gpus_per_worker=1)
     world.settle()
     world.submit("needy", "owner", needed)
-    assert losers(world) == lost, why
+    assert victims(world) == lost, why
 
 
 def test_a_device_that_the_node_has_lost_makes_no_room() -> None:
@@ -68,7 +68,7 @@ def test_a_lower_priority_goes_before_a_younger_job() -> None:
     world.submit("young", "greedy", 1)
     world.settle()
     world.submit("needy", "owner", 1)
-    assert losers(world) == {"low": 1}
+    assert victims(world) == {"low": 1}
 
 
 def test_the_project_furthest_above_its_share_loses() -> None:
@@ -79,7 +79,7 @@ def test_the_project_furthest_above_its_share_loses() -> None:
         world.submit(f"little-{i}", "little", 1)
     world.settle()
     world.submit("needy", "owner", 1)
-    assert losers(world) == {"much-4": 1}
+    assert victims(world) == {"much-4": 1}
 
 
 def test_a_worker_that_is_not_the_newest_goes_where_the_node_requires_it() -> None:
@@ -104,7 +104,7 @@ def test_nobody_goes_when_that_would_not_be_enough() -> None:
     world.session("s", "fixed", 3)
     world.settle()
     world.submit("needy", "owner", 2)
-    assert losers(world) == {}
+    assert victims(world) == {}
 
 
 def test_what_fits_elsewhere_is_moved_and_not_stopped() -> None:

@@ -61,12 +61,12 @@ def test_after_a_restart_of_the_machine_jobs_return_to_the_queue_and_no_other_pr
             os.kill(identity["shim_pid"], signal.SIGKILL)
             reused = {"shim_pid": other.pid, "shim_start": start_time(other.pid), "boot_id": "an earlier one"}
             path.write_text(json.dumps({**identity, **reused}))
-        again = embedded_cluster.wait_for("job", lambda job: job.status.phase is Phase.RUNNING and anew(job, before))
+        again = embedded_cluster.wait_for("job", lambda job: job.status.phase is Phase.RUNNING and rerun(job, before))
         assert again.status.restarts == 0
         assert other.poll() is None
 
 
-def anew(found: Job, before: Job) -> bool:
+def rerun(found: Job, before: Job) -> bool:
     return bool(running(found)) and not running(found) & {worker.id for worker in before.status.workers}
 
 

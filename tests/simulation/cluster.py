@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.api.wire import JobUpdate, StopAction, SubmitJob
+from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction, SubmitJob
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.driver import Driver
 from kfp_gpuquota.cluster.local.home import Home
@@ -164,9 +164,10 @@ class SimulatedCluster:
 
     def _carry_out(self, happening: h.Any_) -> None:
         match happening:
-            case h.Submit(spec, pace, steps):
+            case h.Submit(spec, pace, steps, lease_s):
                 self.processes.paces[spec.name] = Pace(*pace)
-                submitted = self.cluster.submit(SubmitJob(spec=spec, request_id=spec.name))
+                lease = Lease(holder="nobody", duration_s=lease_s) if lease_s else None
+                submitted = self.cluster.submit(SubmitJob(spec=spec, request_id=spec.name, lease=lease))
                 if steps is not None:
                     self.processes.trainings.finished_steps[submitted.uid] = steps
             case h.SetQuota(project):
@@ -205,8 +206,10 @@ class SimulatedCluster:
                 self.cluster.suspend_job(*named)
             case h.Resume():
                 self.cluster.resume_job(*named)
-            case h.Update(_, low, high):
+            case h.Update(_, low, high, None):
                 self.cluster.update_job(*named, JobUpdate(min_gpus=low, max_gpus=high))
+            case h.Update(priority=priority):
+                self.cluster.update_job(*named, JobUpdate(priority=priority))
 
     def _job(self, number: int) -> JobRecord | None:
         jobs = [job for job in self.state.jobs.values() if job.intent is not Intent.DELETE]

@@ -27,6 +27,7 @@ class Submit(Happening, frozen=True, tag=True):
     spec: JobSpec
     pace: tuple[float, float, float | None, float | None]
     steps: int | None = None
+    lease_s: float = 0.0  # of a lease that nobody renews; 0: none
 
 
 class Delete(Happening, frozen=True, tag=True):
@@ -45,6 +46,7 @@ class Update(Happening, frozen=True, tag=True):
     job: int
     low: int
     high: int
+    priority: int | None = None  # instead of the sizes; on Kubernetes, where these are fixed, always
 
 
 class SetQuota(Happening, frozen=True, tag=True):

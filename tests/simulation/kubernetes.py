@@ -17,6 +17,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Kind, Node
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
+from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.server.membership.listening import ListeningClock
 from kfp_gpuquota.server.membership.service import LONGEST_TICK_S, MembershipService
 from tests.kubernetes import detached as watches
@@ -32,9 +33,10 @@ from tests.simulation.search import fits, free_devices, left_for
 from tests.simulation.trainings import TICK_S, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.api import JobSpec
+    from kfp_gpuquota.engine.job_book import Change
     from kfp_gpuquota.engine.records import JobRecord
 
 REST_S = 150.0
@@ -46,7 +48,7 @@ UNPINNED_EVERY = 7
 class SimulatedController(Detached):
     """A controller in simulated time, whose requests the world answers."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, fail: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(clock=lambda: EPOCH + loop.time())
         self.connection = Answering(world)
@@ -54,6 +56,17 @@ class SimulatedController(Detached):
         self.controller._writer._connection = self.connection
         self.membership = cast("MembershipService", self.controller.elastic.membership.service)
         self.membership._clock = ListeningClock(loop.time, LONGEST_TICK_S)
+        self.book = self.controller.elastic.book
+        self._apply, self.book.apply_change = self.book.apply_change, self._observed  # type: ignore[method-assign]
+        self._fail = fail
+
+    def _observed(self, change: Change) -> None:
+        """Apply a change, and check that all workers of a job that stops have been asked to leave."""
+        self._apply(change)
+        for record in self.book.workers.values() if self.controller.elastic.pod_events.started else ():
+            job = self.book.jobs[record.worker.job_uid]
+            if record.alive and not record.released and job.intent is not Intent.RUN:
+                self._fail(f"{job.spec.name} stops ({job.intent}), but {record.worker.id} was not asked to leave")
 
     async def list(self, world: World) -> None:
         """Read all objects, and plan."""
@@ -126,7 +139,7 @@ class SimulatedKubernetes:
             await asyncio.sleep(0.1)
 
     async def _start(self) -> None:
-        self.controller = SimulatedController(self.world)
+        self.controller = SimulatedController(self.world, self.fail)
         self.world.twin = self.controller  # type: ignore[assignment]
         await self.controller.list(self.world)
         self.kubelets.trainings.engine_started(self.controller.membership)
@@ -140,8 +153,9 @@ class SimulatedKubernetes:
     async def _happen(self, happening: h.Any_) -> None:
         self.happened += 1
         match happening:
-            case h.Submit(spec, pace, steps):
-                self._submit(spec, Pace(*pace))
+            case h.Submit(spec, pace, steps, lease_s):
+                lease = {"lease": {"holder": "nobody", "durationSeconds": lease_s}} if lease_s else {}
+                self._submit(spec, Pace(*pace), lease)
                 if steps is not None:
                     self.kubelets.trainings.finished_steps[spec.name] = steps
             case h.SetQuota(project):
@@ -151,7 +165,9 @@ class SimulatedKubernetes:
                     await asyncio.sleep(0.05)
                     self._delete(name)
             case h.Suspend(number) | h.Resume(number) if name := self._job(number):
-                self._suspend(name, suspend=isinstance(happening, h.Suspend))
+                self._change(name, suspend=isinstance(happening, h.Suspend))
+            case h.Update(number, low, _, priority) if name := self._job(number):
+                self._change(name, priority=(10, 60, 90)[low - 1] if priority is None else priority)
             case h.Restart(away_s):
                 await self._restart(away_s)
             case _:
@@ -175,13 +191,14 @@ class SimulatedKubernetes:
                 nodes = list(self.kubelets.nodes)
                 self._lose_node(nodes[number % len(nodes)], returns_after_s)
 
-    def _submit(self, spec: JobSpec, pace: Pace) -> None:
+    def _submit(self, spec: JobSpec, pace: Pace, lease: Object) -> None:
         pod: dict[str, Any] = {"containers": [{"name": "main", "image": "none", "command": ["works"]}]}
         if int(spec.name[1:]) % UNPINNED_EVERY == 2:
             pod["topologySpreadConstraints"] = [{"whenUnsatisfiable": "DoNotSchedule"}]
         meta = {"name": spec.name, "namespace": spec.project, "uid": spec.name, "generation": 1}
         self.jobs[spec.name] = JobHistory(spec, pace)
-        self.world.put(watches.JOBS, {"metadata": meta, "spec": {**as_written(spec), "template": {"spec": pod}}})
+        fields = {**as_written(spec), **lease, "template": {"spec": pod}}
+        self.world.put(watches.JOBS, {"metadata": meta, "spec": fields})
 
     def _job(self, number: int) -> str:
         names = [job["metadata"]["name"] for job in self.world.objects[watches.JOBS].values()]
@@ -199,10 +216,10 @@ class SimulatedKubernetes:
                 namespace, _, pod_name = key.partition("/")
                 self.world.answer("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pod_name}", {})
 
-    def _suspend(self, name: str, *, suspend: bool) -> None:
+    def _change(self, name: str, **fields: object) -> None:
         job = self.world.objects[watches.JOBS][f"{self.jobs[name].spec.project}/{name}"]
         self.jobs[name].touched = True
-        job["spec"]["suspend"] = suspend
+        job["spec"] |= fields
         job["metadata"]["generation"] += 1
         self.world.put(watches.JOBS, job)
 
@@ -331,7 +348,7 @@ class SimulatedKubernetes:
         self.world.twin = None
         copied = World()
         copied.objects = deepcopy(self.world.objects)
-        again = SimulatedController(copied)
+        again = SimulatedController(copied, self.fail)
         await again.list(copied)
         again.controller._stop_timers()
         now, excluded = EPOCH + self.loop.time(), self.controller.controller._exclusions._until

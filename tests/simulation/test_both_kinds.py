@@ -19,6 +19,7 @@ from tests.simulation.histories import (
     Silence,
     Submit,
     Suspend,
+    Update,
 )
 from tests.simulation.records import facts_of
 from tests.simulation.running import play
@@ -26,10 +27,10 @@ from tests.simulation.trainings import ELASTIC
 
 
 def submit(name: str, gpus: int, command: str = "works", *, works_s: float | None = None, **more: Any) -> Submit:
-    steps = more.pop("steps", None)
+    steps, lease_s = more.pop("steps", None), more.pop("lease_s", 0.0)
     given = {"project": "a", "grace_period_s": 10.0, **more}
     spec = JobSpec(name=name, command=(command,), gpus=gpus, **given)
-    return Submit(spec, (0.3, 1.0, works_s, 1.0), steps)
+    return Submit(spec, (0.3, 1.0, works_s, 1.0), steps, lease_s)
 
 
 def elastic(name: str = "j01", low: int = 1, high: int = 3, **more: Any) -> Submit:
@@ -57,8 +58,23 @@ HISTORIES: dict[str, tuple[tuple[float, Any_], ...]] = {
         (0.0, submit("j01", 4)),
         (20.0, submit("j03", 4, priority=90, works_s=20.0)),
     ),
+    "a priority is raised while the job runs, which then keeps its workers": (
+        (0.0, submit("j01", 4, project="b", priority=10, min_run_time_s=0.0)),
+        (10.0, Update(0, 0, 0, priority=90)),
+        (10.0, submit("j03", 4, project="b", priority=60, works_s=20.0)),
+    ),
     "a node is lost": ((0.0, elastic(high=8, gpus_per_worker=4, gpus=8, low=4)), (20.0, LoseNode(0, 60.0))),
     "a gang loses its node": ((0.0, submit("j01", 6, gpus_per_worker=1)), (20.0, LoseNode(0, 20.0))),
+    "a job runs for too long, over two starts": (
+        (0.0, submit("j01", 2, max_runtime_s=50.0)),
+        (20.0, submit("j03", 4, priority=90, works_s=20.0)),
+    ),
+    "a launcher ends": ((0.0, elastic(lease_s=30.0)),),
+    "a launcher ends while its job waits and the engine does not run": (
+        (0.0, submit("j03", 4, project="b", works_s=60.0)),
+        (0.5, submit("j01", 4, lease_s=30.0)),
+        (20.0, Restart(1.0)),
+    ),
     "a quota grows": (
         (0.0, submit("j01", 2, kind=Kind.BUILD, project="b")),
         (20.0, SetQuota(Project(name="b", guaranteed=2))),

@@ -25,11 +25,11 @@ from kfp_gpuquota.api import (
 )
 from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ShareView
-from kfp_gpuquota.web.notice import Notice
 from kfp_gpuquota.web.pages import Pages
-from kfp_gpuquota.web.plain_text import plain_log
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.setting import Setting
+from kfp_gpuquota.web.source import Notice
+from kfp_gpuquota.web.views.logs import plain_log
 from tests.web.visitor import Tags
 
 if TYPE_CHECKING:

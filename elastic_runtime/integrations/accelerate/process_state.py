@@ -101,7 +101,7 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
     def repeat(self, work: Callable[[], Result]) -> Result:
         """`work()`, done by all workers together, and again where one is lost in the middle of it; returns its result.
 
-        In it, and only there, the loaders for evaluation are shared out. It begins anew each time: metrics that add up
+        In it, and only there, the loaders for evaluation are shared out. It starts again each time: metrics that add up
         are made in it, or reset. After an epoch's loop, or in an iteration after `optimizer.step()` where
         `sync_gradients`; LoopError elsewhere. Before and after the training each worker does it by itself.
         """

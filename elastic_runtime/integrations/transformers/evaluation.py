@@ -5,8 +5,8 @@ prediction of a batch, a round of as many batches as there are workers is comput
 So figures are those of one worker at every size, and where a worker is lost only that round is computed again.
 
 Accelerate's way, a part of the samples for each worker, was rejected: it fills the last batches up with samples of the
-first ones, which count in the loss; and all would have to begin anew after a loss, with metrics that have already added
-up what came before it (`batch_eval_metrics`).
+first ones, which count in the loss; and all would have to start again after a loss, with metrics that have added up
+what came before it (`batch_eval_metrics`).
 """
 
 from __future__ import annotations

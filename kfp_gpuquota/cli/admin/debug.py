@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 import typer
 
-from kfp_gpuquota.cli.arguments.dumps import kubernetes_dump
-from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
+from kfp_gpuquota.cli.arguments.options import client
 from kfp_gpuquota.cli.display.output import in_json
 from kfp_gpuquota.cli.display.terminal import echo_data
-
-if TYPE_CHECKING:
-    from kfp_gpuquota.server.client import Client
 
 app = typer.Typer(help="What a cluster's planner sees.", no_args_is_help=True)
 
@@ -34,5 +28,4 @@ def state() -> None:
       gpuquota --context NAME debug state > state.json
       gpuquota simulate --state state.json
     """
-    dump = kubernetes_dump() if on_kubernetes() else cast("Client", client()).debug_state()
-    echo_data(in_json(dump.decode()))
+    echo_data(in_json(client().debug_state().decode()))

@@ -11,7 +11,7 @@ from kfp_gpuquota.api import PoolQuota, Project
 from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_gpus
 from kfp_gpuquota.cli.arguments.amounts import gpu_quota, pairs
 from kfp_gpuquota.cli.arguments.completion import complete_project
-from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
+from kfp_gpuquota.cli.arguments.options import OutputOption, client
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.terminal import echo
@@ -19,7 +19,7 @@ from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ProjectView
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 app = typer.Typer(help="Projects and their quotas.", no_args_is_help=True)
 config = typer.Typer(help="What other commands use where nothing is given.", no_args_is_help=True)
@@ -123,7 +123,7 @@ def set_quota(
     _note(_overcommitted(reached))
 
 
-def _changed(reached: ClusterClient, name: str, changed: dict[str, Any], pools: dict[str, PoolQuota]) -> ProjectView:
+def _changed(reached: ClusterApi, name: str, changed: dict[str, Any], pools: dict[str, PoolQuota]) -> ProjectView:
     """Change some fields, on top of what others change at the same time. ConflictError as `set_project`."""
     before = reached.get_project(name).project
     while True:
@@ -162,7 +162,7 @@ def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...", autocom
     for name in names:
         reached.delete_project(name)
         echo(f"project {name} deleted")
-        if load_settings().project == name and not on_kubernetes():
+        if load_settings().project == name and reached.runs_here:
             save_settings(msgspec.structs.replace(load_settings(), project=""))
             _note("it was the project to work in; choose another one with: gpuquota config project NAME")
 
@@ -182,12 +182,13 @@ def config_project(
     if not name:
         echo(current_project())
         return
-    if on_kubernetes():
+    reached = client()
+    if not reached.runs_here:
         raise UsageError(
             "on Kubernetes the project is the namespace of your context, as for kubectl; set it with: "
             f"kubectl config set-context --current --namespace={name}"
         )
-    client().get_project(name)
+    reached.get_project(name)
     save_settings(msgspec.structs.replace(load_settings(), project=name))
     echo(f"project {name} is used from now on")
 
@@ -218,7 +219,7 @@ def _note(text: str) -> None:
         echo(f"note: {text}", err=True)
 
 
-def _overcommitted(reached: ClusterClient) -> str:
+def _overcommitted(reached: ClusterApi) -> str:
     """A sentence where more is guaranteed than there is, which cannot all be kept. Pools stand for themselves."""
     try:
         nodes = reached.list_nodes()

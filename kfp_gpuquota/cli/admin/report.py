@@ -6,22 +6,21 @@ import csv
 import io
 import re
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import typer
 
 from kfp_gpuquota.api.durations import UNITS_S
-from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
+from kfp_gpuquota.cli.arguments.options import client
 from kfp_gpuquota.cli.display.output import in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
-from kfp_gpuquota.errors import InvalidFieldError, UsageError
+from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kfp_gpuquota.api.history import GpuHours
-    from kfp_gpuquota.server.client import Client
 
 _COLUMNS: Final = ("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS", "UNUSED")
 
@@ -58,7 +57,7 @@ def report(
       kubectl -n monitoring port-forward service/prometheus 9090 &
       gpuquota --context NAME report --since 30d --prometheus http://localhost:9090 -o csv
     """
-    rows = _rows(_seconds(since), prometheus)
+    rows = client().gpu_hours(_seconds(since), prometheus=prometheus)
     if output is ReportFormat.JSON:
         echo_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
     elif output is ReportFormat.CSV:
@@ -66,19 +65,6 @@ def report(
     else:
         columns = _COLUMNS if any(row.unused is not None for row in rows) else _COLUMNS[:-1]
         echo(table(columns, (_row(row)[: len(columns)] for row in rows)))
-
-
-def _rows(since_s: float, prometheus: str) -> Sequence[GpuHours]:
-    if not on_kubernetes():
-        return cast("Client", client()).gpu_hours(since_s)
-    if not prometheus:
-        raise UsageError(
-            "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example after: "
-            "kubectl -n monitoring port-forward service/prometheus 9090"
-        )
-    from kfp_gpuquota.cluster.kubernetes.operations.usage import usage  # noqa: PLC0415 (the embedded cluster needs it not)
-
-    return usage(prometheus, since_s)
 
 
 def _row(row: GpuHours) -> tuple[str, float, float, float, float | None]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import html
 import webbrowser
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
-from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
+from kfp_gpuquota.cli.arguments.options import client
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.errors import UsageError
-
-if TYPE_CHECKING:
-    from kfp_gpuquota.server.client import Client
 
 NoBrowserOption = Annotated[bool, typer.Option("--no-browser", help="Print the link instead; it opens once.")]
 
@@ -33,9 +29,7 @@ def ui(*, no_browser: NoBrowserOption = False) -> None:
       gpuquota ui
       gpuquota ui --no-browser
     """
-    if on_kubernetes():
-        raise UsageError("the web page is one of the embedded cluster; leave out the context")
-    link = cast("Client", client()).open_page()
+    link = client().open_page()
     if no_browser or not _opened(link.url):
         echo(f"open this link within {link.valid_s / 60:.0f} minutes, once: {link.url}")
     else:

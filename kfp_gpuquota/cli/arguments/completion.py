@@ -17,7 +17,7 @@ from kfp_gpuquota.cli.display.output import Format
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 TIME_LIMIT_S: Final = 1.0
 _SINGULAR: Final = ("job", "node", "project")
@@ -27,7 +27,7 @@ def complete_job(incomplete: str) -> list[str]:
     """Return the names of the configured project's jobs that begin with `incomplete`."""
     from kfp_gpuquota.cluster.connect import listed_project  # noqa: PLC0415 (only while a shell completes)
 
-    def names(reached: ClusterClient) -> Iterable[str]:
+    def names(reached: ClusterApi) -> Iterable[str]:
         return (job.spec.name for job in reached.list_jobs(listed_project()).jobs)
 
     prefix = next((kind for kind in ("job/", "jobs/") if incomplete.startswith(kind)), "")
@@ -83,7 +83,7 @@ def _names_of(kind: str, incomplete: str) -> list[str]:
     return [] if complete is None else complete(incomplete)
 
 
-def _beginning_with(incomplete: str, names: Callable[[ClusterClient], Iterable[str]]) -> list[str]:
+def _beginning_with(incomplete: str, names: Callable[[ClusterApi], Iterable[str]]) -> list[str]:
     from kfp_gpuquota.cluster.connect import connect, embedded_home, kube_context  # noqa: PLC0415
 
     try:

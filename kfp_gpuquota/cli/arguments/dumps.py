@@ -1,11 +1,10 @@
-"""The dump of a cluster's state, from a file that `--state` names or from Kubernetes, and what-if questions to it."""
+"""The dump of a cluster's state in a file that `--state` names, and what-if questions to it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.wire import ProjectView
-from kfp_gpuquota.cluster.connect import kube_calls, kube_context
 from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.errors import NotFoundError, UsageError
 from kfp_gpuquota.scheduler.dump import decode_dump, load_state
@@ -41,15 +40,3 @@ def read_dump(path: Path) -> StateDump:
         return decode_dump(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read --state {str(path)!r}: {error.strerror}") from error
-
-
-def dumped_cluster(path: Path | None) -> DumpedCluster:
-    """Return the cluster in the file; without one, the cluster on Kubernetes as it is now."""
-    return DumpedCluster(decode_dump(kubernetes_dump()) if path is None else read_dump(path))
-
-
-def kubernetes_dump() -> bytes:
-    """Return the dump of the leading controller on Kubernetes. Raises UnauthorizedError without the rights."""
-    from kfp_gpuquota.cluster.kubernetes.operations.debug_state import read  # noqa: PLC0415 (the embedded cluster needs it not)
-
-    return read(kube_calls(), kube_context() or "")

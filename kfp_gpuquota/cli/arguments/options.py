@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kfp_gpuquota.api.wire import NodeView, ProjectView
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 Found = TypeVar("Found")
 
@@ -69,7 +69,7 @@ DryRunOption = Annotated[
 WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Show it again after each change, until Ctrl-C.")]
 
 
-def client(image: str = "") -> ClusterClient:
+def client(image: str = "") -> ClusterApi:
     """The client of the cluster that is chosen; the embedded one is started where it does not run.
 
     `image` is that of the jobs which it submits; a cluster without images ignores it, with a warning.
@@ -103,7 +103,7 @@ def project_or_all(given: str) -> str:
     return listed_project(given)
 
 
-def listed_project_or_error(reached: ClusterClient, given: str) -> str:
+def listed_project_or_error(reached: ClusterApi, given: str) -> str:
     """As `project_or_all`. Raises NotFoundError for a project that does not exist."""
     chosen = project_or_all(given)
     if not chosen:
@@ -120,15 +120,13 @@ def listed_project_or_error(reached: ClusterClient, given: str) -> str:
     return chosen
 
 
-def named_nodes(reached: ClusterClient, names: Sequence[str], *, ignore_not_found: bool = False) -> list[NodeView]:
+def named_nodes(reached: ClusterApi, names: Sequence[str], *, ignore_not_found: bool = False) -> list[NodeView]:
     """Return these nodes. Raises NotFoundError."""
     known = {view.node.name: view for view in reached.list_nodes()}
     return by_name("node", [name for name in names if name in known or not ignore_not_found], known)
 
 
-def named_projects(
-    reached: ClusterClient, names: Sequence[str], *, ignore_not_found: bool = False
-) -> list[ProjectView]:
+def named_projects(reached: ClusterApi, names: Sequence[str], *, ignore_not_found: bool = False) -> list[ProjectView]:
     """Return these projects; what each lends follows from all of them. Raises NotFoundError."""
     known = {view.project.name: view for view in reached.list_projects()}
     wanted = [name for name in names if name in known or not ignore_not_found]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.errors import ConflictError, UsageError
 
@@ -93,7 +93,7 @@ def port_forward(
     if not pairs:
         raise UsageError(f"name a port of the job: gpuquota port-forward {job} [LOCAL:]REMOTE")
     found, running = _running_worker(project, job, worker)
-    if on_kubernetes():
+    if not client().runs_here:
         sys.exit(_kubectl("port-forward", found, [running.id, *(f"{local}:{remote}" for local, remote in pairs)]))
     forwarding.forward(pairs)
 
@@ -107,10 +107,10 @@ def _running_worker(project: str, job: str, index: int | None) -> tuple[Job, Wor
 
 
 def _run_beside(job: Job, worker: Worker, command: list[str]) -> int:
-    if on_kubernetes():
-        streams = "-it" if sys.stdin.isatty() and sys.stdout.isatty() else "-i"
-        return _kubectl("exec", job, [streams, worker.id, "--", *command])
-    return _exec_here(job, worker.id, command)
+    if client().runs_here:
+        return _exec_here(job, worker.id, command)
+    streams = "-it" if sys.stdin.isatty() and sys.stdout.isatty() else "-i"
+    return _kubectl("exec", job, [streams, worker.id, "--", *command])
 
 
 def kubectl_line(context: str, namespace: str, verb: str, words: list[str]) -> list[str]:

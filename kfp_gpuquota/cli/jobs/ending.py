@@ -20,7 +20,7 @@ from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", autocompletion=complete_job)]
 POLL_S = 5.0
@@ -174,7 +174,7 @@ def _phase(text: str) -> Phase | None:
         ) from None
 
 
-def _wait_for(reached: ClusterClient, project: str, name: str, wanted: Phase | None, deadline: float | None) -> Job:
+def _wait_for(reached: ClusterApi, project: str, name: str, wanted: Phase | None, deadline: float | None) -> Job:
     reached.get_job(project, name)
     after: int | None = None
     while True:
@@ -194,7 +194,7 @@ def _is_failure(job: Job, wanted: Phase | None) -> bool:
     return job.status.phase not in (wanted, Phase.SUCCEEDED)
 
 
-def _wait_until_deleted(reached: ClusterClient, project: str, uids: set[str]) -> None:
+def _wait_until_deleted(reached: ClusterApi, project: str, uids: set[str]) -> None:
     for listed in reached.watch_jobs(project):
         if not uids.intersection(job.uid for job in listed.jobs):
             return

@@ -21,7 +21,6 @@ from kfp_gpuquota.cli.arguments.options import (
     listed_project_or_error,
     named_nodes,
     named_projects,
-    on_kubernetes,
 )
 from kfp_gpuquota.cli.display.output import Format, rendered, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.label_selector import Requirement
     from kfp_gpuquota.api.wire import Event, NodeView, ProjectView
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 
 class What(StrEnum):
@@ -226,8 +225,6 @@ def events(
       gpuquota events --timestamps
       gpuquota events -A --last 200 -o json
     """
-    if on_kubernetes():
-        raise UsageError("on Kubernetes the events are the cluster's own; see them with: kubectl get events")
     reached = client()
     chosen = "" if all_projects else listed_project_or_error(reached, project)
     name = resource(job, "job") if job else ""
@@ -241,7 +238,7 @@ def events(
             no_headers = True
 
 
-def _histories(reached: ClusterClient, *, watch: bool) -> Iterator[tuple[Event, ...]]:
+def _histories(reached: ClusterApi, *, watch: bool) -> Iterator[tuple[Event, ...]]:
     """All events so far; with `watch`, then those that follow, as they come."""
     known: list[Event] = []
     after = 0
@@ -261,7 +258,7 @@ def _refuse_choice(option: str, otherwise: str) -> NoReturn:
 
 
 def _named(
-    reached: ClusterClient, what: What, names: list[str], project: str, look: Look, *, ignore_not_found: bool
+    reached: ClusterApi, what: What, names: list[str], project: str, look: Look, *, ignore_not_found: bool
 ) -> str:
     """Return the objects with these names as text; "" if there are none and they may be missing."""
     found: Sequence[Job | NodeView | ProjectView]
@@ -287,7 +284,7 @@ def _table(what: What, found: Sequence[Any], look: Look) -> str:
     return project_table(tuple(found), wide=look.output is Format.WIDE, headers=look.headers)
 
 
-def _listed(reached: ClusterClient, what: What, jobs: Sequence[Job], look: Look) -> str:
+def _listed(reached: ClusterApi, what: What, jobs: Sequence[Job], look: Look) -> str:
     if what is What.PROJECTS:
         found: Sequence[Job | NodeView | ProjectView] = reached.list_projects()
     else:
@@ -295,7 +292,7 @@ def _listed(reached: ClusterClient, what: What, jobs: Sequence[Job], look: Look)
     return rendered(found, look.output, _table(what, found, look))
 
 
-def _print_pages(reached: ClusterClient, project: str, wanted: Choice, look: Look) -> None:
+def _print_pages(reached: ClusterApi, project: str, wanted: Choice, look: Look) -> None:
     """Print jobs as they come, a page at a time: columns are as wide as those of the page."""
     headers = look.headers
     for listed in reached.job_pages(project, PAGE):

@@ -12,7 +12,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.terminal import echo, write_log
 from kfp_gpuquota.errors import NotFoundError, UsageError
-from kfp_gpuquota.server.cluster_client import log_so_far
+from kfp_gpuquota.server.cluster_api import log_so_far
 
 PREVIOUS: Final = "previous"
 """In the place of a worker: the first one of the run before the present one."""
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 
 def register(app: typer.Typer) -> None:
@@ -73,7 +73,7 @@ def logs(
         )
 
 
-def last_lines(reached: ClusterClient, job: Job, count: int) -> list[str]:
+def last_lines(reached: ClusterApi, job: Job, count: int) -> list[str]:
     """Return the last lines that a failed job's worker printed, without empty ones; none if it has no log."""
     reason = job.status.reason
     worker = str(reason.details.get("worker", "")) if reason else ""
@@ -86,7 +86,7 @@ def last_lines(reached: ClusterClient, job: Job, count: int) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-count:]
 
 
-def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outlives_interrupt: bool = True) -> int:
+def follow_to_the_end(reached: ClusterApi, project: str, name: str, *, outlives_interrupt: bool = True) -> int:
     """Show a job's log on stdout and its progress on stderr until it has ended; return its exit status.
 
     The result is 1 for a job that ended without an exit status, and 130 after an interrupt. With `outlives_interrupt`
@@ -121,7 +121,7 @@ def exit_status(job: Job) -> int:
     return 0 if job.status.phase is Phase.SUCCEEDED else job.status.exit_code or 1
 
 
-def _tail_offset(reached: ClusterClient, project: str, name: str, worker: str, lines: int) -> int:
+def _tail_offset(reached: ClusterApi, project: str, name: str, worker: str, lines: int) -> int:
     """Return the offset at which the last `lines` lines of a worker's log begin, of which the head may be left out."""
     first = reached.read_log(project, name, worker=worker)
     left_out = first.next_offset - len(first.text)
@@ -148,7 +148,7 @@ def _say_if_not_started(job: Job) -> None:
 
 
 def _job_log(
-    reached: ClusterClient,
+    reached: ClusterApi,
     project: str,
     name: str,
     begin: Callable[[str], int],

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, Occurrence
     from kfp_gpuquota.api.wire import ShareView
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 
 SHOWN_LINES: Final = 5
@@ -73,7 +73,7 @@ def describe(what: AnyWords, project: ProjectOption = "", output: OutputOption =
         _describe_job(reached, project_or_configured(project), name, output)
 
 
-def _describe_job(reached: ClusterClient, project: str, name: str, output: str) -> None:
+def _describe_job(reached: ClusterApi, project: str, name: str, output: str) -> None:
     found = reached.get_job(project, name)
     if not is_tabular(output):
         show(found, output)
@@ -127,7 +127,7 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
             echo(f"it last {what} {age(happened.at)} ago: {happened.reason.message}")
 
 
-def _explain_pod(reached: ClusterClient, project: str, lines: tuple[str, ...]) -> None:
+def _explain_pod(reached: ClusterApi, project: str, lines: tuple[str, ...]) -> None:
     """Show why a pod of another controller, on Kubernetes, holds GPUs or waits."""
     for line in lines:
         echo(line)
@@ -138,7 +138,7 @@ def _explain_pod(reached: ClusterClient, project: str, lines: tuple[str, ...]) -
         )
 
 
-def _lacks_quota(reached: ClusterClient, project: str) -> bool:
+def _lacks_quota(reached: ClusterApi, project: str) -> bool:
     """Return whether the project has no quota, as after its Profile was deleted; False if that may not be read."""
     try:
         reached.get_project(project)
@@ -165,7 +165,7 @@ def _stragglers(job: Job) -> str:
     return ", ".join(f"{worker} takes {times:.1f} times the mean for its part" for worker, times in found.items())
 
 
-def _place_in_queue(reached: ClusterClient, job: Job) -> str:
+def _place_in_queue(reached: ClusterApi, job: Job) -> str:
     """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait."""
     mine = queued(job)
     if mine is None:
@@ -222,7 +222,7 @@ def _set_by(job: Job, field: str, policy: str) -> str:
     return f"{field} is set to {show_field(getattr(job.spec, field))} by {policy}"
 
 
-def _shares(reached: ClusterClient, job: Job) -> list[list[object]]:
+def _shares(reached: ClusterApi, job: Job) -> list[list[object]]:
     """A line for each GPU of which the job holds a share; none where its user may not see nodes."""
     if not job.spec.shared or not job.status.gpus:
         return []

@@ -26,7 +26,6 @@ from kfp_gpuquota.cli.arguments.options import (
     OutputOption,
     ProjectOption,
     client,
-    on_kubernetes,
     project_or_configured,
 )
 from kfp_gpuquota.cli.display.output import Format, is_tabular, show
@@ -39,7 +38,7 @@ from kfp_gpuquota.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 _VARIABLE: Final = "a variable is given as NAME=VALUE"
 
@@ -287,7 +286,7 @@ def submit(
             working_dir,
         )
     reached = client(image or "")
-    here = not on_kubernetes()
+    here = reached.runs_here
     project = project_or_configured(project)
     requested, fraction = gpus_or_fraction(gpus, memory=gpu_memory)
     smallest, largest = _count("min_gpus", min_gpus), _count("max_gpus", max_gpus)
@@ -354,7 +353,7 @@ def submit(
         raise typer.Exit(follow_to_the_end(reached, project, name))
 
 
-def _show_dry_run(reached: ClusterClient, spec: JobSpec, dry_run: DryRun, output: str) -> None:
+def _show_dry_run(reached: ClusterApi, spec: JobSpec, dry_run: DryRun, output: str) -> None:
     """Show the job as it would be; with `--dry-run=server` as the cluster would queue it."""
     checked = Job(uid="", spec=spec, status=JobStatus())
     if dry_run is DryRun.SERVER:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 GPU_REFRESH_S: Final = 0.5
 
@@ -69,7 +69,7 @@ def top(
     echo(_overview(reached, project))
 
 
-def _overview(reached: ClusterClient, project: str) -> str:
+def _overview(reached: ClusterApi, project: str) -> str:
     """Projects, nodes and running jobs, one below the other; in the place of what its user may not see, a sentence."""
     parts = (
         _if_allowed("quotas", lambda: project_table(reached.list_projects())),
@@ -79,7 +79,7 @@ def _overview(reached: ClusterClient, project: str) -> str:
     return "\n\n".join(parts)
 
 
-def _running(reached: ClusterClient, project: str) -> list[Job]:
+def _running(reached: ClusterApi, project: str) -> list[Job]:
     return [job for job in reached.list_jobs(project).jobs if not job.status.phase.final]
 
 
@@ -90,7 +90,7 @@ def _if_allowed(what: str, picture: Callable[[], str]) -> str:
         return f"({what} are not shown: your account may not see them)"
 
 
-def _visible_project(reached: ClusterClient) -> str:
+def _visible_project(reached: ClusterApi) -> str:
     """All, or on Kubernetes the one namespace in which a team's user may see jobs."""
     try:
         reached.list_jobs()
@@ -99,7 +99,7 @@ def _visible_project(reached: ClusterClient) -> str:
     return ""
 
 
-def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
+def _gpu_pictures(reached: ClusterApi, *, once: bool) -> Iterator[str]:
     """Memory changes without anything else changing, so it is asked for again and again."""
     from kfp_gpuquota.cli.display.gpus import gpu_table  # noqa: PLC0415
 
@@ -110,7 +110,7 @@ def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
         yield gpu_table(reached.list_nodes(), reached.list_jobs(project).jobs)
 
 
-def _plot_memory(reached: ClusterClient, path: Path, seconds: float) -> str:
+def _plot_memory(reached: ClusterApi, path: Path, seconds: float) -> str:
     """Sample until the time is over or an interrupt, then draw; return a sentence about the picture."""
     try:
         from kfp_gpuquota.cli.display.memory_plot import Look, draw  # noqa: PLC0415

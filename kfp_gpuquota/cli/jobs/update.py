@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.wire import JobUpdate
 from kfp_gpuquota.cli.arguments.amounts import whole_number
@@ -11,7 +11,6 @@ from kfp_gpuquota.cli.arguments.options import (
     OutputOption,
     ProjectOption,
     client,
-    on_kubernetes,
     project_or_configured,
 )
 from kfp_gpuquota.cli.display.output import Format, show
@@ -25,8 +24,6 @@ from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
     import typer
-
-    from kfp_gpuquota.server.client import Client
 
 
 def register(app: typer.Typer) -> None:
@@ -44,12 +41,12 @@ def update(
 ) -> None:
     """Change what is given, of a job that waits or runs. One that holds more than its new maximum shrinks.
 
+    On Kubernetes the sizes of a job are fixed; its priority can be changed.
+
     Examples:
       gpuquota update elastic1 --max-gpus 8
       gpuquota update train1 --priority 80
     """
-    if on_kubernetes():
-        raise UsageError(f"on Kubernetes, change the object itself: kubectl edit elasticjob {job}")
     changed = JobUpdate(
         min_gpus=None if min_gpus is None else whole_number("min_gpus", min_gpus),
         max_gpus=None if max_gpus is None else whole_number("max_gpus", max_gpus),
@@ -57,7 +54,7 @@ def update(
     )
     if changed == JobUpdate():
         raise UsageError(f"name what to change: gpuquota update {job} --min-gpus N, --max-gpus N or --priority N")
-    updated = cast("Client", client()).update_job(project_or_configured(project), job, changed)
+    updated = client().update_job(project_or_configured(project), job, changed)
     echo(f"job {job} updated")
     if output is not Format.TABLE:
         show(updated, output)

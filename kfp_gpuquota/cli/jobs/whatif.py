@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol, cast
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -12,7 +12,7 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.api.wire import JobName, Supposition
 from kfp_gpuquota.cli.arguments.amounts import gpu_quota, gpus_or_fraction, pairs, whole_number
-from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.errors import UsageError
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Project
-    from kfp_gpuquota.api.wire import Effect, Outlook, ProjectView
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.api.wire import Effect
+    from kfp_gpuquota.cli.arguments.dumps import DumpedCluster
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 GpusOption = Annotated[
     str | None, typer.Option("--gpus", "-g", metavar="N", help="A job that asks for so many GPUs, or a part of one.")
@@ -95,22 +96,12 @@ def what_if(
     show(outlook, output, "\n".join(_line(*effect) for effect in outlook.effects()) or "nothing would change")
 
 
-class Answering(Protocol):
-    """What answers: a running cluster, or the file of a cluster's state."""
+def _answering(state: Path | None) -> ClusterApi | DumpedCluster:
+    if state is None:
+        return client()
+    from kfp_gpuquota.cli.arguments.dumps import DumpedCluster, read_dump  # noqa: PLC0415 (a cluster answers by itself)
 
-    def get_project(self, name: str) -> ProjectView:
-        """Return one project. Raises NotFoundError."""
-
-    def what_if(self, supposed: Supposition) -> Outlook:
-        """Return the effect of hypothetical changes."""
-
-
-def _answering(state: Path | None) -> Answering:
-    if state is None and not on_kubernetes():
-        return cast("Client", client())
-    from kfp_gpuquota.cli.arguments.dumps import dumped_cluster  # noqa: PLC0415 (the embedded cluster answers by itself)
-
-    return dumped_cluster(state)
+    return DumpedCluster(read_dump(state))
 
 
 def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: str, *, interactive: bool) -> JobSpec:
@@ -127,7 +118,7 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
     )
 
 
-def _projects(reached: Answering, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
+def _projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
     """The projects as they would be."""
     rule = "a quota is given as PROJECT=N"
     least, most = pairs("guaranteed", guaranteed, rule), pairs("limit", limit, rule)

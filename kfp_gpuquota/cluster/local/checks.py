@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.findings import Finding
     from kfp_gpuquota.cluster.local.home import Home
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 LEAST_FREE_GIB: Final = 2.0
 _GIB: Final = 1 << 30
 
 
-def examine(home: Home, client: Callable[[], ClusterClient]) -> Iterator[Finding]:
+def examine(home: Home, client: Callable[[], ClusterApi]) -> Iterator[Finding]:
     """Yield the findings about the cluster in `home`; `client` is called if its daemon runs."""
     yield from _directory(home)
     if home.is_locked():
@@ -42,7 +42,7 @@ def _directory(home: Home) -> Iterator[Finding]:
         yield ok("directory", f"{home.root}, {free:.0f} GiB free")
 
 
-def _daemon(client: ClusterClient) -> Iterator[Finding]:
+def _daemon(client: ClusterApi) -> Iterator[Finding]:
     try:
         health, nodes = client.health(), client.list_nodes()
     except GpuQuotaError as error:

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 PREVIOUS_RUN: Final = "previous"
 """In the place of a worker whose log is read: the first worker of the run before the present one."""
 LOG_POLL_S: Final = 0.1
-LEASE_RETRY_S: Final = 2.0  # between attempts to write that a lease has ended
 
 _STOPS: Final = {
     StopAction.DELETE: (Intent.DELETE, requests.DELETED),
@@ -85,9 +84,6 @@ class LocalCluster:
         self._store = store
         self._state = state
         self._driver = driver
-        self._leases: dict[str, asyncio.TimerHandle] = {}
-        for job in state.jobs.values():
-            self._watch_lease(job)
         self._usage, self.memory = UsageHistory(store), MemoryHistory()
         asyncio.get_running_loop().call_soon(self._delete_outdated)
         asyncio.get_running_loop().call_soon(self._sample_usage)
@@ -205,7 +201,7 @@ class LocalCluster:
         with self._driver.decisions.decide() as recorder:
             recorder.change.jobs[job.uid] = job
             recorder.note(job, EventKind.JOB_SUBMITTED)
-        self._watch_lease(job)
+        self._driver.timers.renewed(job.uid)
         return self._state.view(job.uid)
 
     async def list_jobs(
@@ -299,7 +295,7 @@ class LocalCluster:
             job = msgspec.structs.replace(job, lease_holder=lease.holder, lease_s=lease.duration_s)
             with self._state.change() as change:
                 change.jobs[job.uid] = job
-        self._watch_lease(job)
+        self._driver.timers.renewed(job.uid)
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
@@ -392,14 +388,6 @@ class LocalCluster:
                 "suspend or delete some of its jobs first"
             )
 
-    def _watch_lease(self, job: JobRecord) -> None:
-        """(Re)start the lease's clock: the monotonic one, so that a clock that jumps cancels nothing."""
-        if timer := self._leases.pop(job.uid, None):
-            timer.cancel()
-        if job.lease_holder and not job.status.phase.final:
-            loop = asyncio.get_running_loop()
-            self._leases[job.uid] = loop.call_later(job.lease_s, self._lease_ended, job.uid)
-
     def _delete_outdated(self) -> None:
         """Delete the jobs that ended too long ago, and look again after a while."""
         asyncio.get_running_loop().call_later(retention.INTERVAL_S, self._delete_outdated)
@@ -420,16 +408,6 @@ class LocalCluster:
         now = self._state.clock()
         self._usage.sample(self.list_projects(), now)
         self.memory.sample(self.list_nodes(), now)
-
-    def _lease_ended(self, uid: str) -> None:
-        self._leases.pop(uid, None)
-        if (job := self._state.jobs.get(uid)) is None:
-            return
-        try:
-            self._driver.decisions.stop_unless_over(uid, Intent.CANCEL, requests.lease_ended(job.lease_s))
-        except StateFileError as error:
-            log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
-            self._leases[uid] = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)
 
 
 def _has_effect(action: StopAction, job: JobRecord) -> bool:

@@ -20,8 +20,8 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.cluster.job_timers import JobTimers
 from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
-from kfp_gpuquota.cluster.local.run_times import RunTimes
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
@@ -91,7 +91,7 @@ class Driver:
         self.runtime = runtime or self._local_runtime()
         self.membership = MembershipService(MembershipNotices(state, self.runtime), clock=self._loop.time)
         self.decisions = Decisions(state, self.membership, self)
-        self._run_times = RunTimes(state, self.decisions)
+        self.timers = JobTimers(state, self.decisions)
         state.replan = self.wake
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
@@ -129,7 +129,7 @@ class Driver:
             if self._state.alive_of(job.uid):
                 with self._logging_errors(job):
                     self._open_membership(job)
-                self._run_times.watch(job.uid)
+            self.timers.set(job.uid)
         for record in list(self._state.workers.values()):
             if record.alive:
                 self._recover_worker(record)
@@ -142,7 +142,7 @@ class Driver:
         for timer in (self._planning, self._later):
             if timer:
                 timer.cancel()
-        self._run_times.close()
+        self.timers.close()
         self.sharing.close()
         self.runtime.close()
 
@@ -192,12 +192,13 @@ class Driver:
 
     def start_workers(self, job: JobRecord, workers: Sequence[WorkerRecord]) -> None:
         """Start these workers."""
-        self._run_times.watch(job.uid)
+        self.timers.set(job.uid)
         for record in workers:
             self._start_in_turn(record)
 
     def forget_job(self, uid: str) -> None:
         """Delete the job's files."""
+        self.timers.forget(uid)
         self.runtime.remove_job(uid)
         self._home.take_reserve()
 

@@ -1,7 +1,7 @@
 """The membership service over TLS, for workers on other machines: each has the token of its own job and no other.
 
 Port, key and certificate are in the daemon's directory, so that workers find the next daemon where this one was. The
-certificate is for the address of this machine in the Ray cluster; it is issued anew when that changes or it grows old.
+certificate is for the address of this machine in the Ray cluster; it is issued again when that changes or it grows old.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job, Worker
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 ENDED: Final = "gpuquota: the step's command has ended with exit code "
 """The last line of a worker's log in a pod (`images/launcher/worker`), followed by the code: a reader of the log need
@@ -34,7 +34,7 @@ class LogFollower(threading.Thread):
     that started later from its beginning.
     """
 
-    def __init__(self, connect: Callable[[], ClusterClient], job: Job, write: Callable[[str], None]) -> None:
+    def __init__(self, connect: Callable[[], ClusterApi], job: Job, write: Callable[[str], None]) -> None:
         super().__init__(name="log", daemon=True)
         self._connect, self._write = connect, write
         self._changed = threading.Condition()
@@ -144,7 +144,7 @@ def shown_rank(job: Job, worker: Worker) -> int:
     return sum(each.index < worker.index for each in together)
 
 
-def tail(client: ClusterClient, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
+def tail(client: ClusterApi, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
     """Return the last `lines` lines of a worker's log, each with its rank in front."""
     rank = shown_rank(job, worker)
     chunks = _chunks(client, job, worker.id, skip=False, another_leads=lambda: False)
@@ -169,7 +169,7 @@ def _last_written(line: str) -> str:
 
 
 def _chunks(
-    client: ClusterClient, job: Job, worker: str, *, skip: bool, another_leads: Callable[[], bool | None]
+    client: ClusterApi, job: Job, worker: str, *, skip: bool, another_leads: Callable[[], bool | None]
 ) -> Iterator[bytes]:
     """Yield chunks of a worker's log until it ends or `another_leads()`; `skip` omits what was written before."""
     offset, more = 0, True

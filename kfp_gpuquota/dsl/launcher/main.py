@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
     from kfp_gpuquota.dsl.launcher.staging import Staging
     from kfp_gpuquota.dsl.launcher.worker_location import WorkerLocation
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 LONG_POLL_S: Final = 20.0
 # A restart or an upgrade of the cluster takes less than this; the job keeps running meanwhile.
@@ -179,9 +179,7 @@ def _run_here(step: Step) -> NoReturn:
         raise UsageError(f"cannot run {argv[0]!r}: {error.strerror}") from None
 
 
-def _job_of(
-    client: ClusterClient, location: WorkerLocation, step: Step, lease: Lease, held: _CurrentLease
-) -> Job | None:
+def _job_of(client: ClusterApi, location: WorkerLocation, step: Step, lease: Lease, held: _CurrentLease) -> Job | None:
     """Run the step's job, publish its outputs, and return its final state; None where a new job must be started."""
     job, staging = claim(client, location, step, lease, log_line)
     keeper = held.keep(LeaseKeeper(connect, lease, job.spec, log_line))
@@ -210,7 +208,7 @@ def _is_lost(location: WorkerLocation, job: Job, staging: Staging) -> bool:
     return job.status.phase is Phase.SUCCEEDED and not location.has_outputs(job, staging)
 
 
-def _followed(client: ClusterClient, location: WorkerLocation, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
+def _followed(client: ClusterApi, location: WorkerLocation, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
     """Write the job's log and state changes to the step's log, and return its final state. Raises _TakenOverError."""
     messages = JobMessages()
     follower = LogFollower(connect, job, _write)
@@ -232,7 +230,7 @@ def _followed(client: ClusterClient, location: WorkerLocation, job: Job, step: S
     return job
 
 
-def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
+def _states(client: ClusterApi, job: Job, step: Step) -> Iterator[Job]:
     """Yield each new state of a job up to the final one, and its present state at each lease renewal."""
     after: int | None = None
     while not job.status.phase.final:
@@ -246,7 +244,7 @@ def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
         yield job
 
 
-def _list_with_retries(client: ClusterClient, job: Job, after: int | None, wait_s: float) -> JobList:
+def _list_with_retries(client: ClusterApi, job: Job, after: int | None, wait_s: float) -> JobList:
     """Return a list with only this job; while the cluster is unavailable, retry for CLUSTER_TIMEOUT_S seconds."""
     give_up_at = time.monotonic() + CLUSTER_TIMEOUT_S
     while True:
@@ -259,7 +257,7 @@ def _list_with_retries(client: ClusterClient, job: Job, after: int | None, wait_
             log_line("the cluster does not answer; the job keeps running, and this step waits for it")
 
 
-def _failure_log(client: ClusterClient, job: Job, followed: Container[str]) -> list[str]:
+def _failure_log(client: ClusterApi, job: Job, followed: Container[str]) -> list[str]:
     """Return the end of the log of the worker that failed first, where the step's log did not follow that worker."""
     failed = [worker for worker in job.status.workers if worker.exit_code and worker.id not in followed]
     if job.status.phase is not Phase.FAILED or not failed:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.dsl.launcher.step import Step
     from kfp_gpuquota.dsl.launcher.worker_location import WorkerLocation
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 
 def claim(
-    client: ClusterClient, location: WorkerLocation, step: Step, lease: Lease, log_line: Callable[[str], None]
+    client: ClusterApi, location: WorkerLocation, step: Step, lease: Lease, log_line: Callable[[str], None]
 ) -> tuple[Job, Staging]:
     """Return the step's job, whose lease is held by `lease.holder` from now on, and its staging directories.
 
@@ -53,7 +53,7 @@ def _usable(location: WorkerLocation, job: Job, staging: Staging) -> bool:
     return not job.status.phase.final
 
 
-def _taken_over(client: ClusterClient, job: Job, lease: Lease) -> bool:
+def _taken_over(client: ClusterApi, job: Job, lease: Lease) -> bool:
     """Take over the job's lease; return False where the job is being stopped or was deleted meanwhile."""
     if job.status.phase.final:
         return True
@@ -64,7 +64,7 @@ def _taken_over(client: ClusterClient, job: Job, lease: Lease) -> bool:
     return True
 
 
-def _existing(client: ClusterClient, project: str, name: str) -> Job | None:
+def _existing(client: ClusterApi, project: str, name: str) -> Job | None:
     try:
         return client.get_job(project, name)
     except NotFoundError:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
     from kfp_gpuquota.dsl.launcher.staging import Staging
     from kfp_gpuquota.dsl.launcher.step import Step
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 
 class WorkerLocation(Protocol):
@@ -54,7 +54,7 @@ class WorkerLocation(Protocol):
         """Stop watching the run, because the job has ended."""
 
 
-def worker_location(client: ClusterClient) -> WorkerLocation:
+def worker_location(client: ClusterApi) -> WorkerLocation:
     """Return the location of this launcher's workers: this machine, or pods with a Kubernetes context."""
     if kube_context() is None:
         return LocalWorkers(client)
@@ -66,7 +66,7 @@ def worker_location(client: ClusterClient) -> WorkerLocation:
 class LocalWorkers:
     """Workers that are processes on this machine and use the same files."""
 
-    def __init__(self, client: ClusterClient) -> None:
+    def __init__(self, client: ClusterApi) -> None:
         self._client = client
 
     def with_identity(self, step: Step) -> Step:

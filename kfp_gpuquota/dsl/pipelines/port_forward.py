@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.operations import port_forward
+from kfp_gpuquota.cluster.kubernetes.user_client import port_forward
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,7 +25,7 @@ TOKEN_S: Final = 3600
 def forwarded(context: str, namespace: str) -> AbstractContextManager[str]:
     """Forward a local port to KFP's API server, and yield its URL on this machine; `namespace` is that of KFP.
 
-    Raises what `operations.port_forward` raises.
+    Raises what `user_client.port_forward` raises.
     """
     return port_forward.forwarded(context, namespace, SERVICE, PORT, needed_by="--kubeflow (unlike --host URL)")
 

@@ -3,24 +3,98 @@
 It edits the compiled form (KFP's PipelineSpec as JSON), not the tasks while KFP traces the pipeline's function, because
 in the compiled form the steps of nested pipelines, conditions, loops and exit handlers are all entries of
 `deploymentSpec.executors`.
+
+Settings of kfp-kubernetes that the workers of a routed step cannot have are rejected instead of dropped. All other
+settings are on the step's pod and are copied to the workers' pods (`pod_template.py`).
+
+KFP's placeholders for outputs are masked: only a worker can fill them in, with its own directory. KFP replaces
+`{{$...}}` anywhere in a step's command before the step starts. The placeholders for outputs are masked in the original
+command, so that they reach the worker unchanged; those for inputs are left to KFP. Replacing the final paths in the
+finished command was rejected: an output's path may be a part of another path, or of the author's text.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import check_name
-from kfp_gpuquota.dsl.pipelines.platform_config import check_config, executor_configs
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.dsl.spec import pod_resources, pod_volumes
 from kfp_gpuquota.dsl.spec.lease import DURATION_VARIABLE
 from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, StepOptions, checked, to_environment
-from kfp_gpuquota.dsl.spec.placeholders import EXECUTOR_INPUT, masked
+from kfp_gpuquota.dsl.spec.pod_template import LAUNCHER_DOMAINS, MOUNT, PROGRAM_MOUNT
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+EXECUTOR_INPUT: Final = "{{$}}"
+MASK: Final = "gpuquota"
+
+_OUTPUTS = re.compile(
+    r"""\{\{\$(?=
+        \}\}
+      | \.outputs\.output_file\}\}
+      | \.outputMetadataUri\}\}
+      | \.outputs\.parameters\['[^']+'\]\.output_file\}\}
+      | \.outputs\.artifacts\['[^']+'\]\.(?:uri|path)\}\}
+    )""",
+    re.VERBOSE,
+)
+
+
+def masked(element: str) -> str:
+    """Return one element of a command with the placeholders for outputs masked, so that KFP does not replace them."""
+    return _OUTPUTS.sub("{{" + MASK, element)
+
+
+RESERVED_PATHS: Final = (
+    MOUNT,
+    PROGRAM_MOUNT,
+    "/var/run/secrets/gpuquota.dev",
+    "/var/lib/gpuquota/checkpoints",
+    "/opt/gpuquota/runtime",
+)
+_VOLUMES: Final = ("pvcMount", "secretAsVolume", "configMapAsVolume", "emptyDirMounts", "genericEphemeralVolume")
+
+
+def executor_configs(documents: Iterable[Json]) -> Json:
+    """Return the Kubernetes configuration of each executor, from the documents after a PipelineSpec."""
+    found: Json = {}
+    for document in documents:
+        kubernetes = document.get("platforms", {}).get("kubernetes", {})
+        found |= kubernetes.get("deploymentSpec", {}).get("executors", {})
+    return found
+
+
+def check_config(step: str, config: Json) -> None:
+    """Raise DefinitionError for the first setting that would not reach the step's workers."""
+    for problem in _problems(config):
+        raise DefinitionError(f"step {step!r}: {problem}")
+
+
+def _problems(config: Json) -> Iterator[str]:
+    metadata = config.get("podMetadata", {})
+    for part, adder in (("labels", "add_pod_label"), ("annotations", "add_pod_annotation")):
+        for name in metadata.get(part, {}):
+            domain = name.partition("/")[0]
+            if name in SHARE_ANNOTATIONS:
+                yield (
+                    f"{adder}({name!r}) asks for a part of a GPU, which a routed step asks for in its decorator: "
+                    "@gpuquota.component(fraction=...) or (memory=...)"
+                )
+            elif domain == labels.GROUP or domain in LAUNCHER_DOMAINS:
+                yield f"{adder}({name!r}) uses the domain {domain!r}, which belongs to the cluster; choose another name"
+    for volume in (volume for field in _VOLUMES for volume in config.get(field, [])):
+        path = volume.get("mountPath", "").rstrip("/")
+        if path in RESERVED_PATHS:
+            yield f"a volume is mounted at {path}, where a worker finds its own files; mount it elsewhere"
+
 
 Json = dict[str, Any]
 

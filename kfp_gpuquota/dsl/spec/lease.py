@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.api.wire import Lease
-    from kfp_gpuquota.server.cluster_client import ClusterClient
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 DURATION_S: Final = 30.0
 DURATION_VARIABLE: Final = "GPUQUOTA_LEASE_S"
@@ -33,7 +33,7 @@ class LeaseKeeper(threading.Thread):
     """
 
     def __init__(
-        self, connect: Callable[[], ClusterClient], lease: Lease, spec: JobSpec, log_line: Callable[[str], None]
+        self, connect: Callable[[], ClusterApi], lease: Lease, spec: JobSpec, log_line: Callable[[str], None]
     ) -> None:
         super().__init__(name="lease", daemon=True)
         self._connect, self._lease, self._spec, self._log_line = connect, lease, spec, log_line
@@ -75,6 +75,6 @@ class LeaseKeeper(threading.Thread):
         except GpuQuotaError as error:
             self._log_line(f"cannot shorten the lease; the job ends when it expires: {error.message}")
 
-    def _renew(self, client: ClusterClient, duration_s: float, reason: str = "") -> None:
+    def _renew(self, client: ClusterApi, duration_s: float, reason: str = "") -> None:
         lease = msgspec.structs.replace(self._lease, duration_s=duration_s, reason=reason)
         client.renew_lease(self._spec.project, self._spec.name, lease)

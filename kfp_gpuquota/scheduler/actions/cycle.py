@@ -80,7 +80,7 @@ class Cycle:
         self._mark = ledger.mark()
         self.growable = growable
         self.touched: dict[Job, None] = {}
-        self.losers: dict[Job, None] = {}
+        self.victims: dict[Job, None] = {}
         self.pledged: dict[Job, None] = {}
         self.causes: dict[Task, tuple[Job, str]] = {}
         self.placeable: dict[Alike, tuple[int, bool]] = {}
@@ -154,7 +154,7 @@ class Cycle:
             for job in jobs[: 0 if len(self.reserved) == MOST else None]:
                 tasks = next_tasks(job)
                 amount = quota.total(self.ledger, tasks)
-                if not tasks or job in self.touched or job in self.losers or self._is_deferred(job):
+                if not tasks or job in self.touched or job in self.victims or self._is_deferred(job):
                     continue
                 if quota.within_guarantee(job.queue, amount):
                     if self._serve(job, tasks, amount, tries):
@@ -234,11 +234,11 @@ class Cycle:
         useful = self._useful(action)
         pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes)
         if action == "allocate" and look_ahead and not self.strict:
-            kept = self.losers.keys() | self.reserved.keys()  # these are skipped, or have their own part reserved
+            kept = self.victims.keys() | self.reserved.keys()  # these are skipped, or have their own part reserved
             pending.close_where(lambda job: job not in kept and not self._can_be_placed(job))
         while (head := pending.next()) is not None:
             group, job = head
-            if job in self.losers or job in self.tried or self._must_not_grow(job):
+            if job in self.victims or job in self.tried or self._must_not_grow(job):
                 pending.skipped(group, job)
                 continue
             if self.would_overtake(job, group.amount) is not None:
@@ -277,7 +277,7 @@ class Cycle:
                 self.pledged[job] = None
             if before is Status.HELD and task.status is not Status.HELD:
                 self.causes[task] = (job, action)
-                self.losers[task.job] = None
+                self.victims[task.job] = None
 
     def _allocate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
@@ -383,13 +383,13 @@ class Cycle:
     def _evict_stale(self) -> None:
         for task in enforce(self.ledger):
             self.causes[task] = (task.job, "limit")
-            self.losers[task.job] = None
+            self.victims[task.job] = None
         for job in sorted(self.below, key=lambda j: j.uid):
             if job.active and below(job) and self._stale(job):
                 for task in [t for t in job.tasks.values() if t.status is Status.HELD]:
                     self.ledger.set(task, Status.LEAVING, task.node, task.devices)
                     self.causes[task] = (job, "evict_stale")
-                self.losers[job] = None
+                self.victims[job] = None
 
     def _stale(self, job: Job) -> bool:
         """Return whether the gang was below its minimum for too long. Without a start time only the limit 0 applies."""
@@ -417,7 +417,7 @@ class Cycle:
         return (share, -gain(job.throughput, job.active), job.lent, -job.priority, job.submitted_at, job.uid)
 
     def _may_borrow(self, job: Job) -> bool:
-        return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
+        return job.preemptible and job not in self.victims and job.wanted <= job.active < job.most
 
     def _settled(self, job: Job) -> bool:
         """Return whether the job's cool-down and deferral are over. All growth within one plan is one change."""

@@ -172,7 +172,7 @@ class MembershipService:
         """Add a job. After a restart: `first_generation` is one more than the highest number reserved,
         `running` are all workers whose processes may still run, `trained` those of them that were in the generation in
         force. `limits`: this job's own. `worker_prefix`: what the ids of its workers begin with, and no other job's do.
-        A job that is open already starts anew.
+        A job that is open already starts again.
         """
         self.close(job_uid)
         machine = Membership(

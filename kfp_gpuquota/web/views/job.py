@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import Report
     from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.web.charts import Chart
-    from kfp_gpuquota.web.notice import Notice
-    from kfp_gpuquota.web.source import Source
+    from kfp_gpuquota.web.source import Notice, Source
 
 MAX_FIGURES: Final = 8
 SHOWN_EVENTS: Final = 100

@@ -1,20 +1,34 @@
-"""Logs of workers on the page: the end of one, lines that contain a text, what is printed from now on, all of it."""
+"""Logs of workers on the page: the end of one, lines that contain a text, what is printed from now on, all of it.
+
+Colors of a terminal are left out, other control characters are shown as escapes.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.control_characters import visible
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.web.plain_text import plain_log
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.web.source import Source
+
+
+_COLOR: Final = re.compile("\x1b\\[[0-9;:]{0,40}[mK]")
+
+
+def plain_log(raw: bytes) -> str:
+    """Return a log's text: without colors, and of lines that were overwritten (progress bars) what stood last."""
+    text = _COLOR.sub("", raw.decode(errors="replace")).replace("\r\n", "\n")
+    return "\n".join(visible(line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n"))
+
 
 SHOWN_BYTES: Final = 200_000
 SEARCHED_BYTES: Final = 20_000_000

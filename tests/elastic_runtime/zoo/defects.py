@@ -55,7 +55,7 @@ def scheduler_made_of_others_that_was_not_given(**init: Any) -> Any:
 
 
 class Tracker(nn.Module):
-    """Counts and averages in buffers that it assigns anew, of all kinds."""
+    """Counts and averages in buffers that it assigns again, of all kinds."""
 
     steps: torch.Tensor
     seen: torch.Tensor

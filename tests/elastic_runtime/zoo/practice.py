@@ -99,7 +99,7 @@ def tasks_with_an_optimizer_each(**init: Any) -> Any:
 
 @script()
 def spectral_and_weight_normalisation(**init: Any) -> Any:
-    """Parametrizations: the weight is computed anew from others, and spectral_norm moves buffers in each forward."""
+    """Parametrizations: the weight is computed again from others, and spectral_norm moves buffers in each forward."""
     job = elastic_runtime.init(**init)
     model = nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh(), weight_norm(nn.Linear(8, 3)))
     model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors())

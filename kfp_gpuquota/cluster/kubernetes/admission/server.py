@@ -100,8 +100,8 @@ class Certificates:
     """Manages the certificate in its Secret, in this process's TLS context, and in the webhook's configuration.
 
     `inject` False: the webhook's configuration is another process's. `renewed(trusted)` is called when clients are to
-    trust something else than before. A Secret that was deleted or damaged is written anew with what this process holds:
-    another authority would disconnect all clients that trust this one.
+    trust something else than before. A Secret that was deleted or damaged is written again with what this process
+    holds: another authority would disconnect all clients that trust this one.
     """
 
     def __init__(
@@ -231,6 +231,6 @@ def _from_secret(secret: dict[str, Any]) -> Material | None:
         )
         check(material)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        log.warning("the Secret %s cannot be used and is made anew: %s", SECRET, error)
+        log.warning("the Secret %s cannot be used and is made again: %s", SECRET, error)
         return None
     return material

@@ -2,6 +2,8 @@
 
 The leader plans, writes and serves workers. A process that loses the lease exits and is restarted as a standby, because
 its state may be outdated. Rejected: resetting the state in place, which would have to be complete.
+
+It publishes the certificate of the authority that signs the controller's, so that the web page can verify it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import msgspec
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.admission.mounted_certificate import MountedCertificate
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
@@ -30,24 +32,51 @@ from kfp_gpuquota.cluster.kubernetes.client.leader.renewal import Renewal
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.controller import authority, debug_state, metrics, what_if
+from kfp_gpuquota.cluster.kubernetes.controller import debug_state, metrics, what_if
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUTHORITY, AUTHORITY_FILE
 from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerProcess
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
-from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
+from kfp_gpuquota.errors import ClusterUnavailableError, RunError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
+
+
+EVERY_S: Final = 60.0
+
+
+async def keep_published(connection: Connection, namespace: str, trusted: Callable[[], bytes]) -> None:
+    """Apply the ConfigMap once a minute until cancelled: it may have been deleted, or the authority renewed."""
+    while True:
+        try:
+            await _publish(connection, namespace, trusted())
+        except RunError as error:
+            log.warning("the ConfigMap %s/%s could not be written: %s", namespace, AUTHORITY, error)
+        await asyncio.sleep(EVERY_S)
+
+
+async def _publish(connection: Connection, namespace: str, trusted: bytes) -> None:
+    body = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": AUTHORITY, "labels": {"app.kubernetes.io/part-of": "gpuquota"}},
+        "data": {AUTHORITY_FILE: trusted.decode()},
+    }
+    path = join("/api/v1/namespaces", namespace, "configmaps", AUTHORITY)
+    params = {"fieldManager": labels.FIELD_MANAGER, "force": "true"}
+    await connection.call("PATCH", path, body, content_type=APPLY_PATCH, params=params)
+
 
 ACCOUNT: Final = "gpuquota-controller"
 
@@ -201,7 +230,7 @@ class Replica:
             keeping = membership_service.keep_key(connection, self._keys_namespace, key)
             tasks = [controller.run(), holding, keeping]
             if options.what_if_port:
-                tasks.append(authority.keep_published(connection, options.namespace, lambda: _trusted(certificates)))
+                tasks.append(keep_published(connection, options.namespace, lambda: _trusted(certificates)))
             await first_to_end(*tasks)
         finally:
             await election.release()

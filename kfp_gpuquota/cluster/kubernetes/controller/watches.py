@@ -1,16 +1,19 @@
 """What the controller watches: the kinds of objects, and the part that processes each of them.
 
-An object that cannot be read is quarantined, until it is changed or deleted.
+An object that cannot be read is quarantined, until it is changed or deleted. Of a pod that cannot be decoded, what
+determines its devices is read.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
-from kfp_gpuquota.cluster.kubernetes.convert.unreadable_pods import recovered_pod
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 
 if TYPE_CHECKING:
@@ -24,6 +27,35 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+
+
+def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:
+    """Return a pod that cannot be decoded, with the fields that determine its devices; others have their defaults."""
+    given = msgspec.json.decode(raw)
+    spec, status = _fields(given, "spec"), _fields(given, "status")
+    limits = [_fields(_fields(one, "resources"), "limits") for one in _items(spec, "containers")]
+    inits = [_fields(_fields(one, "resources"), "limits") for one in _items(spec, "initContainers")]
+    return Pod(
+        metadata=msgspec.convert(_fields(given, "metadata"), Metadata),
+        spec=PodSpec(
+            node_name=str(spec.get("nodeName") or ""),
+            containers=tuple(Container(resources=Resources(limits=one)) for one in limits),
+            init_containers=tuple(Container(resources=Resources(limits=one)) for one in inits),
+        ),
+        status=PodStatus(phase=str(status.get("phase") or "")),
+        problem=problem,
+    )
+
+
+def _fields(given: object, name: str) -> dict[str, Any]:
+    found = given.get(name) if isinstance(given, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _items(given: dict[str, Any], name: str) -> list[Any]:
+    found = given.get(name)
+    return found if isinstance(found, list) else []
+
 
 PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
 FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})

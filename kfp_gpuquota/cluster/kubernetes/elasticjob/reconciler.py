@@ -3,7 +3,7 @@
     objects, pods ─► records ─► scheduler's events                   reconciler, pod_events
     plans ─► records ─► pods created and deleted, membership target  the engine's decisions, pod_manager
     membership ─► records ─► status                                  the engine's notices, status
-    time ─► records                                                  timers, deadlines
+    time ─► records                                                  timers
 
 Invariant: a pod that is being deleted, by any client, is a released worker. To release a worker its pod is deleted at
 once with the job's grace period: the membership lets it leave, the kubelet kills it after the grace period, and the
@@ -12,7 +12,6 @@ deletion is the persistent record of the decision. Rejected: an annotation first
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobM
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.job_status import job_status
-from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobTimers
+from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import ElasticJobTimers
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_timeout import Readiness
@@ -99,7 +98,7 @@ class ElasticJobs:
         )
         self.membership = JobMembership(book, settings, self.workers, statuses, epoch=epoch)
         self.decisions = Decisions(book, self.membership.service, self)
-        self._timers = JobTimers(book, writer, self.decisions, self)
+        self._timers = ElasticJobTimers(book, writer, self.decisions, self)
         self.pod_events = WorkerPodEvents(book, allocator, self.workers, self.decisions, statuses=statuses)
         self.readiness = Readiness(
             book, writer, self.workers, self.decisions, self.pod_events, ready, statuses=statuses, events=events
@@ -177,12 +176,12 @@ class ElasticJobs:
             return True
         before, state.object = state.object, job
         if job.spec.lease != before.spec.lease:
-            state.lease_seen_at = time.monotonic()
+            self._timers.renewed(uid)
         if state.refused:
             self._take_in(job)
             return True
         if job.spec.template != before.spec.template or (before.spec.suspend and not job.spec.suspend):
-            self.readiness.begin_anew(uid)
+            self.readiness.start_again(uid)
         if job.spec != before.spec:
             self._follow_spec(uid)
             self._timers.set(uid)
@@ -198,8 +197,8 @@ class ElasticJobs:
         state, job = self.book.runtime_states.get(uid), self.book.jobs.get(uid)
         if state is None:
             return
-        for timer in filter(None, (state.timer, state.look)):
-            timer.cancel()
+        if state.look is not None:
+            state.look.cancel()
         if job is None:
             self.forget_job(uid)
         elif job.intent is not Intent.DELETE:
@@ -249,7 +248,7 @@ class ElasticJobs:
             self._resubmit(uid)
 
     def _resubmit(self, uid: str) -> None:
-        """Submit a waiting job with a changed specification again; it keeps its age."""
+        """Apply a changed specification; a waiting job is submitted again with it, and keeps its age."""
         before, job = self.book.jobs[uid], self.book.runtime_states[uid].object
         try:
             spec = self._record_of(job).spec
@@ -258,14 +257,12 @@ class ElasticJobs:
             return
         if spec == before.spec:
             return
-        after = msgspec.structs.replace(before, spec=spec)
         if self.book.alive_of(uid):
-            # the scheduler uses its sizes from the job's next start on, and its constraints for the next worker
-            self.book.jobs[uid] = after
-            self.book.emit(scheduler.ConstraintsChanged(uid, spec))
+            with self.decisions.decide() as recorder:
+                recorder.update(before, spec)
             return
         self.book.commit(Change(jobs={uid: None}))
-        self.book.commit(Change(jobs={uid: after}))
+        self.book.commit(Change(jobs={uid: msgspec.structs.replace(before, spec=spec)}))
         self.readiness.announce(uid)
         if self.book.runtime_states[uid].excluded_nodes:
             self._emit_excluded_nodes(uid)
@@ -301,7 +298,7 @@ class ElasticJobs:
     def start_workers(self, job: JobRecord, workers: Sequence[WorkerRecord]) -> None:
         """Create the workers' pods, and open the job's membership at its start."""
         if not self.membership.service.is_open(job.uid):
-            self.book.runtime_states[job.uid].start_anew()
+            self.book.runtime_states[job.uid].start_again()
             self.membership.open(job)
         self.workers.make(job.uid, [record.worker for record in workers])
 
@@ -312,6 +309,7 @@ class ElasticJobs:
 
     def forget_job(self, uid: str) -> None:
         """Drop the state of a job that was deleted."""
+        self._timers.forget(uid)
         del self.book.runtime_states[uid]
 
     # As `JobPartEvents`

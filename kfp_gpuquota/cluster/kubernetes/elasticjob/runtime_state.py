@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.backoff import Backoff
@@ -26,7 +25,6 @@ class RuntimeState:
         self.object = job
         self.reserved = self.durable = job.status.generation_reserved  # claimed; stored by the API server
         self.ended = set(job.status.ended)
-        self.lease_seen_at = time.monotonic()  # when this process saw the lease's last renewal
         self.refused = ""  # why its specification is invalid
         self.explained_at = -math.inf  # when the reason why it waits was last written
         self.held_back = ""  # why its pods could not be created
@@ -43,7 +41,6 @@ class RuntimeState:
         self.secret_ensured_at = -math.inf  # when this process last ensured that it exists
         self.network_policy = job.status.network_policy  # name of the workers' NetworkPolicy, if one was created
         self.isolation_ensured_at = -math.inf  # when this process last ensured that it exists
-        self.timer: asyncio.TimerHandle | None = None
         self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions
 
@@ -53,7 +50,7 @@ class RuntimeState:
         self.start_failure.pop(worker.id, None)
         self.last_warnings.pop(worker.id, None)
 
-    def start_anew(self) -> None:
+    def start_again(self) -> None:
         """Discard the state of the workers of earlier starts."""
         self.ended.clear()
         self.complaints.clear()

@@ -1,10 +1,9 @@
-"""Handles deadlines of ElasticJobs: expired leases, maximum run times, and deletion after completion."""
+"""Handles deadlines of ElasticJobs: their leases are read again before they count, ended jobs are deleted."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -12,12 +11,12 @@ import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.job_timers import JobTimers
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
-from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, JobLease
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.records import Intent
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
     from kfp_gpuquota.engine.decisions import Decisions
+    from kfp_gpuquota.engine.records import JobRecord
 
 log = logging.getLogger(__name__)
 
@@ -35,45 +35,42 @@ _CANCELLED: Final = "cancelled by a user, or with its pipeline's run"
 PROMPT_S: Final = 5.0  # a slower response means that the API server was unavailable
 
 
-class JobTimers:
-    """Timers of all jobs."""
+class ElasticJobTimers(JobTimers):
+    """Timers of all ElasticJobs."""
 
     def __init__(self, book: Book, writer: Writer, decisions: Decisions, events: JobPartEvents) -> None:
-        self._book, self._writer, self._decisions, self._events = book, writer, decisions, events
+        super().__init__(book, decisions)
+        self._book, self._writer, self._events = book, writer, events
 
-    def set(self, uid: str) -> None:
-        """Set the timer of the job's next deadline."""
-        state, job = self._book.runtime_states[uid], self._book.jobs[uid]
-        if state.timer:
-            state.timer.cancel()
-        now = self._book.clock()
-        lease_seen_at = now - (time.monotonic() - state.lease_seen_at)
-        deadline = next_deadline(state.object, job, lease_seen_at=lease_seen_at)
-        if deadline is not None:
-            delay = max(0.0, deadline.at - now)
-            state.timer = asyncio.get_running_loop().call_later(delay, self._due, uid, deadline.due)
+    def lease_s(self, job: JobRecord) -> float | None:
+        """Return the duration of the lease of the job's object."""
+        lease = self._lease(job.uid)
+        return lease.duration_seconds if lease is not None and lease.holder else None
 
-    def _due(self, uid: str, due: Due) -> None:
-        state = self._book.runtime_states.get(uid)
-        if state is None or uid not in self._book.jobs:
-            return
-        meta = state.object.metadata
+    def keep_s(self, job: JobRecord) -> float | None:
+        """Return for how long the job's object is kept after its end."""
+        return self._book.runtime_states[job.uid].object.spec.ttl_seconds_after_finished
+
+    def kept_long_enough(self, job: JobRecord) -> None:
+        """Delete the job's object, with what it owns."""
+        body = {"preconditions": {"uid": job.uid}, "propagationPolicy": "Background"}
+        write = msgspec.structs.replace(self._request(job.uid, "DELETE"), body=body)
+        self._writer.submit(write, lambda _: None, lambda _: self._look_in(AGAIN_S, job.uid))
+
+    def lease_ended(self, job: JobRecord) -> None:
+        """Read the object: its lease may have been renewed."""
+        found = partial(self._read_again, job.uid, asyncio.get_running_loop().time())
+        self._writer.submit(self._request(job.uid, "GET"), found, lambda _: self._extend_lease(job.uid))
+
+    def _request(self, uid: str, verb: str) -> Write:
+        meta = self._book.runtime_states[uid].object.metadata
         path = join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name)
-        if due is Due.FORGET:
-            body = {"preconditions": {"uid": meta.uid}, "propagationPolicy": "Background"}
-            write = Write(verb="DELETE", path=path, about=f"{meta.namespace}/{meta.name}", body=body)
-            self._writer.submit(write, lambda _: None, lambda _: self._later(uid))
-        elif due is Due.LEASE_ENDED:
-            write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
-            found = partial(self._lease_ended, uid, time.monotonic())
-            self._writer.submit(write, found, lambda _: self._extend_lease(uid))
-        else:
-            self._decisions.stop_unless_over(uid, Intent.FAIL, requests.ran_too_long(self._book.jobs[uid]))
+        return Write(verb=verb, path=path, about=f"{meta.namespace}/{meta.name}")
 
-    def _later(self, uid: str) -> None:
-        asyncio.get_running_loop().call_later(AGAIN_S, self._due, uid, Due.FORGET)
+    def _lease(self, uid: str) -> JobLease | None:
+        return self._book.runtime_states[uid].object.spec.lease
 
-    def _lease_ended(self, uid: str, requested_at: float, answer: bytes) -> None:
+    def _read_again(self, uid: str, requested_at: float, answer: bytes) -> None:
         """Handle a lease that seems to have expired. Its client cannot renew it while the API server is unavailable.
 
         So the object is read first; if the response was slow, the lease is extended by its whole duration.
@@ -82,7 +79,7 @@ class JobTimers:
         if state is None or job is None or job.over:
             return
         found = msgspec.json.decode(answer, type=ElasticJob)
-        if time.monotonic() - requested_at > PROMPT_S:
+        if asyncio.get_running_loop().time() - requested_at > PROMPT_S:
             self._extend_lease(uid)
         elif found.spec.lease != state.object.spec.lease:
             self._events.job_read(found)
@@ -118,9 +115,9 @@ class JobTimers:
 
     def _abandon(self, uid: str) -> None:
         """Cancel the job: its lease has expired, and there will be no further attempt of its step."""
-        if (state := self._book.runtime_states.get(uid)) is None:
+        if uid not in self._book.runtime_states:
             return
-        lease = state.object.spec.lease
+        lease = self._lease(uid)
         if lease is None or lease.duration_seconds == 0:
             reason = Reason(code=ReasonCode.USER, message=(lease.reason if lease else "") or _CANCELLED)
         else:
@@ -128,9 +125,8 @@ class JobTimers:
         self._decisions.stop_unless_over(uid, Intent.CANCEL, reason)
 
     def _extend_lease(self, uid: str) -> None:
-        if (state := self._book.runtime_states.get(uid)) and uid in self._book.jobs:
-            state.lease_seen_at = time.monotonic()
-            self.set(uid)
+        if uid in self._book.jobs:
+            self.renewed(uid)
 
 
 def _run_of(job: ElasticJob) -> OwnerReference | None:

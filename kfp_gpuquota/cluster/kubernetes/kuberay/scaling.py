@@ -11,30 +11,109 @@ restarted controller continues, and a change by anybody else is answered.
 | sized by Ray's autoscaler | none leaves, and `maxReplicas` is the controller's | `maxReplicas` of the user |
 | RayJob | to be stopped, not suspended | `suspend`, with the reason |
 | RayJob | suspended by the controller, and planned again | not `suspend` |
+
+Each patch tests what it was decided from: a change by the user, or by Ray's autoscaler, in the meantime makes it fail,
+and the size is decided again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes.kuberay import patches
+import msgspec
+
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
 from kfp_gpuquota.cluster.kubernetes.kuberay.owners import is_autoscaled, suspended_by_controller
 from kfp_gpuquota.cluster.kubernetes.kuberay.specs import SizeNote, most_requested, notes_of, requested
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.ray_types import API_VERSION
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
     from kfp_gpuquota.cluster.kubernetes.kuberay.units import Slot, Unit
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayCluster, RayJob, WorkerGroup
+
+
+def resize(
+    cluster: RayCluster, index: int, replicas: int, workers_to_delete: tuple[str, ...], notes: dict[str, SizeNote]
+) -> Write:
+    """Return the patch that sets a group's `replicas`, and the pods that KubeRay deletes for it."""
+    group = cluster.spec.worker_group_specs[index]
+    path = f"/spec/workerGroupSpecs/{index}"
+    operations: list[dict[str, Any]] = [
+        {"op": "test", "path": f"{path}/groupName", "value": group.group_name},
+        {"op": "test", "path": f"{path}/replicas", "value": group.replicas},
+        {"op": "replace", "path": f"{path}/replicas", "value": replicas},
+        {"op": "add", "path": f"{path}/scaleStrategy", "value": {"workersToDelete": list(workers_to_delete)}},
+    ]
+    return _cluster_patch(cluster, operations, notes, Lane.RELEASE if replicas < group.replicas else Lane.CREATE)
+
+
+def bound(cluster: RayCluster, index: int, most: int, notes: dict[str, SizeNote]) -> Write:
+    """Return the patch that sets a group's `maxReplicas`, to which Ray's autoscaler shrinks it."""
+    group = cluster.spec.worker_group_specs[index]
+    path = f"/spec/workerGroupSpecs/{index}"
+    operations: list[dict[str, Any]] = [
+        {"op": "test", "path": f"{path}/groupName", "value": group.group_name},
+        {"op": "test", "path": f"{path}/maxReplicas", "value": group.max_replicas},
+        {"op": "replace", "path": f"{path}/maxReplicas", "value": most},
+    ]
+    return _cluster_patch(cluster, operations, notes, Lane.RELEASE)
+
+
+def suspension(job: RayJob, reason: str | None) -> Write:
+    """Return the patch that suspends the RayJob for `reason`, or resumes it (None)."""
+    meta = job.metadata
+    body = {
+        "metadata": {"uid": meta.uid, "annotations": {labels.SUSPENDED: reason}},
+        "spec": {"suspend": reason is not None},
+    }
+    return Write(
+        verb="PATCH",
+        path=_path(meta, "rayjobs"),
+        about=f"{meta.namespace}/{meta.name}",
+        lane=Lane.ADMIT if reason is None else Lane.RELEASE,
+        body=body,
+        content_type=MERGE_PATCH,
+    )
+
+
+def _cluster_patch(
+    cluster: RayCluster, operations: list[dict[str, Any]], notes: dict[str, SizeNote], lane: Lane
+) -> Write:
+    meta = cluster.metadata
+    text = msgspec.json.encode(notes).decode()
+    if meta.annotations is None:
+        annotated = {"op": "add", "path": "/metadata/annotations", "value": {labels.RAY_GROUPS: text}}
+    else:
+        name = escape_json_pointer(labels.RAY_GROUPS)
+        annotated = {"op": "add", "path": f"/metadata/annotations/{name}", "value": text}
+    body = [{"op": "test", "path": "/metadata/uid", "value": meta.uid}, *operations, annotated]
+    return Write(
+        verb="PATCH",
+        path=_path(meta, "rayclusters"),
+        about=f"{meta.namespace}/{meta.name}",
+        lane=lane,
+        body=body,
+        content_type=JSON_PATCH,
+    )
+
+
+def _path(meta: Metadata, plural: str) -> str:
+    return join(f"/apis/{API_VERSION}/namespaces", meta.namespace, plural, meta.name)
 
 
 def suspension_of(unit: Unit, job: RayJob, stop: str) -> Write | None:
     """Return the patch that suspends the RayJob for the reason `stop`, or resumes it; None if it needs none."""
     if stop:
-        return None if job.spec.suspend else patches.suspension(job, stop)
+        return None if job.spec.suspend else suspension(job, stop)
     if not suspended_by_controller(job):
         return None
     resumed = not job.spec.suspend or bool(unit.missing())
-    return patches.suspension(job, None) if resumed else None
+    return suspension(job, None) if resumed else None
 
 
 def size_of(unit: Unit, cluster: RayCluster, index: int) -> Write | None:
@@ -54,7 +133,7 @@ def _shrunk(unit: Unit, cluster: RayCluster, index: int, group: WorkerGroup) -> 
         return None
     replicas = max(0, group.replicas - len(new))
     notes = _noted(cluster, group, SizeNote(replicas=requested(group, _note(cluster, group)), wrote=replicas))
-    return patches.resize(cluster, index, replicas, (*sorted(leaving & named), *new), notes)
+    return resize(cluster, index, replicas, (*sorted(leaving & named), *new), notes)
 
 
 def _expanded(unit: Unit, cluster: RayCluster, index: int, group: WorkerGroup) -> Write | None:
@@ -64,7 +143,7 @@ def _expanded(unit: Unit, cluster: RayCluster, index: int, group: WorkerGroup) -
     if not unit.missing() or needed <= group.replicas:
         return None
     notes = _noted(cluster, group, SizeNote(replicas=requested(group, _note(cluster, group)), wrote=needed))
-    return patches.resize(cluster, index, needed, tuple(sorted(_leaving(unit, group))), notes)
+    return resize(cluster, index, needed, tuple(sorted(_leaving(unit, group))), notes)
 
 
 def _bounded(unit: Unit, cluster: RayCluster, index: int, group: WorkerGroup) -> Write | None:
@@ -76,10 +155,10 @@ def _bounded(unit: Unit, cluster: RayCluster, index: int, group: WorkerGroup) ->
         most = max(stay, group.min_replicas)
         if most >= min(group.max_replicas, group.replicas):
             return None
-        bound = SizeNote(most=most_requested(group, note), bound=most)
-        return patches.bound(cluster, index, most, _noted(cluster, group, bound))
+        written = SizeNote(most=most_requested(group, note), bound=most)
+        return bound(cluster, index, most, _noted(cluster, group, written))
     if ours and note.most is not None and not any(slot.leaving for slot in unit.slots.values()):
-        return patches.bound(cluster, index, note.most, _noted(cluster, group, None))
+        return bound(cluster, index, note.most, _noted(cluster, group, None))
     return None
 
 

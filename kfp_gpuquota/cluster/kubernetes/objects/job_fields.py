@@ -18,6 +18,8 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kfp_gpuquota.api.wire import JobUpdate
+
 _UNITS: Final = {"_s": "_seconds", "_mib": ""}
 
 
@@ -59,6 +61,14 @@ def as_written(spec: JobSpec) -> dict[str, Any]:
     if spec.shared:
         del found["gpus"]  # it is gpuDevices
     return found
+
+
+def updated_fields(spec: JobSpec, changed: JobUpdate) -> dict[str, Any]:
+    """Return the fields of an ElasticJob's spec that the update changes: what is as before may not have been given."""
+    before = {"min_gpus": spec.smallest, "max_gpus": spec.largest, "priority": spec.effective_priority}
+    fields = {field.name: field.wire for field in JOB_FIELDS.values()}
+    given = {name: getattr(changed, name) for name in before}
+    return {fields[name]: value for name, value in given.items() if value not in {None, before[name]}}
 
 
 def as_read(spec: ElasticJobSpec) -> dict[str, Any]:

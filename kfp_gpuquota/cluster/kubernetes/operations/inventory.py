@@ -102,7 +102,7 @@ def is_running(pod: Json) -> bool:
 
 
 class Inventory:
-    """Reads the objects of an installation. Each call lists them anew."""
+    """Reads the objects of an installation. Each call lists them again."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls

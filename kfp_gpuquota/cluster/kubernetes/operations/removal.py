@@ -2,7 +2,7 @@
 
 1. The policies, which allow only the controller to change gates and labels, and the webhook, so that new pods
    start ungated.
-2. The controller, the membership and the agents. Later steps wait for their end: they would write labels anew.
+2. The controller, the membership and the agents. Later steps wait for their end: they would write labels again.
 3. The gates, if the administrator chose to open them, and labels and annotations of other pods.
 4. ElasticJobs. Their workers lose their owner before, and run on.
 5. Everything else: kinds, rights, settings, labels of namespaces and nodes, our namespaces, Helm's record.

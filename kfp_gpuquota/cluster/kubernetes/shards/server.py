@@ -1,8 +1,12 @@
-"""A shard's server, for connections of workers and of the leader on one port."""
+"""A shard's server, for connections of workers and of the leader on one port.
+
+It reduces the memory of TLS connections in asyncio.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import hmac
 import logging
 import uuid
@@ -22,7 +26,6 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     control_token,
     lines,
 )
-from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, Connection, LimitedRunner, raise_descriptor_limit
@@ -32,6 +35,24 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+
+
+BUFFER_BYTES: Final = 16 << 10
+"""Bytes of a TLS record, the most that OpenSSL decrypts at once."""
+
+
+def bound_tls_memory() -> None:
+    """Make each TLS connection that is accepted from now on read into a buffer of one record instead of 256 KiB.
+
+    A worker sends some hundred bytes a second. The buffer's size is `SSLProtocol.max_size`, a class attribute that
+    asyncio has no parameter for (CPython 3.11 to 3.14). Without it connections work, and need more memory.
+    """
+    protocol = asyncio.sslproto.SSLProtocol
+    if not isinstance(getattr(protocol, "max_size", None), int):
+        log.warning("asyncio's TLS buffers cannot be bounded: this Python has no SSLProtocol.max_size")
+        return
+    protocol.max_size = BUFFER_BYTES
+
 
 SHUTDOWN_S: Final = 1.0
 BACKLOG: Final = 8192

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, Connection
@@ -31,7 +32,6 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger, reservation_pods
-from kfp_gpuquota.cluster.kubernetes.sharing.agent_metrics import AgentMetrics
 from kfp_gpuquota.cluster.kubernetes.sharing.node_shares import NodeShares
 from kfp_gpuquota.errors import DeviceError, GpuQuotaError
 from kfp_gpuquota.fractions import Kill, Policy, Round
@@ -40,11 +40,54 @@ from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory
 from kfp_gpuquota.fractions.processes import container_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationView
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
+    from kfp_gpuquota.fractions import Row
     from kfp_gpuquota.fractions.devices import DeviceMemory
     from kfp_gpuquota.fractions.processes import ContainerIdentity
+
+
+_ROUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
+
+
+class AgentMetrics:
+    """Metrics of one node's agent. Gauges have a series for each pod and GPU."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        of = ["namespace", "pod", "gpu"]
+        self.used = Gauge("gpuquota_gpu_memory_used_mib", "GPU memory in use", of, registry=self.registry)
+        self.request = Gauge("gpuquota_gpu_memory_request_mib", "GPU memory guaranteed", of, registry=self.registry)
+        self.limit = Gauge("gpuquota_gpu_memory_limit_mib", "The most it may ever use", of, registry=self.registry)
+        self.granted = Gauge("gpuquota_gpu_memory_granted_mib", "What it may use now", of, registry=self.registry)
+        self.ended = Counter(
+            "gpuquota_gpu_memory_ended_processes",
+            "Processes ended (or reported, with the killer off) for holding GPU memory that others have requested, or "
+            "above their limit",
+            ["namespace", "pod", "reason", "beneficiary", "carried_out"],
+            registry=self.registry,
+        )
+        self.over = Counter(
+            "gpuquota_gpu_memory_over_mib", "By how much they were over", ["namespace", "pod"], registry=self.registry
+        )
+        self.rounds = Histogram(
+            "gpuquota_gpu_memory_round_seconds", "Time of a round", buckets=_ROUNDS, registry=self.registry
+        )
+
+    def show(self, rows: Iterable[Row], notes: Mapping[str, ShareNote]) -> None:
+        """Update the gauges when they are scraped: in each round that would cost as much as the round."""
+        gauges = (self.used, self.request, self.limit, self.granted)
+        for gauge in gauges:
+            gauge.clear()
+        for row in rows:
+            if (note := notes.get(row.workload)) is not None and note.uid:
+                of = (note.project, note.pod.partition("/")[2], row.device)
+                amounts = (row.used_mib, row.request_mib, row.limit_mib, row.granted_mib)
+                for gauge, mib in zip(gauges, amounts, strict=True):
+                    gauge.labels(*of).set(mib)
+
 
 NAME: Final = "gpuquota-node-agent"
 INTERVAL_S: Final = 0.1

@@ -9,20 +9,32 @@ import base64
 import time
 import uuid
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
+from kfp_gpuquota.api.wire import (
+    EventList,
+    Health,
+    JobList,
+    JobUpdate,
+    Lease,
+    LogChunk,
+    Outlook,
+    PageLink,
+    StopAction,
+    Supposition,
+)
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
-from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
-from kfp_gpuquota.cluster.kubernetes.user_client import pod_explanation, views
+from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
+from kfp_gpuquota.cluster.kubernetes.user_client import debug_state, pod_explanation, views
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
+from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls, jobs_path
+from kfp_gpuquota.cluster.kubernetes.user_client.usage import usage
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
@@ -32,37 +44,37 @@ from kfp_gpuquota.errors import (
     RunError,
     UsageError,
 )
-from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.cluster_api import LONG_POLL_S, follow_log
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.api import Job, JobSpec
+    from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
 
 Json = dict[str, Any]
-T = TypeVar("T")
 
-_GROUP: Final = f"/apis/{labels.API_VERSION}"
-QUOTAS: Final = f"{_GROUP}/gpuquotas"
 _CANCELLED: Final = "gpuquota-cancel"
 _PERMANENT: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
 _TAKE_OVERS: Final = 10
 
 
-class _Namespace(core_types.Struct, frozen=True):
-    metadata: core_types.Metadata
-
-
-class KubernetesClient:
+class KubernetesClient(ProjectCalls):
     """The jobs and quotas of one API server. A project is a namespace. Raises the errors of `kfp_gpuquota.errors`."""
 
-    def __init__(self, connection: Connection, *, image: str = "", retry_for_s: float = RETRY_FOR_S) -> None:
-        self.calls = Calls(connection, retry_for_s=retry_for_s)
-        self._image = image
+    def __init__(
+        self, connection: Connection, *, image: str = "", context: str = "", retry_for_s: float = RETRY_FOR_S
+    ) -> None:
+        super().__init__(Calls(connection, retry_for_s=retry_for_s))
+        self._image, self._context = image, context
         self._logs: dict[tuple[str, str], PodLog] = {}
+
+    @property
+    def runs_here(self) -> bool:
+        """Return False: jobs run in pods."""
+        return False
 
     @property
     def namespace(self) -> str:
@@ -72,111 +84,6 @@ class KubernetesClient:
     def health(self) -> Health:
         """Return the version and the API server's URL."""
         return Health(version=__version__, pid=0, home=self.calls.connection.server, started_at=0.0)
-
-    # Projects and nodes
-
-    def list_projects(self) -> tuple[ProjectView, ...]:
-        """Return all quotas, by name; invalid ones, which have a condition, are left out."""
-        shown = []
-        for quota_ in self._items(QUOTAS, custom_types.GpuQuota):
-            with suppress(InvalidFieldError):
-                shown.append(views.project_view(quota_))
-        return with_lent(sorted(shown, key=lambda view: view.project.name))
-
-    def get_project(self, name: str) -> ProjectView:
-        """Return a project. Raises NotFoundError."""
-        try:
-            found = self.calls.read(join(QUOTAS, name), custom_types.GpuQuota)
-        except NotFoundError:
-            raise NotFoundError(
-                f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
-                f"gpuquota project create {name} --guaranteed N"
-            ) from None
-        return views.project_view(found)
-
-    def create_project(self, project: Project) -> ProjectView:
-        """Create a project. Raises AlreadyExistsError."""
-        try:
-            self.calls.create(QUOTAS, views.gpu_quota(project))
-        except AlreadyExistsError:
-            raise AlreadyExistsError(
-                f"project {project.name!r} already exists; change it with: gpuquota project set {project.name}"
-            ) from None
-        return self.get_project(project.name)
-
-    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
-        """Create a project, or replace its quota.
-
-        Raises ConflictError if a Profile defines it, or if it differs from `expected`.
-        """
-        if expected is not None and self.get_project(project.name).project != expected:
-            raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; read it again and retry")
-        path, wanted = join(QUOTAS, project.name), views.gpu_quota(project)
-        try:
-            before = self.calls.read(path, custom_types.GpuQuota)
-        except NotFoundError:
-            return self.create_project(project)
-        if before.metadata.labels.get(labels.SOURCE) == "profile":
-            raise ConflictError(
-                f"the quota of {project.name!r} is defined in its Profile; change it there: kubectl edit profile "
-                f"{project.name} (spec.plugins, kind GpuQuota)"
-            )
-        cleared = dict.fromkeys(custom_types.GpuQuotaSpec.__struct_encode_fields__)
-        self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
-        return self.get_project(project.name)
-
-    def quota_gap(self, name: str) -> str:
-        """Return a warning if the namespace is not labelled, so that its pods start without a quota; else ""."""
-        try:
-            found = self.calls.read(join("/api/v1/namespaces", name), _Namespace)
-        except NotFoundError:
-            return f"namespace {name!r} does not exist; a team needs one, a department does not"
-        if found.metadata.labels.get(labels.MANAGED) == "true":
-            return ""
-        return (
-            f"pods in namespace {name!r} are not under the quota, only ElasticJobs are; put them under it with: "
-            f"kubectl label namespace {name} {labels.MANAGED}=true"
-        )
-
-    def delete_project(self, name: str) -> None:
-        """Delete a project's quota, but not its namespace. Raises ConflictError while it has jobs."""
-        if jobs := [job.metadata.name for job in self._items(_jobs(name), custom_types.ElasticJob)]:
-            raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
-        self.calls.delete(join(QUOTAS, name))
-
-    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
-        """Return all policies, by name; invalid ones are left out."""
-        shown = []
-        for stored in self._items(workload_policies.PATH, custom_types.PolicyObject):
-            with suppress(InvalidFieldError):
-                shown.append(workload_policies.policy_of(stored))
-        return tuple(sorted(shown, key=lambda policy: policy.name))
-
-    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Create or replace a policy."""
-        path, wanted = join(workload_policies.PATH, policy.name), workload_policies.policy_body(policy)
-        try:
-            self.calls.create(workload_policies.PATH, wanted)
-        except AlreadyExistsError:
-            cleared = dict.fromkeys(custom_types.PolicySpec.__struct_encode_fields__)
-            self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
-        return workload_policies.policy_of(self.calls.read(path, custom_types.PolicyObject))
-
-    def delete_policy(self, name: str) -> None:
-        """Delete a policy. Raises NotFoundError."""
-        try:
-            self.calls.delete(join(workload_policies.PATH, name))
-        except NotFoundError:
-            raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
-
-    def list_nodes(self) -> tuple[NodeView, ...]:
-        """Return all nodes with GPUs, and the pods that hold their devices."""
-        from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
-
-        nodes = self._items("/api/v1/nodes", core_types.Node)
-        pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
-        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods)) for node in nodes)
-        return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
 
     # Jobs
 
@@ -222,7 +129,7 @@ class KubernetesClient:
         wanted["metadata"]["annotations"] |= given.get("annotations", {})
         wanted["metadata"]["ownerReferences"] = given.get("ownerReferences", [])
         try:
-            made = self.calls.create(_jobs(spec.project), wanted, dry_run=dry_run)
+            made = self.calls.create(jobs_path(spec.project), wanted, dry_run=dry_run)
         except AlreadyExistsError:
             made = self.calls.get(_job(spec.project, spec.name))
             if (made["metadata"].get("annotations") or {}).get(views.REQUEST_ID) != request_id:
@@ -243,7 +150,7 @@ class KubernetesClient:
         """
         if after is not None and timeout_s > 0:
             self._await_change(project, name, after, timeout_s)
-        listed = self.calls.read(_jobs(project), core_types.Page[custom_types.ElasticJob], **_named(name))
+        listed = self.calls.read(jobs_path(project), core_types.Page[custom_types.ElasticJob], **_named(name))
         found = listed.items or []
         pods = self._pods(project, name) if found else {}
         jobs = []
@@ -260,7 +167,7 @@ class KubernetesClient:
     def queue(self, project: str) -> tuple[Queued, ...]:
         """Return the project's waiting jobs: ElasticJobs, and gated pods by their owners."""
         waiting = []
-        for stored in self._items(_jobs(project), custom_types.ElasticJob):
+        for stored in self._items(jobs_path(project), custom_types.ElasticJob):
             with suppress(InvalidFieldError):
                 waiting.append(queued(views.job_of(stored)))
         path = join("/api/v1/namespaces", project, "pods")
@@ -352,6 +259,37 @@ class KubernetesClient:
             after = listed.revision
             yield listed
 
+    def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
+        """Change a job's priority; the API server refuses other size bounds than the job's own."""
+        fields = updated_fields(self._not_ended(project, name).spec, changed)
+        self.calls.patch(_job(project, name), {"spec": fields})
+        return self.get_job(project, name)
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """Return the effect of hypothetical changes on what the leading controller sees."""
+        from kfp_gpuquota.cluster.whatif import outlook  # noqa: PLC0415 (a launcher plans nothing)
+        from kfp_gpuquota.scheduler.dump import decode_dump, load_state  # noqa: PLC0415
+
+        dump = decode_dump(self.debug_state())
+        return outlook(load_state(dump), supposed, dump.at)
+
+    def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
+        """Return the projects' GPU-hours from the Prometheus that scrapes the controller."""
+        if not prometheus:
+            raise UsageError(
+                "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example "
+                "after: kubectl -n monitoring port-forward service/prometheus 9090"
+            )
+        return usage(prometheus, since_s)
+
+    def debug_state(self) -> bytes:
+        """Return what the leading controller sees. Raises UnauthorizedError without the rights."""
+        return debug_state.read(self.calls, self._context)
+
+    def open_page(self) -> PageLink:
+        """Raise UsageError: the page of a Kubernetes cluster is served there."""
+        raise UsageError("the web page is one of the embedded cluster; leave out the context")
+
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Raise UsageError: Kubernetes has its own events, see `kubectl get events`."""
         del after, timeout_s
@@ -403,15 +341,15 @@ class KubernetesClient:
             raise NotFoundError(f"project {project!r} has no job {name!r}; see: gpuquota list -p {project}") from None
 
     def _set_suspended(self, project: str, name: str, *, suspended: bool) -> Job:
-        phase = self.get_job(project, name).status.phase
-        if phase.final:
-            raise ConflictError(f"job {name!r} has ended ({phase.value}); submit it again instead")
+        self._not_ended(project, name)
         self.calls.patch(_job(project, name), {"spec": {"suspend": suspended}})
         return self.get_job(project, name)
 
-    def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
-        page: core_types.Page[T] = self.calls.read(path, core_types.Page[kind], **query)  # type: ignore[valid-type]
-        return page.items or []
+    def _not_ended(self, project: str, name: str) -> Job:
+        job = self.get_job(project, name)
+        if job.status.phase.final:
+            raise ConflictError(f"job {name!r} has ended ({job.status.phase.value}); submit it again instead")
+        return job
 
     def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[core_types.Pod]]:
         path = join("/api/v1/namespaces", project, "pods") if project else "/api/v1/pods"
@@ -427,7 +365,7 @@ class KubernetesClient:
     def _await_change(self, project: str, name: str, after: int, timeout_s: float) -> None:
         """Wait until one of the jobs has changed. A revision that is too old counts as a change."""
         query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
-        with suppress(RunError, UsageError), self.calls.open(_jobs(project), timeout_s + 5, **query) as stream:
+        with suppress(RunError, UsageError), self.calls.open(jobs_path(project), timeout_s + 5, **query) as stream:
             next(stream.lines(), None)
 
 
@@ -444,9 +382,5 @@ def _named(name: str) -> dict[str, str]:
     return {"fieldSelector": f"metadata.name={name}"} if name else {}
 
 
-def _jobs(project: str) -> str:
-    return join(_GROUP, "namespaces", project, "elasticjobs") if project else f"{_GROUP}/elasticjobs"
-
-
 def _job(project: str, name: str) -> str:
-    return join(_jobs(project), name)
+    return join(jobs_path(project), name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Job, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
 from kfp_gpuquota.api.resources import plain_job, plain_node
@@ -21,12 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
-    occurrence_of,
-    progress_of,
-    reason_of,
-    resizes_of,
-)
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import seconds, status_of_object
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
@@ -147,28 +142,16 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     ranks = {index: rank for rank, index in enumerate(status.ranks)}
     known = (worker_of(pod, stored.metadata.uid) for pod in pods)
     workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
+    found = status_of_object(stored)
     return Job(
         uid=stored.metadata.uid,
         spec=msgspec.structs.replace(plain_job(job_spec_of(stored)), command=_command(stored)),
-        status=JobStatus(
-            phase=Phase(status.phase or Phase.PENDING),
-            reason=_trouble(status) or _reason(status.reason, status.message),
+        status=msgspec.structs.replace(
+            found,
+            reason=_trouble(status) or found.reason,
             gpus=as_number(status.gpus),
             generation=status.generation,
-            restarts=status.restarts,
-            evictions=status.evictions,
-            last_eviction=occurrence_of(status.last_eviction),
-            last_failure=occurrence_of(status.last_failure),
-            moves=status.moves,
-            last_move=occurrence_of(status.last_move),
-            exit_code=status.exit_code,
-            submitted_at=_seconds(stored.metadata.creation_timestamp) or 0.0,
-            started_at=_seconds(status.start_time),
-            finished_at=_seconds(status.completion_time),
-            result_worker=status.result_worker,
-            progress=progress_of(stored.status.progress),
             workers=tuple(workers),
-            resizes=resizes_of(status.resizes),
             set_by=set_by(stored.metadata.annotations),
             page=status.page or "",
         ),
@@ -205,7 +188,7 @@ def worker_of(pod: Pod, job_uid: str) -> Worker:
         node=pod.spec.node_name,
         devices=tuple(int(part) for part in notes.get(labels.DEVICES, "").split(",") if part.isdecimal()),
         phase=phase,
-        started_at=_seconds(pod.metadata.creation_timestamp) or 0.0,
+        started_at=seconds(pod.metadata.creation_timestamp) or 0.0,
         exit_code=ended.exit_code if ended else None,
     )
 
@@ -285,11 +268,3 @@ def _used(held: Iterable[int], shares: Iterable[ShareView]) -> dict[int, float]:
     for share in shares:
         parts[share.device] = parts.get(share.device, 0.0) + share.request_mib / (share.total_mib or 1)
     return {device: min(1.0, round(parts.get(device, 1.0), 2)) for device in held}
-
-
-def _reason(code: str, message: str) -> Reason | None:
-    return reason_of(code, message) if message else None
-
-
-def _seconds(at: datetime | None) -> float | None:
-    return None if at is None else at.timestamp()

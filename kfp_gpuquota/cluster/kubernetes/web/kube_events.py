@@ -19,7 +19,7 @@ import msgspec
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.errors import ClusterUnavailableError
-from kfp_gpuquota.web.notice import Notice
+from kfp_gpuquota.web.source import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,6 +16,7 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_GPUS, MAX_VISIBLE, Question
 from kfp_gpuquota.cluster.kubernetes.web.objects import GROUP
 from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
     from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
     from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
-    from kfp_gpuquota.web.notice import Notice
+    from kfp_gpuquota.web.source import Notice
 
 Json = dict[str, Any]
 
@@ -237,11 +238,7 @@ class UserPages:
 
     async def update(self, project: str, name: str, changed: JobUpdate) -> None:
         """Change the priority; the API server refuses other size bounds than the job's own."""
-        spec = self.job(project, name).spec
-        now = {"min_gpus": spec.smallest, "max_gpus": spec.largest, "priority": spec.effective_priority}
-        given = {field: getattr(changed, field) for field in now if getattr(changed, field) not in {None, now[field]}}
-        wire = {"min_gpus": "minGpus", "max_gpus": "maxGpus", "priority": "priority"}
-        await self._patch(project, name, {wire[field]: value for field, value in given.items()})
+        await self._patch(project, name, updated_fields(self.job(project, name).spec, changed))
 
     async def delete(self, project: str, name: str) -> None:
         """Delete the job that is shown, and no other of its name."""

@@ -1,7 +1,7 @@
 """Asks the leading controller what a job would change, with a token of this process's account that is for it only.
 
 The token, and the certificate by which the controller is verified, are files that the kubelet renews: both are read
-anew for each question.
+again for each question.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The page's process: it watches the cluster, and serves the pages to the users that a proxy names."""
+"""The page's process: it watches the cluster, and serves the pages to the users that a proxy names.
+
+Each change that was requested, also a refused one, is a line of the process's log: the audit log of the page.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
+from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import fields
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
-from kfp_gpuquota.cluster.kubernetes.web.audit import audited
 from kfp_gpuquota.cluster.kubernetes.web.entrance import Entrance
 from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
@@ -22,6 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
 from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
 from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
 from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
+from kfp_gpuquota.server.audit import CLIENT_CLOSED
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.web.app import build_pages
 from kfp_gpuquota.web.setting import Setting
@@ -29,7 +33,37 @@ from kfp_gpuquota.web.setting import Setting
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from aiohttp.typedefs import Handler, Middleware
+
     from kfp_gpuquota.cluster.kubernetes.web.options import Options
+
+
+_READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def audited(entrance: Entrance) -> Middleware:
+    """Return a middleware around the one that renders errors. A user "" is one whom no trusted proxy named."""
+
+    @web.middleware
+    async def audit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method in _READS:
+            return await handler(request)
+        try:
+            answer = await handler(request)
+        except asyncio.CancelledError:
+            _write(entrance, request, CLIENT_CLOSED, "")
+            raise
+        _write(entrance, request, answer.status, str(answer.get("error", "")))
+        return answer
+
+    return audit
+
+
+def _write(entrance: Entrance, request: web.Request, status: int, error: str) -> None:
+    user, asked = entrance.user_of(request), f"{request.method} {request.path}"
+    line = {"user": user, "from": request.remote or "", "request": asked, "status": status, "error": error}
+    log.info("audit: %r asked for %s: %d%s", user, asked, status, f", {error!r}" if error else "", extra=fields(**line))
+
 
 # All users' connections are the proxy's.
 LIMITS: Final = Limits(per_source=4096)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
-    from kfp_gpuquota.web.notice import Notice
+    from kfp_gpuquota.web.source import Notice
 
 CACHED_EVENTS: Final = 64
 _SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE})

@@ -389,7 +389,7 @@ class ClusterState(JobStore):
         return msgspec.structs.replace(node, devices=tuple(d for d in node.devices if d.index not in taken))
 
     def _rebuild_scheduler(self) -> None:
-        """Make the scheduler's state anew from what is remembered: it has taken half of something."""
+        """Make the scheduler's state again from what is remembered: it has taken half of something."""
         remembered = Change(projects=dict(self.projects), jobs=dict(self.jobs), workers=dict(self.workers))
         self.scheduler = self._new_scheduler()
         self._apply_nodes()

@@ -138,7 +138,7 @@ class Log:
             arguments = (ctypes.c_int(PUNCH_HOLE), ctypes.c_long(self._punched), ctypes.c_long(oldest - self._punched))
             if _libc.fallocate(self._file, *arguments) == 0:
                 self._punched = oldest
-            else:  # the file system cannot do that: begin anew
+            else:  # the file system cannot do that: start again
                 os.ftruncate(self._file, 0)
                 self._size = self._punched = 0
 

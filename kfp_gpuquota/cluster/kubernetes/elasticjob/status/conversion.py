@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api import JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Phase, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
@@ -15,10 +15,10 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_nu
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of, worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import NO_RETRIES, RetryFields
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
-    occurrence_of,
-    progress_of,
-    resizes_of,
+    reason_of,
+    seconds,
     size_changes,
+    status_of_object,
     stored_occurrence,
 )
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import pod_name
@@ -42,29 +42,17 @@ def record_of(
 
     Raises InvalidFieldError for an invalid specification.
     """
-    meta, status = job.metadata, job.status
+    meta, status, found = job.metadata, job.status, status_of_object(job)
     return JobRecord(
         uid=meta.uid,
         spec=job_spec_of(job, requests, volume_terms),
-        status=JobStatus(
-            phase=Phase(status.phase),
-            reason=_reason(status.reason, status.message),
-            restarts=status.restarts,
-            evictions=status.evictions,
-            last_eviction=occurrence_of(status.last_eviction),
-            last_failure=occurrence_of(status.last_failure),
-            moves=status.moves,
-            last_move=occurrence_of(status.last_move),
-            exit_code=status.exit_code,
-            submitted_at=_seconds(meta.creation_timestamp) or 0.0,
-            started_at=_seconds(status.start_time),
-            finished_at=_seconds(status.completion_time),
+        status=msgspec.structs.replace(
+            found,
+            reason=found.reason if status.reason else None,  # else it is why the specification was refused
             result_worker=_id_of(meta.uid, meta.name, status.result_worker),
-            progress=progress_of(status.progress),
-            resizes=resizes_of(status.resizes),
         ),
-        incident_at=_seconds(status.last_restart_time),
-        growth_failed=_reason(ReasonCode.WORKER_FAILED, status.growth_failed) if status.growth_failed else None,
+        incident_at=seconds(status.last_restart_time),
+        growth_failed=reason_of(ReasonCode.WORKER_FAILED, status.growth_failed) if status.growth_failed else None,
         size=status.training_gpus,
         intent=Intent(status.intent),
         attempt=status.attempt,
@@ -76,19 +64,6 @@ def record_of(
         generation=status.generation,
         members=tuple(worker_id(meta.uid, index) for index in status.ranks),
     )
-
-
-def _reason(code: str, message: str) -> Reason | None:
-    if not code:
-        return None
-    try:
-        return Reason(code=ReasonCode(code), message=message)
-    except ValueError:
-        return None
-
-
-def _seconds(time: datetime | None) -> float | None:
-    return None if time is None else time.timestamp()
 
 
 def _time(seconds: float | None) -> datetime | None:

@@ -1,4 +1,4 @@
-"""Converts a job's progress, changes of size and what last happened to it to its status, and back. Pure.
+"""Converts parts of a job's status: its progress, changes of size, what last happened to it; and all of it back. Pure.
 
 Only the last changes are kept: each change writes the whole status, which must not grow without bound.
 """
@@ -10,25 +10,47 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Occurrence, Progress, Reason, ReasonCode, Resize
+from kfp_gpuquota.api import JobStatus, Occurrence, Phase, Progress, Reason, ReasonCode, Resize
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import JobOccurrence, SizeChange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import TrainingProgress
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, TrainingProgress
 
 KEPT: Final = 20
+
+
+def status_of_object(job: ElasticJob) -> JobStatus:
+    """Return the job's status as its object has it, without its workers."""
+    meta, status = job.metadata, job.status
+    return JobStatus(
+        phase=Phase(status.phase or Phase.PENDING),
+        reason=reason_of(status.reason, status.message) if status.message else None,
+        restarts=status.restarts,
+        evictions=status.evictions,
+        last_eviction=occurrence_of(status.last_eviction),
+        last_failure=occurrence_of(status.last_failure),
+        moves=status.moves,
+        last_move=occurrence_of(status.last_move),
+        exit_code=status.exit_code,
+        submitted_at=seconds(meta.creation_timestamp) or 0.0,
+        started_at=seconds(status.start_time),
+        finished_at=seconds(status.completion_time),
+        result_worker=status.result_worker,
+        progress=progress_of(status.progress),
+        resizes=tuple(map(_resize, status.resizes)),
+    )
+
+
+def seconds(at: datetime | None) -> float | None:
+    """Return a time of an object in seconds since 1970."""
+    return None if at is None else at.timestamp()
 
 
 def size_changes(resizes: Sequence[Resize]) -> tuple[SizeChange, ...]:
     """Return the last changes of size, for the status."""
     return tuple(map(_size_change, resizes[-KEPT:]))
-
-
-def resizes_of(stored: Sequence[SizeChange]) -> tuple[Resize, ...]:
-    """Return the changes of size from the status."""
-    return tuple(map(_resize, stored))
 
 
 def occurrence_of(stored: JobOccurrence | None) -> Occurrence | None:

@@ -80,7 +80,7 @@ class Readiness:
         if last is not None and (last.until or 0.0) > self._book.clock():
             self._defer(uid, last)
 
-    def begin_anew(self, uid: str) -> None:
+    def start_again(self, uid: str) -> None:
         """Reset the job's retries after its user resumed it or changed its template."""
         state, job = self._book.runtime_states[uid], self._book.jobs[uid]
         if (state.requeue is None and state.grow is None) or job.over:

@@ -1,4 +1,4 @@
-"""A coordinator on its own: the real service on a loopback port, in a thread of this process.
+"""A coordinator without a cluster: the real service on a loopback port, in a thread of this process.
 
 For tests, benchmarks and experiments with `elastic_runtime` without a cluster. The caller starts the workers'
 processes, names them with `set_target`, and reports their exits.

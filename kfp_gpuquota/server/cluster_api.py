@@ -1,6 +1,7 @@
 """The interface of every kind of cluster for programs: the embedded one over HTTP, or Kubernetes.
 
-`server.client.Client` and `cluster.kubernetes.client.KubernetesClient` are the two.
+`server.client.Client` and `cluster.kubernetes.user_client.client.KubernetesClient` are the two. What one of them
+cannot do raises UsageError with a sentence that says what to do instead.
 """
 
 from __future__ import annotations
@@ -11,16 +12,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
+    from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.queue import Queued
-    from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView, StopAction
+    from kfp_gpuquota.api.wire import (
+        EventList,
+        Health,
+        JobList,
+        JobUpdate,
+        Lease,
+        LogChunk,
+        NodeView,
+        Outlook,
+        PageLink,
+        ProjectView,
+        StopAction,
+        Supposition,
+    )
 
 
 LONG_POLL_S: Final = 25.0
 
 
-class ClusterClient(Protocol):
+class ClusterApi(Protocol):
     """Every call has a time limit, is repeated without an answer, and raises the errors of `kfp_gpuquota.errors`."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Return whether jobs are programs of this machine, which have its files, environment and ports."""
 
     def health(self) -> Health:
         """Return the version and the identity of the server."""
@@ -89,6 +108,9 @@ class ClusterClient(Protocol):
     def suspend_job(self, project: str, name: str) -> Job:
         """Stop the job and keep it out of the queue."""
 
+    def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
+        """Change the job's size bounds or its priority. Raises ConflictError after its end."""
+
     def resume_job(self, project: str, name: str) -> Job:
         """Return the job to the queue with its age."""
 
@@ -100,6 +122,18 @@ class ClusterClient(Protocol):
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision."""
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
+
+    def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
+        """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from where they are stored."""
+
+    def debug_state(self) -> bytes:
+        """Return what the planner sees as JSON, for `gpuquota simulate --state`."""
+
+    def open_page(self) -> PageLink:
+        """Return a link that opens the web page once."""
 
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
@@ -113,14 +147,14 @@ class ClusterClient(Protocol):
         """Stop the server; running jobs continue."""
 
 
-def log_so_far(client: ClusterClient, project: str, name: str, worker: str, offset: int = 0) -> Iterator[bytes]:
+def log_so_far(client: ClusterApi, project: str, name: str, worker: str, offset: int = 0) -> Iterator[bytes]:
     """Yield a worker's log from byte `offset` to its present end, in the pieces that `read_log` returns."""
     while (chunk := client.read_log(project, name, worker=worker, offset=offset)).text:
         yield chunk.text
         offset = chunk.next_offset
 
 
-def follow_log(client: ClusterClient, project: str, name: str, worker: str, offset: int) -> Iterator[bytes]:
+def follow_log(client: ClusterApi, project: str, name: str, worker: str, offset: int) -> Iterator[bytes]:
     """Yield a worker's log from byte `offset` in the pieces that `read_log` returns, until the worker has ended."""
     more = True
     while more:

@@ -7,7 +7,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.objects.labels import DEBUG_STATE as PATH
-from kfp_gpuquota.cluster.kubernetes.operations.port_forward import forwarded
+from kfp_gpuquota.cluster.kubernetes.user_client.port_forward import forwarded
 from kfp_gpuquota.errors import ClusterUnavailableError, NotFoundError, RunError, UnauthorizedError
 
 if TYPE_CHECKING:

@@ -1,0 +1,147 @@
+"""The part of the Kubernetes client that reads and changes quotas, policies and nodes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kfp_gpuquota.api.lending import with_lent
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
+from kfp_gpuquota.cluster.kubernetes.user_client import views
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, InvalidFieldError, NotFoundError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Project
+    from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.api.wire import NodeView, ProjectView
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
+
+T = TypeVar("T")
+
+GROUP: Final = f"/apis/{labels.API_VERSION}"
+QUOTAS: Final = f"{GROUP}/gpuquotas"
+
+
+class _Namespace(core_types.Struct, frozen=True):
+    metadata: core_types.Metadata
+
+
+class ProjectCalls:
+    """The quotas, policies and nodes of one API server; `calls` are its requests."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def list_projects(self) -> tuple[ProjectView, ...]:
+        """Return all quotas, by name; invalid ones, which have a condition, are left out."""
+        shown = []
+        for quota_ in self._items(QUOTAS, custom_types.GpuQuota):
+            with suppress(InvalidFieldError):
+                shown.append(views.project_view(quota_))
+        return with_lent(sorted(shown, key=lambda view: view.project.name))
+
+    def get_project(self, name: str) -> ProjectView:
+        """Return a project. Raises NotFoundError."""
+        try:
+            found = self.calls.read(join(QUOTAS, name), custom_types.GpuQuota)
+        except NotFoundError:
+            raise NotFoundError(
+                f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
+                f"gpuquota project create {name} --guaranteed N"
+            ) from None
+        return views.project_view(found)
+
+    def create_project(self, project: Project) -> ProjectView:
+        """Create a project. Raises AlreadyExistsError."""
+        try:
+            self.calls.create(QUOTAS, views.gpu_quota(project))
+        except AlreadyExistsError:
+            raise AlreadyExistsError(
+                f"project {project.name!r} already exists; change it with: gpuquota project set {project.name}"
+            ) from None
+        return self.get_project(project.name)
+
+    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
+        """Create a project, or replace its quota.
+
+        Raises ConflictError if a Profile defines it, or if it differs from `expected`.
+        """
+        if expected is not None and self.get_project(project.name).project != expected:
+            raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; read it again and retry")
+        path, wanted = join(QUOTAS, project.name), views.gpu_quota(project)
+        try:
+            before = self.calls.read(path, custom_types.GpuQuota)
+        except NotFoundError:
+            return self.create_project(project)
+        if before.metadata.labels.get(labels.SOURCE) == "profile":
+            raise ConflictError(
+                f"the quota of {project.name!r} is defined in its Profile; change it there: kubectl edit profile "
+                f"{project.name} (spec.plugins, kind GpuQuota)"
+            )
+        cleared = dict.fromkeys(custom_types.GpuQuotaSpec.__struct_encode_fields__)
+        self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        return self.get_project(project.name)
+
+    def quota_gap(self, name: str) -> str:
+        """Return a warning if the namespace is not labelled, so that its pods start without a quota; else ""."""
+        try:
+            found = self.calls.read(join("/api/v1/namespaces", name), _Namespace)
+        except NotFoundError:
+            return f"namespace {name!r} does not exist; a team needs one, a department does not"
+        if found.metadata.labels.get(labels.MANAGED) == "true":
+            return ""
+        return (
+            f"pods in namespace {name!r} are not under the quota, only ElasticJobs are; put them under it with: "
+            f"kubectl label namespace {name} {labels.MANAGED}=true"
+        )
+
+    def delete_project(self, name: str) -> None:
+        """Delete a project's quota, but not its namespace. Raises ConflictError while it has jobs."""
+        if jobs := [job.metadata.name for job in self._items(jobs_path(name), custom_types.ElasticJob)]:
+            raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
+        self.calls.delete(join(QUOTAS, name))
+
+    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
+        """Return all policies, by name; invalid ones are left out."""
+        shown = []
+        for stored in self._items(workload_policies.PATH, custom_types.PolicyObject):
+            with suppress(InvalidFieldError):
+                shown.append(workload_policies.policy_of(stored))
+        return tuple(sorted(shown, key=lambda policy: policy.name))
+
+    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
+        """Create or replace a policy."""
+        path, wanted = join(workload_policies.PATH, policy.name), workload_policies.policy_body(policy)
+        try:
+            self.calls.create(workload_policies.PATH, wanted)
+        except AlreadyExistsError:
+            cleared = dict.fromkeys(custom_types.PolicySpec.__struct_encode_fields__)
+            self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        return workload_policies.policy_of(self.calls.read(path, custom_types.PolicyObject))
+
+    def delete_policy(self, name: str) -> None:
+        """Delete a policy. Raises NotFoundError."""
+        try:
+            self.calls.delete(join(workload_policies.PATH, name))
+        except NotFoundError:
+            raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
+
+    def list_nodes(self) -> tuple[NodeView, ...]:
+        """Return all nodes with GPUs, and the pods that hold their devices."""
+        from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
+
+        nodes = self._items("/api/v1/nodes", core_types.Node)
+        pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
+        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods)) for node in nodes)
+        return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
+
+    def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
+        page: core_types.Page[T] = self.calls.read(path, core_types.Page[kind], **query)  # type: ignore[valid-type]
+        return page.items or []
+
+
+def jobs_path(project: str) -> str:
+    """Return the path of the project's ElasticJobs; of all with ""."""
+    return join(GROUP, "namespaces", project, "elasticjobs") if project else f"{GROUP}/elasticjobs"
