@@ -43,6 +43,6 @@ def test_the_error_that_ends_the_script_is_reported(tmp_path: Path, last: str, c
 
 def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     script = SCRIPT.format("raise errors.LoopError('x')")
-    arguments = [sys.executable, "-c", script, tmp_path / "no" / "folder"]
+    arguments: list[str | Path] = [sys.executable, "-c", script, tmp_path / "no" / "folder"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "elastic_runtime.errors.LoopError: x")
