@@ -22,6 +22,7 @@ from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
+    expected_start_of,
     occurrence_of,
     progress_of,
     reason_of,
@@ -171,6 +172,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             resizes=resizes_of(status.resizes),
             set_by=set_by(stored.metadata.annotations),
             page=status.page or "",
+            expected_start=expected_start_of(status.expected_start),
         ),
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api import JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import ExpectedStart, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
@@ -19,6 +19,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     progress_of,
     resizes_of,
     size_changes,
+    start_range,
     stored_occurrence,
 )
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import pod_name
@@ -166,8 +167,9 @@ def status_of(
     page: str | None = None,
     ended: Iterable[int],
     retries: RetryFields = NO_RETRIES,
+    expected: ExpectedStart | None = None,
 ) -> ElasticJobStatus:
-    """Return the status of the job's object."""
+    """Return the status of the job's object; `expected` is when it is expected to start."""
     status = record.status
     alive = [worker.worker for worker in workers if worker.alive]
     progress = status.progress
@@ -195,6 +197,7 @@ def status_of(
         moves=status.moves,
         last_move=stored_occurrence(status.last_move),
         growth_failed=record.growth_failed.message if record.growth_failed else None,
+        expected_start=None if expected is None else start_range(expected),
         progress=None if progress is None else msgspec.convert(progress, TrainingProgress, from_attributes=True),
         attempt=record.attempt,
         next_index=record.next_index,
