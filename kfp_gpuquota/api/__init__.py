@@ -13,7 +13,7 @@ from kfp_gpuquota.api.affinity import (
     Toleration,
     TolerationOperator,
 )
-from kfp_gpuquota.api.job import Job, JobSpec, JobStatus, Kind, Occurrence, Phase, Progress, Resize
+from kfp_gpuquota.api.job import ExpectedStart, Job, JobSpec, JobStatus, Kind, Occurrence, Phase, Progress, Resize
 from kfp_gpuquota.api.node import Device, Node
 from kfp_gpuquota.api.project import PoolQuota, Project
 from kfp_gpuquota.api.reason import Reason, ReasonCode
@@ -21,6 +21,7 @@ from kfp_gpuquota.api.worker import Worker, WorkerPhase
 
 __all__ = [
     "Device",
+    "ExpectedStart",
     "Job",
     "JobSpec",
     "JobStatus",

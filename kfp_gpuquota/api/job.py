@@ -333,6 +333,17 @@ class Occurrence(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason
 
 
+class ExpectedStart(msgspec.Struct, frozen=True, kw_only=True):
+    """When a waiting job is expected to start, in seconds since the epoch: between these times, four times out of five.
+
+    It follows from the run times of other jobs, which are estimates too, and holds unless something happens that
+    nobody announced: a job of a higher priority, a lost node, a changed quota.
+    """
+
+    earliest: float
+    latest: float
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a job.
 
@@ -362,6 +373,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     resizes: tuple[Resize, ...] = ()
     set_by: dict[str, str] = {}
     page: str = ""
+    expected_start: ExpectedStart | None = None
 
     @property
     def leaving_gpus(self) -> int | float:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kfp_gpuquota.api.job import Job, JobSpec
+from kfp_gpuquota.api.job import ExpectedStart, Job, JobSpec
 from kfp_gpuquota.api.node import Node
 from kfp_gpuquota.api.project import Project
 from kfp_gpuquota.api.reason import Reason, ReasonCode
@@ -179,11 +179,12 @@ class Supposition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """The hypothetical outcome for one job, and the reason."""
+    """The hypothetical outcome for one job, the reason, and when it is expected to start where it would wait."""
 
     project: str
     job: str
     reason: Reason | None = None
+    expected_start: ExpectedStart | None = None
 
 
 class OtherTeams(msgspec.Struct, frozen=True, kw_only=True):

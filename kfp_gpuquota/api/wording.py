@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.quantity import show_gpus, show_mib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import tzinfo
 
-    from kfp_gpuquota.api.job import JobSpec
+    from kfp_gpuquota.api.job import ExpectedStart, JobSpec
     from kfp_gpuquota.api.queue import Queued
 
 NAMED_BEFORE: Final = 3
@@ -42,6 +44,23 @@ def place_of(ordered: Sequence[Queued], index: int) -> str:
     before = [each.name for each in ordered[max(0, index - NAMED_BEFORE) : index]]
     more = f"{index - len(before)} others and " if index > len(before) else ""
     return f"It is number {index + 1} of {len(ordered)} that wait in its project, after {more}{', '.join(before)}."
+
+
+def expected_start_of(expected: ExpectedStart, now: float, zone: tzinfo | None = None) -> str:
+    """Return when a waiting job is expected to start: "between 14:10 and 14:40", in the time zone or the local one.
+
+    A time of another day has its date; a range within one minute is one time, and one in the past is "soon".
+    """
+    if expected.latest <= now:
+        return "soon"
+    today = datetime.fromtimestamp(now, zone).date()
+
+    def shown(at: float) -> str:
+        time = datetime.fromtimestamp(at, zone)
+        return f"{time:%H:%M}" if time.date() == today else f"{time:%a %d %b %H:%M}"
+
+    earliest, latest = shown(max(now, expected.earliest)), shown(expected.latest)
+    return f"at about {latest}" if earliest == latest else f"between {earliest} and {latest}"
 
 
 def _limit(spec: JobSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +12,7 @@ from kfp_gpuquota.api import Reason
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Effect, OtherTeams, Outlook
 from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.scheduler.forecast import RunTime
 from kfp_gpuquota.scheduler.state.copying import copied
 from kfp_gpuquota.scheduler.state.model import GPU
 
@@ -23,29 +25,38 @@ _PREFIX = "what-if-"
 OTHERS = "other teams' jobs"
 
 
-def outlook(state: scheduler.State, supposed: Supposition, now: float) -> Outlook:
+RunTimes = Callable[[str], RunTime]
+"""What is known of a job's run time, by its uid."""
+
+
+def outlook(state: scheduler.State, supposed: Supposition, now: float, run_time: RunTimes | None = None) -> Outlook:
     """Return the effect of the supposition on the next plan; `state` is not changed.
 
-    Jobs that would lose workers are listed at once, although they would hold the GPUs until the workers have exited.
-    Raises NotFoundError for a job or node that does not exist.
+        With `run_time` also when jobs that would wait are expected to start. Jobs that would lose workers are listed at
+    once, although they would hold the GPUs until the workers have exited.
+        Raises NotFoundError for a job or node that does not exist.
     """
-    return _outlook(state, scheduler.what_if(state, list(_events(state, supposed, now)), now), supposed)
+    return _outlook(state, scheduler.what_if(state, list(_events(state, supposed, now)), now, run_time), supposed)
 
 
 def outlook_for_user(
-    state: scheduler.State, supposed: Supposition, now: float, visible: Collection[str] | None
+    state: scheduler.State,
+    supposed: Supposition,
+    now: float,
+    visible: Collection[str] | None,
+    run_time: RunTimes | None = None,
 ) -> Outlook:
     """Return what `outlook` does for a user who may see the jobs of the `visible` projects only, None: of all.
 
     Effects on other jobs are summed up in `others`, and no reason names such a job. Raises what `outlook` raises.
     """
     if visible is None:
-        return outlook(state, supposed, now)
+        return outlook(state, supposed, now, run_time)
     own = copied(state)
     hidden = {uid for uid, job in own.jobs.items() if job.queue.name not in visible}
     for uid in hidden:
         own.jobs[uid].name = OTHERS  # sentences name jobs, and the plan does not depend on names
-    answer = scheduler.what_if(own, list(_events(own, supposed, now)), now)
+    answer = scheduler.what_if(own, list(_events(own, supposed, now)), now, run_time)
     found = _outlook(own, answer, supposed)
     effects = {name: _shown(getattr(found, name), visible, hidden) for name in Outlook.__struct_fields__[:-1]}
     return Outlook(**effects, others=_other_teams(own, answer, hidden))
@@ -58,7 +69,14 @@ def _outlook(state: scheduler.State, answer: scheduler.WhatIf, supposed: Supposi
 
     def effects(uids: Iterable[str]) -> tuple[Effect, ...]:
         return tuple(
-            Effect(project=names[uid][0], job=names[uid][1], reason=answer.why(uid)) for uid in uids if uid in names
+            Effect(
+                project=names[uid][0],
+                job=names[uid][1],
+                reason=answer.why(uid),
+                expected_start=answer.expected.get(uid),
+            )
+            for uid in uids
+            if uid in names
         )
 
     return Outlook(

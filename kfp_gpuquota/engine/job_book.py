@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Phase
 from kfp_gpuquota.engine.scheduling import job_announced, job_changed, run_recalled, worker_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kfp_gpuquota.api import Node, Project
+    from kfp_gpuquota.api import ExpectedStart, Node, Project
     from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
@@ -30,7 +31,10 @@ class Change:
 
 
 class JobBook:
-    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name, `promised` what jobs are promised."""
+    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name, `promised` what jobs are promised.
+
+    `expected_starts` are those of waiting jobs, as far as they are known: kept in memory, and shown by all views.
+    """
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self.nodes = nodes
@@ -38,6 +42,7 @@ class JobBook:
         self.workers: dict[str, WorkerRecord] = {}
         self._workers_of: dict[str, list[str]] = {}
         self.promised: dict[str, tuple[scheduler.Placement, ...]] = {}
+        self.expected_starts: dict[str, ExpectedStart] = {}
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
         """Return all stored workers of a job, oldest first."""
@@ -91,6 +96,8 @@ class JobBook:
     def put_job(self, job: JobRecord) -> None:
         """Add or replace the job's record."""
         self.jobs[job.uid] = job
+        if job.status.phase is not Phase.PENDING:
+            self.expected_starts.pop(job.uid, None)
         if job.promised:
             self.promised[job.uid] = job.promised
         else:
@@ -107,6 +114,7 @@ class JobBook:
         """Remove the job and its workers; return the workers' ids."""
         self.jobs.pop(uid, None)
         self.promised.pop(uid, None)
+        self.expected_starts.pop(uid, None)
         workers = self._workers_of.pop(uid, [])
         for worker in workers:
             del self.workers[worker]

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api import ExpectedStart, Job, JobSpec, JobStatus, Phase, Reason, Worker, WorkerPhase
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.api.quantity import as_number
 
@@ -116,14 +116,19 @@ def leaving(record: WorkerRecord, now: float, why: Reason | None = None) -> Work
     return msgspec.structs.replace(record, worker=worker, released=True, released_at=now, released_for=why)
 
 
-def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
-    """Return the job for clients, with the workers of its present attempt: all that run, and the last that exited."""
+def view(record: JobRecord, workers: list[WorkerRecord], expected: ExpectedStart | None = None) -> Job:
+    """Return the job for clients, with the workers of its present attempt: all that run, and the last that exited.
+
+    `expected` is when it is expected to start.
+    """
     chosen = [w for w in workers if w.attempt == record.attempt or w.alive]
     ended = [w.worker.id for w in chosen if not w.alive and w.worker.id != record.status.result_worker]
     left_out = set(ended[:-SHOWN_ENDED])
     shown = tuple(w.worker for w in chosen if w.worker.id not in left_out)
     held = as_number(sum(w.worker.gpus for w in workers if w.alive))
-    status = msgspec.structs.replace(record.status, workers=shown, gpus=held, generation=record.generation_high)
+    status = msgspec.structs.replace(
+        record.status, workers=shown, gpus=held, generation=record.generation_high, expected_start=expected
+    )
     return Job(uid=record.uid, spec=record.spec, status=status)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api import ExpectedStart
 from kfp_gpuquota.scheduler.actions.decisions import Plan
+from kfp_gpuquota.scheduler.forecast import RunTime, expected_starts
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.copying import copied
 
@@ -22,7 +24,8 @@ class WhatIf(msgspec.Struct, frozen=True):
 
     `starts` and `grows` include jobs that are only nominated: they start when the workers that they wait for have
     exited. Jobs in `no_longer_starts` would start only without the change. With the change, but not without it, those
-    in `shrinks` lose workers and those in `stops` return to the queue.
+    in `shrinks` lose workers and those in `stops` return to the queue. `expected` is when jobs
+    that wait with the change are expected to start, as far as that is known.
     """
 
     before: Plan
@@ -32,6 +35,7 @@ class WhatIf(msgspec.Struct, frozen=True):
     grows: tuple[str, ...]
     shrinks: tuple[str, ...]
     stops: tuple[str, ...]
+    expected: dict[str, ExpectedStart] = {}
 
     def why(self, uid: str) -> Reason | None:
         """Return the reason for the job in the plan with the change; None where it is not in the plan."""
@@ -42,8 +46,13 @@ class WhatIf(msgspec.Struct, frozen=True):
         return next(reasons, after.waiting.get(uid))
 
 
-def what_if(state: State, change: Event | Sequence[Event], now: float) -> WhatIf:
-    """Return the effect of one event or several, in order; `state` is not changed. Raises what `State.apply` raises."""
+def what_if(
+    state: State, change: Event | Sequence[Event], now: float, run_time: Callable[[str], RunTime] | None = None
+) -> WhatIf:
+    """Return the effect of one event or several, in order; `state` is not changed. Raises what `State.apply` raises.
+
+    `run_time(uid)` is what is known of a job's run time, for the expected starts; without it these are left out.
+    """
     changed = copied(state)
     for event in change if isinstance(change, Sequence) else (change,):
         changed.apply(event)
@@ -56,6 +65,7 @@ def what_if(state: State, change: Event | Sequence[Event], now: float) -> WhatIf
         grows=_only(_grows(after), _grows(before)),
         shrinks=_only(_shrinks(after), _shrinks(before)),
         stops=_only(_stops(after), _stops(before)),
+        expected={} if run_time is None else expected_starts(changed, now, run_time),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS
 
 
@@ -19,13 +20,19 @@ class Quotas(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The quotas and actions of one policy. `strict`: the oldest job of a queue is never overtaken."""
+    """The quotas and actions of one policy. `strict`: the oldest job of a queue is never overtaken.
+
+    `backfill`: it is overtaken by jobs that do not delay it, whose run times are known (EASY), and by no others. After
+    `reserve_after_s` what an entitled job needs is kept for it.
+    """
 
     name: str
     title: str
     quotas: Quotas
     actions: tuple[str, ...] = ACTIONS
     strict: bool = False
+    backfill: bool = False
+    reserve_after_s: float = RESERVE_AFTER_S
 
 
 POLICIES: Final = {
@@ -37,5 +44,7 @@ POLICIES: Final = {
         Policy("static", "each project has its own GPUs and lends none", Quotas.STATIC),
         Policy("best-fit", "the oldest that fits starts on the fullest node; no job is stopped", Quotas.NONE,
                actions=("allocate",)),
+        Policy("backfill", "first come, first served; others start in between if they delay nobody (EASY)", Quotas.NONE,
+               actions=("allocate",), backfill=True),
     )
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.api import Project
@@ -21,6 +22,7 @@ from kfp_gpuquota.scheduler import (
 )
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Task
+from kfp_gpuquota.simulator.backfill import easy_backfill
 from kfp_gpuquota.simulator.measures import Fragments, Meter, Result, Spread, spread
 from kfp_gpuquota.simulator.policies import Policy, Quotas
 from kfp_gpuquota.simulator.trace import WHOLE, TraceJob, TraceNode
@@ -93,23 +95,33 @@ class Life:
     began_at: float = 0.0
     epoch: int = 0
     first_started_at: float | None = None
+    ends_at: float = inf
     ended_at: float | None = None
 
 
 class Simulation:
-    """The world around the scheduler: carries its plans out, and lets time pass."""
+    """The world around the scheduler: carries its plans out, and lets time pass.
+
+    `watch(now)` is called after the plans of each moment; it may look at `state` and `lives`.
+    """
 
     def __init__(
-        self, nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], policy: Policy, options: SimulationOptions
+        self,
+        nodes: Sequence[TraceNode],
+        jobs: Sequence[TraceJob],
+        policy: Policy,
+        options: SimulationOptions,
+        watch: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._policy, self._options = policy, options
-        self._state = State()
+        self.state = State(reserve_after_s=policy.reserve_after_s)
         self._gpus = sum(node.gpus for node in nodes)
         self._models = {node.name: node.model for node in nodes}
         for node in nodes:
-            self._state.ledger.put_host(_host(node))
+            self.state.ledger.put_host(_host(node))
         self._set_quotas(guarantees(nodes, jobs, options.guaranteed))
-        self._lives: dict[str, Life] = {}
+        self.lives: dict[str, Life] = {}
+        self._watch = watch
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._order = count()
         self._serial = count()
@@ -120,7 +132,7 @@ class Simulation:
         self._window = _window(jobs)
         self._meter = Meter(
             grid=_grid(*self._window),
-            hosts=self._state.ledger.hosts,
+            hosts=self.state.ledger.hosts,
             fragments=Fragments(nodes, jobs),
             projects=sorted({job.project for job in jobs}),
         )
@@ -137,10 +149,11 @@ class Simulation:
                 happen(what)
             while self._plan():
                 pass
+            self._watch(self._now)
 
     def result(self, seconds: float) -> Result:
         """Return the result of the run."""
-        lives = list(self._lives.values())
+        lives = list(self.lives.values())
         samples = self._meter.series()
         window = max(1.0, self._window[1] - self._window[0])
         return Result(
@@ -164,7 +177,7 @@ class Simulation:
         )
 
     def _waited(self, project: str) -> Spread:
-        mine = [life for life in self._lives.values() if life.trace.project == project]
+        mine = [life for life in self.lives.values() if life.trace.project == project]
         return spread(
             life.first_started_at - life.trace.arrives_at for life in mine if life.first_started_at is not None
         )
@@ -175,7 +188,7 @@ class Simulation:
             guaranteed = {EVERYONE: self._gpus}
         for name, gpus in guaranteed.items():
             limit = gpus if quotas is Quotas.STATIC else None
-            self._state.apply(QuotaChanged(Project(name=name, guaranteed=gpus, limit=limit)))
+            self.state.apply(QuotaChanged(Project(name=name, guaranteed=gpus, limit=limit)))
 
     # What happens
 
@@ -185,7 +198,7 @@ class Simulation:
     def _arrive(self, arrival: tuple[int, TraceJob]) -> None:
         index, trace = arrival
         unlimited = self._policy.quotas is Quotas.NONE
-        queue = self._state.ledger.queues[EVERYONE if unlimited else trace.project]
+        queue = self.state.ledger.queues[EVERYONE if unlimited else trace.project]
         job = Job(
             uid=f"{index:06}",
             name=trace.name,
@@ -199,9 +212,9 @@ class Simulation:
             cool_down_s=self._options.cool_down_s,
         )
         job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
-        self._lives[job.uid] = Life(trace, job)
+        self.lives[job.uid] = Life(trace, job)
         self._meter.waiting_gpus += trace.workers * trace.worker_gpus
-        self._state.add_job(job)
+        self.state.add_job(job)
 
     def _request(self, trace: TraceJob) -> Request:
         nodes = None
@@ -216,14 +229,14 @@ class Simulation:
         if life.epoch != epoch:
             return
         life.ended_at = self._now
-        self._state.apply(JobRemoved(life.job.uid))
+        self.state.apply(JobRemoved(life.job.uid))
         self._sized(life)
         for worker in list(life.job.tasks):
             self._exited(worker)
 
     def _exited(self, worker: str) -> None:
-        if worker in self._state.workers:
-            self._state.apply(WorkerGone(worker, self._now))
+        if worker in self.state.workers:
+            self.state.apply(WorkerGone(worker, self._now))
 
     def _pass(self, _: object) -> None:
         """Nothing but time."""
@@ -233,13 +246,23 @@ class Simulation:
     def _plan(self) -> bool:
         """Plan once; whether there was something to do, so that a cluster would plan again."""
         began = self._options.clock()
-        decided = plan(self._state, self._now, self._policy.actions, strict=self._policy.strict)
+        decided = self._decided()
         self._slowest_s = max(self._slowest_s, self._options.clock() - began)
         self._plans += 1
         self._carry_out(decided)
         if decided.again_at is not None:
             self._at(decided.again_at, self._pass, None)
         return not decided.empty
+
+    def _decided(self) -> Plan:
+        if self._policy.backfill:
+            return easy_backfill(self.state, self._ends_at)
+        return plan(self.state, self._now, self._policy.actions, strict=self._policy.strict)
+
+    def _ends_at(self, uid: str) -> float:
+        """Return when the job ends if it runs, else when it would end if it were started now."""
+        life = self.lives[uid]
+        return life.ends_at if life.workers else self._now + max(0.0, life.trace.duration_s - life.done)
 
     def _carry_out(self, decided: Plan) -> None:
         for evict in decided.evict:
@@ -256,11 +279,11 @@ class Simulation:
             self._start(bind.job, bind.placements)
         changed = [d.job for group in (decided.evict, decided.move, decided.resize, decided.bind) for d in group]
         for uid in dict.fromkeys(changed):
-            self._sized(self._lives[uid])
+            self._sized(self.lives[uid])
 
     def _leave(self, workers: Sequence[str]) -> None:
         for worker in workers:
-            self._state.apply(WorkerLeaving(worker, self._now))
+            self.state.apply(WorkerLeaving(worker, self._now))
             if self._options.leave_s:
                 self._at(self._now + self._options.leave_s, self._exited, worker)
             else:
@@ -269,7 +292,7 @@ class Simulation:
     def _start(self, uid: str, placements: Sequence[Placement]) -> None:
         for at in placements:
             worker = f"{uid}-{next(self._serial)}"
-            self._state.apply(WorkerStarted(worker, uid, at.node, at.devices, self._now))
+            self.state.apply(WorkerStarted(worker, uid, at.node, at.devices, self._now))
 
     def _sized(self, life: Life) -> None:
         """Continue the job at its current size, from the work that it has done."""
@@ -287,7 +310,8 @@ class Simulation:
         rate = self._options.throughput(workers) / self._options.throughput(trace.workers)
         life.workers, life.rate, life.since, life.epoch = workers, rate, self._now, life.epoch + 1
         if workers:
-            self._at(self._now + max(0.0, trace.duration_s - life.done) / rate, self._finish, (life, life.epoch))
+            life.ends_at = self._now + max(0.0, trace.duration_s - life.done) / rate
+            self._at(life.ends_at, self._finish, (life, life.epoch))
             self._report(life)
 
     def _restart_from_checkpoint(self, life: Life) -> None:
@@ -304,7 +328,7 @@ class Simulation:
         """An elastic job measures its throughput at each size."""
         if life.trace.fewest < life.trace.most:
             throughput = self._options.throughput(life.workers)
-            self._state.apply(ProgressReported(life.job.uid, 0, self._now, throughput=throughput, workers=life.workers))
+            self.state.apply(ProgressReported(life.job.uid, 0, self._now, throughput=throughput, workers=life.workers))
 
 
 def _host(node: TraceNode) -> Host:

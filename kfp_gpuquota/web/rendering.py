@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 from markupsafe import Markup
@@ -12,6 +12,9 @@ from markupsafe import Markup
 from kfp_gpuquota.api.control_characters import visible
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.web import charts
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import ExpectedStart
 
 _MINUTE_S: Final = 60
 _HOUR_S: Final = 3600
@@ -36,6 +39,7 @@ def environment() -> jinja2.Environment:
         number=as_number,
         moment=moment,
         since=since,
+        expected=expected,
     )
     return made
 
@@ -68,6 +72,13 @@ def since(at: float) -> Markup:
     """Return an element that the page's script replaces by the age of `at`; without it the time is shown."""
     text = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return Markup('<time datetime="{}" data-since="{:.0f}">{}</time>').format(moment(at), at, text)
+
+
+def expected(start: ExpectedStart) -> str:
+    """Return when a job is expected to start: "between 2026-11-25 14:10 and 14:40 UTC"."""
+    earliest, latest = (datetime.fromtimestamp(at, UTC) for at in (start.earliest, start.latest))
+    same_day = earliest.date() == latest.date()
+    return f"between {earliest:%Y-%m-%d %H:%M} and {latest:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}} UTC"
 
 
 def _finalize(value: object) -> object:

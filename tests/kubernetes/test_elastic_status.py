@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import ExpectedStart, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.api.wire import ShareView
 from kfp_gpuquota.cluster.job_timers import Deadline, Due, next_deadline
@@ -88,6 +88,15 @@ def test_a_reason_of_another_version_is_kept_by_a_restarted_controller() -> None
     for status in (record_of(failed).status, job_of(failed).status):
         assert status.reason is not None
         assert status.reason.message == "its license has expired"
+
+
+def test_an_expected_start_is_written_in_whole_minutes_and_read_again() -> None:
+    expected = ExpectedStart(earliest=1_800_000_010.0, latest=1_800_000_640.0)
+    written = status_of(job_with(), record_of(job_with()), [], reserved=32, conditions=(), ended=(), expected=expected)
+    shown = job_of(
+        msgspec.json.decode(msgspec.json.encode(ElasticJob(META, job_with().spec, written)), type=ElasticJob)
+    )
+    assert shown.status.expected_start == ExpectedStart(earliest=1_800_000_000.0, latest=1_800_000_660.0)
 
 
 def test_a_worker_is_shown_with_its_rank_once_it_has_one() -> None:

@@ -41,6 +41,14 @@ def test_best_fit_lets_overtake_who_fits() -> None:
     assert result.completion.max_s == 190
 
 
+def test_backfill_lets_overtake_who_delays_nobody() -> None:
+    jobs = [*OVERTAKING, job("long", 30, 100)]
+    result = run("backfill", [node(2)], jobs)
+    # small ends before large can start at 100; long would not, and starts when large has ended
+    assert result.waiting["a"].max_s == 170
+    assert sorted([result.waiting["a"].mean_s * 4]) == [0 + 90 + 0 + 170]
+
+
 TWO_TEAMS = {"a": 1, "b": 1}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.wording import expected_start_of
 from kfp_gpuquota.cli.display.output import Format, age, table, timestamp
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import Event, NodeView
 
 _JOB_COLUMNS = ("JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON")
-_MORE_COLUMNS = ("MIN", "MAX", "PRIORITY", "NODES", "DEVICES", "UID")
+_MORE_COLUMNS = ("MIN", "MAX", "PRIORITY", "EXPECTED START", "NODES", "DEVICES", "UID")
 
 
 def job_table(
@@ -77,6 +79,14 @@ def progress_text(job: Job) -> str:
     return f"step {progress.step}{total}"
 
 
+def expected_start_text(job: Job) -> str:
+    """Return when a waiting job is expected to start, "unknown" where it cannot be known; "" for any other job."""
+    if job.status.phase is not Phase.PENDING:
+        return ""
+    expected = job.status.expected_start
+    return "unknown" if expected is None else expected_start_of(expected, time.time())
+
+
 def phase_text(phase: Phase) -> str:
     """The phase as a verb: "is running", "has failed"."""
     if phase in {Phase.SUCCEEDED, Phase.FAILED}:
@@ -113,7 +123,8 @@ def _wide_row(job: Job) -> list[object]:
     held = [worker for worker in job.status.workers if worker.phase != "Gone"]
     nodes = sorted({worker.node for worker in held})
     spec = job.spec
-    return [spec.smallest, spec.largest, spec.effective_priority, ",".join(nodes), _devices(held, nodes), job.uid]
+    sizes = (spec.smallest, spec.largest, spec.effective_priority)
+    return [*sizes, expected_start_text(job), ",".join(nodes), _devices(held, nodes), job.uid]
 
 
 def _devices(workers: Sequence[Worker], nodes: Sequence[str]) -> str:

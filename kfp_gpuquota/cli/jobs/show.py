@@ -23,7 +23,7 @@ from kfp_gpuquota.cli.arguments.options import (
 from kfp_gpuquota.cli.display.descriptions import described_node, described_project
 from kfp_gpuquota.cli.display.gpus import gibibytes
 from kfp_gpuquota.cli.display.output import Format, age, is_tabular, show, table
-from kfp_gpuquota.cli.display.tables import output_hint, phase_text, progress_text
+from kfp_gpuquota.cli.display.tables import expected_start_text, output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import last_lines
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
@@ -113,8 +113,8 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
         for line in last_lines(reached, found, SHOWN_LINES):
             echo(f"  {line}")
         echo(hint)
-    if place := _place_in_queue(reached, found):
-        echo(place)
+    for line in _queue_lines(reached, found):
+        echo(line)
     if status.gpus and not status.phase.final and _lacks_quota(reached, found.spec.project):
         echo(
             f"project {found.spec.project} has no quota any more: the job keeps its GPUs until another project needs"
@@ -174,6 +174,14 @@ def _place_in_queue(reached: ClusterApi, job: Job) -> str:
     return place_of(sorted(waiting, key=lambda each: each.key), len(ahead_of(mine, waiting)))
 
 
+def _queue_lines(reached: ClusterApi, job: Job) -> Iterator[str]:
+    """Yield the place of a waiting job in the queue, and when it is expected to start."""
+    if place := _place_in_queue(reached, job):
+        yield place
+    if expected := expected_start_text(job):
+        yield f"Expected start: {expected}."
+
+
 def _facts(job: Job, place: str) -> list[tuple[str, object]]:
     spec, status = job.spec, job.status
     metrics = (
@@ -191,6 +199,7 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
         ("page", status.page),
         ("because", status.reason.message if status.reason else ""),
         ("queue", place),
+        ("expected start", expected_start_text(job)),
         ("progress", ", ".join(part for part in (progress_text(job), metrics, _throughput(job)) if part)),
         ("stragglers", _stragglers(job)),
         ("submitted", f"{age(status.submitted_at)} ago"),

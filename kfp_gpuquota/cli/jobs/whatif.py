@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.api.wire import JobName, Supposition
+from kfp_gpuquota.api.wording import expected_start_of
 from kfp_gpuquota.cli.arguments.amounts import gpu_quota, gpus_or_fraction, pairs, whole_number
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.output import Format, show
@@ -133,4 +135,6 @@ def _projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit:
 
 def _line(verb: str, effect: Effect) -> str:
     why = f": {effect.reason.message}" if effect.reason is not None else ""
-    return f"{effect.job} of {effect.project} {verb}{why}"
+    expected = effect.expected_start
+    then = "" if expected is None else f"; expected start: {expected_start_of(expected, time.time())}"
+    return f"{effect.job} of {effect.project} {verb}{why}{then}"

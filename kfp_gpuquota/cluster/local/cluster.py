@@ -37,6 +37,7 @@ from kfp_gpuquota.cluster.local.storage import retention
 from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours
 from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.engine import requests
+from kfp_gpuquota.engine.expected_starts import run_times
 from kfp_gpuquota.engine.records import Intent, JobRecord
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 from kfp_gpuquota.scheduler.dump import take_dump
@@ -299,7 +300,8 @@ class LocalCluster:
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
-        return outlook(self._state.scheduler, supposed, self._state.clock())
+        now = self._state.clock()
+        return outlook(self._state.scheduler, supposed, now, run_times(self._state, now))
 
     def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""

@@ -30,6 +30,7 @@ from kfp_gpuquota.cluster.plan_pacing import PlanPacing, RestAfterPlans
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.decisions import Decisions
+from kfp_gpuquota.engine.expected_starts import note_expected, run_times
 from kfp_gpuquota.engine.lifecycle import after_reboot
 from kfp_gpuquota.engine.memberships import Access, open_membership
 from kfp_gpuquota.engine.notices import MembershipNotices
@@ -37,6 +38,7 @@ from kfp_gpuquota.engine.records import JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.errors import PlanningFailedError, StateFileError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits
+from kfp_gpuquota.scheduler.forecast import expected_starts
 from kfp_gpuquota.server.membership.service import MembershipService
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
+FORECAST_AFTER_S: Final = 0.5
+FORECAST_EVERY_S: Final = 30.0
 
 LIMITS: Final = Limits(starting_s=math.inf)
 """A script may build its model for an hour."""
@@ -96,6 +100,7 @@ class Driver:
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
+        self._forecast: asyncio.TimerHandle | None = None
         self._pace = PlanPacing()
         self._rest = RestAfterPlans()
         self._start_failures: dict[str, Backoff] = {}
@@ -139,7 +144,7 @@ class Driver:
 
     def close(self) -> None:
         """Release all resources; running workers continue."""
-        for timer in (self._planning, self._later):
+        for timer in (self._planning, self._later, self._forecast):
             if timer:
                 timer.cancel()
         self.timers.close()
@@ -176,11 +181,27 @@ class Driver:
         self._pace.planned(empty=plan.empty)
         if self._pace.reached_limit:
             log.error("%d plans in a row had something to do; the last one: %s", self._pace.in_a_row, plan)
+        self._forecast_in(FORECAST_AFTER_S)
         try:
             self.decisions.plan(plan)
         except StateFileError as error:
             log.error("the plan was dropped and is made again in %s s: %s", RETRY_S, error)
             self._loop.call_later(RETRY_S, self.wake)
+
+    def _forecast_in(self, delay_s: float) -> None:
+        """Forecast when the waiting jobs start, once after all plans until then."""
+        if self._forecast is None:
+            self._forecast = self._loop.call_later(delay_s, self._forecast_starts)
+
+    def _forecast_starts(self) -> None:
+        """Forecast, and again while jobs wait: run times that pass change it as well. It takes a 20th of the time."""
+        self._forecast = None
+        began, now = self._loop.time(), self._state.clock()
+        found = expected_starts(self._state.scheduler, now, run_times(self._state, now))
+        if note_expected(self._state, found, now):
+            self._state.wake()
+        if any(queue.waiting for queue in self._state.scheduler.ledger.queues.values()):
+            self._forecast_in(max(FORECAST_EVERY_S, 20 * (self._loop.time() - began)))
 
     def _plan_again(self, delay_s: float | None) -> None:
         """A decision waits for time to pass. Only the newest plan's time counts."""

@@ -9,6 +9,7 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.wire import Supposition
 from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError, UsageError
+from kfp_gpuquota.web.rendering import expected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -83,7 +84,8 @@ def _jobs(number: int) -> str:
 def _sentence(verb: str, effect: Effect) -> str:
     who = "It" if effect.job == NAME else f"{effect.job} of {effect.project}"
     why = f": {effect.reason.message}" if effect.reason is not None else ""
-    return f"{who} {verb}{why}"
+    then = "" if effect.expected_start is None else f"; expected start: {expected(effect.expected_start)}"
+    return f"{who} {verb}{why}{then}"
 
 
 def _number(field: str, text: str) -> int:

@@ -29,6 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWr
 from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
 from kfp_gpuquota.cluster.kubernetes.controller.cluster_objects import ClusterObjects
+from kfp_gpuquota.cluster.kubernetes.controller.forecast import StartForecast
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
@@ -180,6 +181,7 @@ class Controller:
             self.pods,
             self.unpinned,
         )
+        self._forecast = StartForecast(self._planner, self.current_state, self.elastic.book, self._now)
         self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
@@ -448,6 +450,7 @@ class Controller:
         self._plan_again(min(LONGEST_REST_S, 8 * self._worked_s) if continues else again_s, continues=continues)
         if self._changed_meanwhile:
             self.wake()
+        self._forecast.planned()
         if self._quotas_timer is None:
             self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
 
@@ -535,6 +538,7 @@ class Controller:
     def _stop_timers(self) -> None:
         self._recovery.close()
         self._waiting.close()
+        self._forecast.close()
         self.evictions.close()
         self.elastic.statuses.close()
         self._quota_status.close()

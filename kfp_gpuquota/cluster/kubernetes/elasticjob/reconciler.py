@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobM
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.job_status import job_status
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import expected_start_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import ElasticJobTimers
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
@@ -221,6 +222,8 @@ class ElasticJobs:
             self.statuses.changed(uid)
             return
         self.book.commit(Change(jobs={uid: record}))
+        if record.status.phase is Phase.PENDING and (expected := expected_start_of(job.status.expected_start)):
+            self.book.expected_starts[uid] = expected  # an earlier controller's, until there is one of this one
         if not record.over:
             self.readiness.announce(uid)
         self._follow_spec(uid)

@@ -117,6 +117,13 @@ class JobOccurrence(Struct, frozen=True):
     message: str = ""
 
 
+class StartRange(Struct, frozen=True):
+    """The times between which a waiting job is expected to start, four times out of five."""
+
+    earliest: datetime
+    latest: datetime
+
+
 class TrainingProgress(Struct, frozen=True):
     """The progress that the training last reported."""
 
@@ -190,6 +197,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     moves: int = 0
     last_move: JobOccurrence | None = None
     growth_failed: str | None = None
+    expected_start: StartRange | None = None
     progress: TrainingProgress | None = None
     attempt: int = 0
     next_index: int = 0

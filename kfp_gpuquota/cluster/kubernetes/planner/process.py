@@ -26,14 +26,18 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kfp_gpuquota.cluster.kubernetes.client.process.forked import computed
 from kfp_gpuquota.cluster.kubernetes.planner.bounded import BoundedPlanner, Planned
 from kfp_gpuquota.cluster.kubernetes.planner.child import LENGTH, Failed, Request, forked, packed
 from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfp_gpuquota import scheduler
 
 HANG_S: Final = 60.0
+ASIDE_S: Final = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,12 @@ class Planner(Protocol):
     async def plan(self, now: float) -> Planned:
         """Return the plan at `now`. Raises PlannerError."""
 
+    async def aside(self, compute: Callable[[], bytes]) -> bytes:
+        """Return what `compute()` returns, computed where it delays no plan.
+
+        Raises TimeoutError, OSError and ClusterUnavailableError.
+        """
+
     async def close(self) -> None:
         """End it."""
 
@@ -73,6 +83,10 @@ class InlinePlanner:
     async def plan(self, now: float) -> Planned:
         """Return the plan at `now`."""
         return self._planner.plan(now)
+
+    async def aside(self, compute: Callable[[], bytes]) -> bytes:
+        """Return what `compute()` returns."""
+        return compute()
 
     async def close(self) -> None:
         """Do nothing."""
@@ -125,6 +139,10 @@ class PlannerProcess:
         if isinstance(answer, Failed):
             raise PlannerError(f"the plan failed:\n{answer.traceback}")
         return answer
+
+    async def aside(self, compute: Callable[[], bytes]) -> bytes:
+        """Return what `compute()` returns in a process of its own, which has the controller's state."""
+        return await computed(compute, ASIDE_S)
 
     async def close(self) -> None:
         """Kill the process; the next plan starts another one."""

@@ -21,7 +21,11 @@ from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import seconds, status_of_object
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
+    expected_start_of,
+    seconds,
+    status_of_object,
+)
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
@@ -154,6 +158,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             workers=tuple(workers),
             set_by=set_by(stored.metadata.annotations),
             page=status.page or "",
+            expected_start=expected_start_of(status.expected_start),
         ),
     )
 

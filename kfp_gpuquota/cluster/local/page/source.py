@@ -166,7 +166,13 @@ class LocalPages:
     def _view(self, job: JobRecord) -> Job:
         workers = self._state.workers_of(job.uid)
         found = self._views.get(job.uid)
-        if found is None or found[0] is not job or not _same(found[1], workers):
+        expected = self._state.expected_starts.get(job.uid)
+        if (
+            found is None
+            or found[0] is not job
+            or found[2].status.expected_start is not expected
+            or not _same(found[1], workers)
+        ):
             found = self._views[job.uid] = (job, workers, self._state.view(job.uid))
         return found[2]
 

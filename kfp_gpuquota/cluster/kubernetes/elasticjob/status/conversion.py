@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api import Phase, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import ExpectedStart, Phase, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     reason_of,
     seconds,
     size_changes,
+    start_range,
     status_of_object,
     stored_occurrence,
 )
@@ -141,8 +142,9 @@ def status_of(
     page: str | None = None,
     ended: Iterable[int],
     retries: RetryFields = NO_RETRIES,
+    expected: ExpectedStart | None = None,
 ) -> ElasticJobStatus:
-    """Return the status of the job's object."""
+    """Return the status of the job's object; `expected` is when it is expected to start."""
     status = record.status
     alive = [worker.worker for worker in workers if worker.alive]
     progress = status.progress
@@ -170,6 +172,7 @@ def status_of(
         moves=status.moves,
         last_move=stored_occurrence(status.last_move),
         growth_failed=record.growth_failed.message if record.growth_failed else None,
+        expected_start=None if expected is None else start_range(expected),
         progress=None if progress is None else msgspec.convert(progress, TrainingProgress, from_attributes=True),
         attempt=record.attempt,
         next_index=record.next_index,

@@ -50,6 +50,7 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
             page=join(f"{page_url.rstrip('/')}/jobs", meta.namespace, meta.name) if page_url else None,
             ended=state.ended,
             retries=retry_fields(state.complaints, state.requeue, state.grow),
+            expected=book.expected_starts.get(uid),
         )
     body = {
         "apiVersion": labels.API_VERSION,

@@ -1,4 +1,4 @@
-"""Converts parts of a job's status: its progress, changes of size, what last happened to it; and all of it back. Pure.
+"""Converts parts of a job's status: its progress, its expected start, its changes of size, what last happened to it.
 
 Only the last changes are kept: each change writes the whole status, which must not grow without bound.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.api import JobStatus, Occurrence, Phase, Progress, Reason, ReasonCode, Resize
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import JobOccurrence, SizeChange
+from kfp_gpuquota.api import ExpectedStart, JobStatus, Occurrence, Phase, Progress, Reason, ReasonCode, Resize
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import JobOccurrence, SizeChange, StartRange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,3 +106,16 @@ def _resize(stored: SizeChange) -> Resize:
 def progress_of(stored: TrainingProgress | None) -> Progress | None:
     """Return the training's progress from the status."""
     return None if stored is None else msgspec.convert(stored, Progress, from_attributes=True)
+
+
+def start_range(expected: ExpectedStart) -> StartRange:
+    """Return the range in whole minutes, which is as exact as it can be."""
+    earliest, latest = (round(at / 60) * 60 for at in (expected.earliest, expected.latest))
+    return StartRange(datetime.fromtimestamp(earliest, UTC), datetime.fromtimestamp(latest, UTC))
+
+
+def expected_start_of(stored: StartRange | None) -> ExpectedStart | None:
+    """Return the expected start from the status."""
+    if stored is None:
+        return None
+    return ExpectedStart(earliest=stored.earliest.timestamp(), latest=stored.latest.timestamp())

@@ -1,0 +1,107 @@
+"""When waiting jobs are expected to start, from the records of a cluster: on every kind of cluster the same.
+
+How long a job runs is known, in this order: from its own steps that are left, at the rate of its last steps; from the
+jobs that have ended of the same pipeline step, else of the same name (but for a number or a hash at its end), else with
+the same command, else of the same project. The maximum run time bounds all of them. Of a job of which none of that is
+known the run time is unknown, and so is the start of each job that needs what it holds.
+
+An estimate is replaced only by one that differs materially: it is part of an object that others watch.
+"""
+
+from __future__ import annotations
+
+import re
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.pipeline_labels import TASK
+from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from kfp_gpuquota.api import ExpectedStart
+    from kfp_gpuquota.engine.job_book import JobBook
+    from kfp_gpuquota.engine.records import JobRecord
+
+FEWEST: Final = 3
+"""Jobs that have ended, fewer of which are no distribution."""
+MOST: Final = 50
+"""The latest of them that count."""
+MATERIAL_S: Final = 60.0
+MATERIAL_PART: Final = 0.2
+"""An estimate has changed if an end of its range moved by this part of the time until then, and by so many seconds."""
+
+_NUMBER: Final = re.compile(r"([-._]?(\d+|(?=[0-9a-f]*\d)[0-9a-f]{4,}))+$")
+
+Key = tuple[str, str, str]
+
+
+def run_times(book: JobBook, now: float) -> Callable[[str], RunTime]:
+    """Return what is known of a job's run time, as a function of its uid."""
+    ended: dict[Key, list[float]] = {}
+    finished = (job for job in book.jobs.values() if job.status.phase is Phase.SUCCEEDED)
+    for job in sorted(finished, key=lambda job: job.status.finished_at or 0.0):
+        for key in _keys(job):
+            ended.setdefault(key, []).append(_ran_s(job, job.status.finished_at or now))
+    examples = {key: tuple(sorted(times[-MOST:])) for key, times in ended.items() if len(times) >= FEWEST}
+    return lambda uid: _run_time(book.jobs[uid], examples, now) if uid in book.jobs else UNKNOWN
+
+
+def _run_time(job: JobRecord, examples: Mapping[Key, tuple[float, ...]], now: float) -> RunTime:
+    most_s = job.spec.max_runtime_s
+    return RunTime(
+        examples=next((examples[key] for key in _keys(job) if key in examples), ()),
+        most_s=inf if most_s is None else most_s,
+        ran_s=_ran_s(job, now),
+        left_s=_left_s(job, now),
+    )
+
+
+def _keys(job: JobRecord) -> Iterator[Key]:
+    """Yield what the job has in common with others, the closest first."""
+    spec = job.spec
+    if task := spec.labels.get(TASK):
+        yield spec.project, "step", task
+    yield spec.project, "name", _NUMBER.sub("", spec.name)
+    yield spec.project, "command", "\0".join(spec.command)
+    yield spec.project, "project", ""
+
+
+def _ran_s(job: JobRecord, until: float) -> float:
+    began = job.status.started_at
+    return job.ran_s + (0.0 if began is None else max(0.0, until - began))
+
+
+def _left_s(job: JobRecord, now: float) -> float | None:
+    """Return the time of the steps that are left, in seconds; None where the training does not report them."""
+    progress = job.status.progress
+    if progress is None or not progress.total_steps or not progress.step_ms or job.status.started_at is None:
+        return None
+    left = max(0, progress.total_steps - progress.step) * progress.step_ms / 1000
+    return max(0.0, left - max(0.0, now - progress.at))
+
+
+def note_expected(book: JobBook, found: Mapping[str, ExpectedStart], now: float) -> list[str]:
+    """Record the expected starts of waiting jobs; return the uids of those that have changed materially."""
+    changed = []
+    for uid, job in book.jobs.items():
+        old = book.expected_starts.get(uid)
+        new = found.get(uid) if job.status.phase is Phase.PENDING else None
+        if _differ(old, new, now):
+            changed.append(uid)
+            if new is None:
+                del book.expected_starts[uid]
+            else:
+                book.expected_starts[uid] = new
+    return changed
+
+
+def _differ(old: ExpectedStart | None, new: ExpectedStart | None, now: float) -> bool:
+    if old is None or new is None:
+        return old is not new
+    if now > old.latest:
+        return old != new
+    ends = ((old.earliest, new.earliest), (old.latest, new.latest))
+    return any(abs(a - b) > max(MATERIAL_S, MATERIAL_PART * max(0.0, b - now)) for a, b in ends)

@@ -1,0 +1,264 @@
+"""Plays a state forward: jobs end after their run times, and the scheduler's own cycles start others in their place.
+
+The cycles run on the state's own ledger and are undone at the end, as a plan's are. So quotas, order, gangs, topology,
+fractions, reservations, reclaim and preemption are those of the planner, and there is no second model of them to keep
+in agreement. Rejected: a copy of the state for each play (it takes as long as the play of 1,000 jobs), and a model of
+its own with counts of GPUs (ten times as fast, but wrong wherever a rule was forgotten).
+
+Where more jobs end than there are `cycles`, several ends share a cycle, and what starts in it starts in the middle of
+them: the resolution becomes coarser, the rules stay. Two things are left out: jobs are not moved together
+(consolidation), and no GPUs are lent, for these come back as soon as a waiting job needs them. A stopped job continues
+where it was stopped.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import ceil, inf
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.scheduler.actions.cycle import Cycle
+from kfp_gpuquota.scheduler.state.groups import next_tasks
+from kfp_gpuquota.scheduler.state.model import Job, Status, Task
+from kfp_gpuquota.scheduler.state.order import job_key, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Shape
+    from kfp_gpuquota.scheduler.state.state import State
+
+ACTIONS: Final = ("allocate", "reclaim", "preempt")
+HORIZON_S: Final = 30 * 86_400.0
+"""What would start later than this is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much work a forecast may be: the cycles of one play, and of all plays together."""
+
+    cycles: int = 24
+    all_cycles: int = 96
+
+    def plays(self, jobs: int) -> int:
+        """Return the number of plays for so many jobs that run or wait."""
+        return max(1, min(16, self.all_cycles // max(1, min(jobs, self.cycles))))
+
+
+class _Filed(NamedTuple):
+    """What a queue has before the play."""
+
+    waiting: dict[Shape, list[tuple[OrderKey, Job]]]
+    running: dict[Job, None]
+    requested: list[float]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One run of a job; `ends_at` is `-inf` once it is stopped."""
+
+    job: Job
+    ends_at: float
+    tasks: dict[Task, None] = field(default_factory=dict)
+
+
+def play(state: State, now: float, left_s: Callable[[str], float], cycles: int) -> dict[str, float]:
+    """Return when each waiting job that starts in this play starts, by uid (seconds since the epoch).
+
+    `left_s(uid)` is the run time that a job has left. The state is the same afterwards.
+    """
+    state.ledger.settle()
+    with collector_paused():
+        one = _Play(state, now, left_s, cycles)
+        try:
+            one.run()
+        finally:
+            one.undo()
+    return one.starts
+
+
+class _Play:
+    def __init__(self, state: State, now: float, left_s: Callable[[str], float], cycles: int) -> None:
+        self._ledger, self._left_s, self._now = state.ledger, left_s, now
+        self.starts: dict[str, float] = {}
+        self._mark = self._ledger.mark()
+        self._serial = 0
+        self._ends: list[tuple[float, int, _Run | None]] = []
+        self._runs: dict[Job, _Run] = {}
+        self._left: dict[str, float] = {}
+        self._began: dict[Job, float] = {}
+        self._tasks_began: dict[Task, float] = {}
+        self._promised = [job for job in state.promised.values() if not job.active]
+        self._filed: dict[Queue, _Filed] = {}
+        self._held_by = {host: dict(host.tasks) for host in self._ledger.hosts.values()}
+        self._on_hosts = {job: dict(job.hosts) for job in state.jobs.values() if job.hosts}
+        self._cycles, self._waiting, self._batch = cycles, 0, 1
+
+    def _copied(self, queue: Queue) -> dict[Shape, list[tuple[OrderKey, Job]]]:
+        """Return the jobs of the queue that wait for their start, to be changed in the play."""
+        found = {}
+        for shape, entries in queue.waiting.items():
+            if shape.starts:
+                found[shape] = [entry for entry in entries if not entry[1].active and not self._is_deferred(entry[1])]
+                self._waiting += len(found[shape])
+        return {shape: entries for shape, entries in found.items() if entries}
+
+    def _is_deferred(self, job: Job) -> bool:
+        return job.deferred_until > self._now
+
+    def run(self) -> None:
+        """Play until every waiting job has started, or nothing ends any more."""
+        self._begin_all()
+        last, at = self._now + HORIZON_S, self._now
+        self._start(at, at)
+        while self._waiting and self._ends and self._ends[0][0] <= last:
+            times: list[float] = []
+            while self._ends and (len(times) < self._batch or self._ends[0][0] <= at) and self._ends[0][0] <= last:
+                at, _, run = heappop(self._ends)
+                if self._end(run, at):
+                    times.append(at)
+            if times:
+                self._start(at, (times[0] + at) / 2)
+
+    def _begin_all(self) -> None:
+        """Begin with the jobs that run; what leaves has left at once."""
+        for queue in self._ledger.queues.values():
+            self._filed[queue] = _Filed(queue.waiting, dict(queue.running), list(queue.requested))
+            queue.waiting = self._copied(queue)
+        running = [job for queue in self._ledger.queues.values() for job in queue.running]
+        self._batch = max(1, ceil((len(running) + self._waiting) / max(1, self._cycles)))
+        for task in list(self._ledger.leaving):
+            self._ledger.set(task, Status.PENDING, None)
+        for job in running:
+            self._begin(job, [task for task in job.tasks.values() if task.status is Status.HELD], self._now)
+
+    def undo(self) -> None:
+        """Leave everything as it was, also the order of records that are listed."""
+        self._ledger.rollback(self._mark)
+        for host, tasks in self._held_by.items():
+            host.tasks = tasks
+        for job, hosts in self._on_hosts.items():
+            job.hosts = hosts
+        for queue, filed in self._filed.items():
+            queue.waiting, queue.running, queue.requested = filed
+        for job, began in self._began.items():
+            job.started_at = began
+        for task, began in self._tasks_began.items():
+            task.started_at = began
+        self._ledger.settle()
+
+    def _end(self, run: _Run | None, at: float) -> bool:
+        """Release what the run holds; return whether there was something to do."""
+        if run is None:
+            return True
+        if run.ends_at != at:
+            return False
+        for task in run.tasks:
+            self._ledger.set(task, Status.PENDING, None)
+        for queue in run.job.queue.path:
+            for r, amount in enumerate(run.job.requested):
+                queue.requested[r] -= amount
+        del self._runs[run.job]
+        return True
+
+    def _start(self, now: float, at: float) -> None:
+        """Start what can start, in one cycle where ends share cycles, else as plans do: until there is no more."""
+        while self._cycle(now, at) and self._waiting and self._batch == 1:
+            pass
+
+    def _cycle(self, now: float, at: float) -> bool:
+        """Carry one cycle out; return whether it changed anything."""
+        cycle = Cycle(self._ledger, promised=self._promised, now=now)
+        self._promised = []
+        cycle.run(ACTIONS)
+        changed = cycle.changed()
+        stopped = [task for task in changed if task.status is Status.LEAVING]
+        started: dict[Job, list[Task]] = {}
+        for task in changed:
+            if task.status in (Status.BOUND, Status.NOMINATED):
+                started.setdefault(task.job, []).append(task)
+        for job in [job for job in started if job in self._runs]:  # moved, before its old tasks are stopped
+            self._runs[job].tasks.update(dict.fromkeys(started[job]))
+        for task in stopped:
+            self._stop(task, at)
+        for job, tasks in started.items():
+            for task in tasks:
+                self._ledger.set(task, Status.HELD, task.node, task.devices)
+                self._tasks_began.setdefault(task, task.started_at)
+                task.started_at = at
+            self._begin(job, tasks, at)
+        if cycle.again_at is not None and self._batch == 1:
+            self._at(cycle.again_at, None)
+        return bool(started or stopped)
+
+    def _begin(self, job: Job, tasks: Iterable[Task], at: float) -> None:
+        """Record that these tasks of the job run."""
+        run = self._runs.get(job)
+        if run is None:
+            if at > self._now or not job.tasks:
+                self._started(job, at)
+            left = self._left.pop(job.uid, None)
+            run = self._runs[job] = _Run(job, at + (self._left_s(job.uid) if left is None else left))
+            if run.ends_at < inf:
+                self._at(run.ends_at, run)
+        run.tasks.update(dict.fromkeys(tasks))
+
+    def _started(self, job: Job, at: float) -> None:
+        self.starts.setdefault(job.uid, at)
+        self._began.setdefault(job, job.started_at)
+        job.started_at = at
+        for shape, entries in list(job.queue.waiting.items()):
+            kept = [entry for entry in entries if entry[1] is not job]
+            if len(kept) < len(entries):
+                self._waiting -= 1
+                job.queue.waiting[shape] = kept
+                if not kept:
+                    del job.queue.waiting[shape]
+                return
+
+    def _stop(self, task: Task, at: float) -> None:
+        """The task was stopped for another job. A job that has lost all of them waits again, as a new record."""
+        self._ledger.set(task, Status.PENDING, None)
+        run = self._runs[task.job]
+        run.tasks.pop(task, None)
+        if run.tasks:
+            return
+        job = run.job
+        del self._runs[job]
+        self._left[job.uid] = run.ends_at - at
+        run.ends_at = -inf
+        again = _resubmitted(job)
+        tasks = next_tasks(again)
+        entries = again.queue.waiting.setdefault(shape_of(again, tasks), [])
+        insort(entries, (job_key(again), again), key=lambda entry: entry[0])
+        self._waiting += 1
+
+    def _at(self, at: float, run: _Run | None) -> None:
+        self._serial += 1
+        heappush(self._ends, (at, self._serial, run))
+
+
+def _resubmitted(job: Job) -> Job:
+    """Return a job like this one that waits."""
+    again = Job(
+        uid=job.uid,
+        name=job.name,
+        queue=job.queue,
+        gang=job.gang,
+        wanted=job.wanted,
+        most=job.most,
+        request=job.request,
+        groups=job.groups,
+        spread=job.spread,
+        priority=job.priority,
+        preemptible=job.preemptible,
+        submitted_at=job.submitted_at,
+        requested=job.requested,
+        min_run_time_s=job.min_run_time_s,
+    )
+    parts = [*job.tasks.values(), *job.pending][: job.wanted]
+    again.pending = [Task(job=again, request=task.request, index=task.index, group=task.group) for task in parts]
+    return again

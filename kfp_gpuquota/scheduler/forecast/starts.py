@@ -1,0 +1,55 @@
+"""The range of starts of each waiting job, of several plays of the state with different run times.
+
+In play `k` of `n` a job has the quantile `(h + k / n) mod 1` of its run times, with `h` spread evenly over the jobs: so
+the plays together try all parts of each distribution, one play has all kinds of jobs, and the same state gives the same
+forecast, which does not move at random from one time to the next.
+"""
+
+from __future__ import annotations
+
+from math import ceil, inf
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+from kfp_gpuquota.api.job import ExpectedStart
+from kfp_gpuquota.scheduler.forecast.play import Effort, play
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kfp_gpuquota.scheduler.forecast.run_time import RunTime
+    from kfp_gpuquota.scheduler.state.state import State
+
+USUAL: Final = Effort()
+CONFIDENCE: Final = 0.8
+"""The part of the starts that lie within their ranges."""
+
+
+def expected_starts(
+    state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort = USUAL
+) -> dict[str, ExpectedStart]:
+    """Return when the waiting jobs are expected to start, by uid; those of which it is unknown are left out.
+
+    `run_time(uid)` is what is known of a job. The state is the same afterwards; its cost is bounded by `effort`.
+    """
+    jobs = {uid: run_time(uid) for uid, job in state.jobs.items() if not job.removed}
+    plays = effort.plays(len(jobs))
+    spread = {uid: crc32(uid.encode()) / 2**32 for uid in jobs}
+    found: dict[str, list[float]] = {}
+    for number in range(plays):
+
+        def left_s(uid: str, offset: float = number / plays) -> float:
+            return jobs[uid].left((spread[uid] + offset) % 1.0)
+
+        for uid, at in play(state, now, left_s, effort.cycles).items():
+            found.setdefault(uid, []).append(at)
+    ranges = {uid: _range(starts, plays) for uid, starts in found.items() if not state.jobs[uid].active}
+    return {uid: between for uid, between in ranges.items() if between is not None}
+
+
+def _range(starts: Sequence[float], plays: int) -> ExpectedStart | None:
+    """Return the range of `CONFIDENCE` of the starts, by nearest rank; a play without a start counts as never."""
+    ordered = sorted(starts) + [inf] * (plays - len(starts))
+    outside = (1.0 - CONFIDENCE) / 2
+    latest = ordered[min(plays - 1, ceil((1.0 - outside) * plays) - 1)]
+    return None if latest == inf else ExpectedStart(earliest=ordered[int(outside * plays)], latest=latest)

@@ -1,0 +1,114 @@
+"""What the records of a cluster say about run times, and when a new estimate replaces an old one."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from kfp_gpuquota.api import ExpectedStart, JobSpec, JobStatus, Phase, Progress
+from kfp_gpuquota.api.pipeline_labels import TASK
+from kfp_gpuquota.api.wire import Supposition
+from kfp_gpuquota.engine.expected_starts import note_expected, run_times
+from kfp_gpuquota.engine.job_book import JobBook
+from kfp_gpuquota.engine.records import JobRecord
+from kfp_gpuquota.scheduler.forecast import UNKNOWN
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.server.client import Client
+    from tests.conftest import EmbeddedCluster
+
+NOW = 10_000.0
+
+
+def record(name: str, status: JobStatus, *, command: str = "train", **spec: object) -> JobRecord:
+    made = JobSpec(name=name, project="team", command=(command,), **spec)  # type: ignore[arg-type]
+    return JobRecord(uid=name, spec=made, status=status)
+
+
+def ended(seconds: float) -> JobStatus:
+    return JobStatus(phase=Phase.SUCCEEDED, started_at=100.0, finished_at=100.0 + seconds)
+
+
+def book(*records: JobRecord) -> JobBook:
+    made = JobBook({})
+    for each in records:
+        made.put_job(each)
+    return made
+
+
+RUNNING = JobStatus(phase=Phase.RUNNING, started_at=NOW - 50)
+WAITING = JobStatus(phase=Phase.PENDING)
+
+
+def test_the_closest_of_the_jobs_that_have_ended_are_the_examples_of_a_run_time() -> None:
+    others = [record(f"other-{i}", ended(1000 + i), command="other") for i in range(3)]
+    named = [record(f"train-{i}", ended(100 + i), command=f"run {i}") for i in range(3)]
+    steps = [record(f"s{i}a7f{i}", ended(10 + i), command="step", labels={TASK: "fit"}) for i in range(3)]
+    found = run_times(
+        book(
+            *others,
+            *named,
+            *steps,
+            record("train-17", WAITING, command="changed"),
+            record("x", WAITING, labels={TASK: "fit"}),
+            record("mine", WAITING, command="other"),
+            record("new", WAITING, command="new"),
+        ),
+        NOW,
+    )
+    assert found("train-17").examples == (100, 101, 102)
+    assert found("x").examples == (10, 11, 12)
+    assert found("mine").examples == (1000, 1001, 1002)
+    assert len(found("new").examples) == 9
+
+
+def test_two_jobs_are_no_distribution() -> None:
+    found = run_times(book(record("a1", ended(5)), record("a2", ended(5)), record("a3", WAITING)), NOW)
+    assert found("a3") == UNKNOWN
+    assert found("no-such-job") is UNKNOWN
+
+
+def test_the_steps_that_are_left_are_the_run_time_that_is_left() -> None:
+    progress = Progress(step=400, total_steps=1000, step_ms=500.0, at=NOW - 10)
+    one = record("a1", msgspec.structs.replace(RUNNING, progress=progress), max_runtime_s=3600.0)
+    assert run_times(book(one), NOW)("a1").left(0.5) == 290
+    limited = record("a1", RUNNING, max_runtime_s=60.0)
+    assert run_times(book(limited), NOW)("a1").left(0.5) == 10
+    assert run_times(book(record("a1", RUNNING)), NOW)("a1").left(0.5) == inf
+
+
+def test_an_estimate_is_replaced_only_by_one_that_differs_materially() -> None:
+    one = book(record("a1", WAITING))
+    first = ExpectedStart(earliest=NOW + 600, latest=NOW + 1800)
+    assert note_expected(one, {"a1": first}, NOW) == ["a1"]
+    assert note_expected(one, {"a1": ExpectedStart(earliest=NOW + 610, latest=NOW + 1850)}, NOW + 10) == []
+    assert one.expected_starts["a1"] is first
+    later = ExpectedStart(earliest=NOW + 600, latest=NOW + 3600)
+    assert note_expected(one, {"a1": later}, NOW + 20) == ["a1"]
+    assert note_expected(one, {}, NOW + 30) == ["a1"]
+    assert one.expected_starts == {}
+
+
+def test_a_job_that_has_started_has_no_expected_start() -> None:
+    one = book(record("a1", WAITING))
+    note_expected(one, {"a1": ExpectedStart(earliest=NOW, latest=NOW)}, NOW)
+    one.put_job(record("a1", RUNNING))
+    assert one.expected_starts == {}
+
+
+def test_a_waiting_job_shows_when_it_is_expected_to_start(embedded_cluster: EmbeddedCluster) -> None:
+    embedded_cluster.project("team-a", 2)
+    embedded_cluster.submit("first", gpus=2, max_runtime_s=3600.0)
+    first = embedded_cluster.wait_for_phase("first", "Running")
+    embedded_cluster.submit("second", gpus=2)
+    second = embedded_cluster.wait_for("second", lambda job: job.status.expected_start is not None)
+    expected, began = second.status.expected_start, first.status.started_at
+    assert expected is not None
+    assert began is not None
+    assert abs(expected.latest - (began + 3600)) < 5
+    assert embedded_cluster.job("first").status.expected_start is None
+    third = JobSpec(name="third", project="team-a", command=("true",), gpus=2)
+    (effect,) = cast("Client", embedded_cluster.client).what_if(Supposition(submit=(third,))).waits
+    assert effect.expected_start is None  # the second one has no maximum run time

@@ -1,0 +1,151 @@
+"""An expected start is the actual one where every run time is known, and a forecast changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from kfp_gpuquota.scheduler import JobRemoved, WorkerGone, WorkerLeaving, WorkerStarted, plan
+from kfp_gpuquota.scheduler.dump import take_dump
+from kfp_gpuquota.scheduler.forecast import UNKNOWN, Effort, RunTime, expected_starts
+from tests.scheduler.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.api import ExpectedStart
+    from kfp_gpuquota.scheduler import Placement
+
+EXACT = Effort(cycles=1000, all_cycles=1)
+NODES, GPUS = 2, 4
+
+
+@dataclass
+class Reality:
+    """The real scheduler in simulated time, an event after the other, with run times that are known to the second.
+
+    It shares nothing with the forecast but the scheduler: workers start and end by events, and each moment is planned
+    until a plan is empty. A worker that must leave exits at once.
+    """
+
+    world: World
+    lasts: dict[str, float]
+    ends: dict[str, float] = field(default_factory=dict)
+    started: dict[str, float] = field(default_factory=dict)
+
+    def plan(self) -> float:
+        """Plan until there is nothing to do; return when the next plan is due."""
+        while True:
+            decided = plan(self.world.state, self.world.now)
+            for evict in decided.evict:
+                self.lasts[evict.job] = self.ends.pop(evict.job) - self.world.now
+                self._exit(evict.workers)
+            for move in decided.move:
+                self._exit((move.worker,))
+                self._start(move.job, (move.to,))
+            for bind in decided.bind:
+                self._start(bind.job, bind.placements)
+                self.started.setdefault(bind.job, self.world.now)
+                self.ends[bind.job] = self.world.now + self.lasts[bind.job]
+            if decided.empty:
+                return inf if decided.again_at is None else decided.again_at
+
+    def _exit(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            self.world.state.apply(WorkerLeaving(worker, self.world.now))
+            self.world.state.apply(WorkerGone(worker, self.world.now))
+
+    def _start(self, job: str, placements: Sequence[Placement]) -> None:
+        world = self.world
+        for at in placements:
+            world.serial += 1
+            world.state.apply(WorkerStarted(f"w{world.serial:05}", job, at.node, at.devices, world.now))
+
+    def play(self) -> None:
+        """Play until nothing ends any more."""
+        again_at = self.plan()
+        while self.ends or again_at < inf:
+            self.world.now = min([again_at, *self.ends.values()])
+            for job in [job for job, end in self.ends.items() if end <= self.world.now]:
+                del self.ends[job]
+                self.world.state.apply(JobRemoved(job))
+                for worker in list(self.world.state.jobs[job].tasks):
+                    self.world.state.apply(WorkerGone(worker, self.world.now))
+            again_at = self.plan()
+
+
+def reality(jobs: list[tuple[str, int, int]], guaranteed: dict[str, int], reserve_after_s: float) -> Reality:
+    """Return a cluster on which the first job has started, and all others of the list wait or run."""
+    world = World()
+    world.state.ledger.reserve_after_s, world.state.ledger.moves = reserve_after_s, False
+    for number in range(NODES):
+        world.node(f"node-{number}", GPUS)
+    for name, gpus in guaranteed.items():
+        world.project(name, gpus)
+    one = Reality(world, {})
+    for number, (team, gpus, lasts) in enumerate(jobs):
+        one.lasts[world.submit(f"job-{number}", team, gpus, gpus_per_worker=min(gpus, GPUS))] = lasts
+        one.plan()
+    return one
+
+
+def test_a_job_starts_when_those_before_it_have_ended() -> None:
+    one = reality([("team", 4, 100), ("team", 4, 50), ("team", 8, 30), ("team", 8, 30)], {"team": 8}, inf)
+    found = _forecast(one)
+    # job-0 began at 1 and job-1 at 2; job-2 needs both, job-3 waits for job-2
+    assert (found["job-2"].earliest, found["job-2"].latest) == (101, 101)
+    assert found["job-3"].earliest == 131
+    assert found.keys() == {"job-2", "job-3"}
+
+
+def test_what_waits_for_a_job_of_unknown_run_time_has_no_expected_start() -> None:
+    one = reality([("team", 4, 100), ("team", 4, 50), ("team", 8, 30), ("team", 4, 30)], {"team": 8}, inf)
+    found = expected_starts(one.world.state, one.world.now, lambda uid: RunTime((50.0,)) if uid == "job-1" else UNKNOWN)
+    assert found.keys() == {"job-3"}  # which fits into what job-1 releases; job-2 needs what job-0 holds
+
+
+def test_more_examples_of_a_run_time_give_a_range() -> None:
+    one = reality([("team", 8, 100), ("team", 8, 50)], {"team": 8}, inf)
+    examples = tuple(float(seconds) for seconds in range(10, 110, 10))
+    found = expected_starts(one.world.state, 2.0, lambda _: RunTime(examples, ran_s=1.0))["job-1"]
+    assert found.earliest <= 2 + 19 + 1
+    assert found.latest >= 2 + 79 - 1
+
+
+def test_the_maximum_and_the_steps_that_are_left_bound_a_run_time() -> None:
+    assert RunTime((100.0, 200.0), most_s=150.0, ran_s=120.0).left(0.9) == 30
+    assert RunTime((100.0,), left_s=7.0).left(0.1) == 7
+    assert RunTime((10.0,), ran_s=60.0).left(0.5) == 60  # longer than all examples
+    assert UNKNOWN.left(0.5) == inf
+
+
+Team = st.sampled_from(["ours", "theirs"])
+Jobs = st.lists(st.tuples(Team, st.sampled_from([1, 1, 2, 4, 8]), st.integers(20, 80)), min_size=3, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(Jobs, st.integers(0, 8), st.sampled_from([inf, 20.0]))
+def test_with_exact_run_times_the_estimate_is_the_actual_start(
+    jobs: list[tuple[str, int, int]], ours: int, reserve_after_s: float
+) -> None:
+    one = reality(jobs, {"ours": ours, "theirs": NODES * GPUS - ours}, reserve_after_s)
+    before = take_dump(one.world.state, one.world.now, "")
+    found = _forecast(one)
+    assert take_dump(one.world.state, one.world.now, "") == before
+    waiting = {uid for uid, job in one.world.state.jobs.items() if not job.active}
+    one.started.clear()
+    one.play()
+    assert {uid: each.earliest for uid, each in found.items()} == {uid: one.started[uid] for uid in waiting}
+
+
+def _forecast(one: Reality) -> dict[str, ExpectedStart]:
+    now = one.world.now
+
+    def run_time(uid: str) -> RunTime:
+        return RunTime(left_s=one.ends[uid] - now if uid in one.ends else one.lasts[uid])
+
+    return expected_starts(one.world.state, now, run_time, EXACT)
