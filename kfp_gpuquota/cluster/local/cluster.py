@@ -210,6 +210,10 @@ class LocalCluster:
         job = self._state.jobs.get(uid)
         return None if job is None else job.owner.uid if job.owner else default
 
+    def unfinished_of(self, uid: int) -> int:
+        """Return the number of a user's jobs that have not ended."""
+        return sum(bool(job.owner) and job.owner.uid == uid and not job.over for job in self._state.jobs.values())
+
     def submit(self, request: SubmitJob, owner: Owner | None = None) -> Job:
         """Queue a job that runs as `owner`; the same request again answers with the same job.
 

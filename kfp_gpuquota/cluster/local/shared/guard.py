@@ -18,7 +18,7 @@ import msgspec
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.local.shared.accounts import ROOT
-from kfp_gpuquota.errors import ForbiddenError
+from kfp_gpuquota.errors import ConflictError, ForbiddenError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 HIDDEN: Final = ("(hidden)",)
 """The command of another user's job."""
+
+MOST_UNFINISHED: Final = 1000
+"""Jobs of one user: each may have a request of 1 MiB, which the daemon keeps in memory and on the disk."""
 
 PRIVATE_REASONS: Final = frozenset({
     ReasonCode.USER, ReasonCode.WORKER_FAILED, ReasonCode.WORKER_ENDED, ReasonCode.LEASE_ENDED,
@@ -109,13 +112,18 @@ class GuardedCluster:
     # For members
 
     def submit(self, request: SubmitJob) -> Job:
-        """Queue a job that runs as the caller. Raises ForbiddenError for one that is no member of the project."""
+        """Queue a job that runs as the caller. Raises ForbiddenError for one that is no member, ConflictError."""
         project = request.spec.project
         if not self._admin and not self._caller.is_among(self._cluster.members_of(project)):
             name = self._caller.name
             raise ForbiddenError(
                 f"{name} is not a member of project {project!r}; ask an administrator for: gpuquota project set "
                 f"{project} --member {name}"
+            )
+        if not self._admin and self._cluster.unfinished_of(self._caller.uid) >= MOST_UNFINISHED:
+            raise ConflictError(
+                f"{self._caller.name} has {MOST_UNFINISHED} jobs that have not ended, the most for a user of a shared "
+                "cluster; wait until some have ended, or delete them"
             )
         own = f"{self._caller.uid}/{request.request_id}" if request.request_id else ""  # no other user's answer
         return self._cluster.submit(msgspec.structs.replace(request, request_id=own), self._caller.owner())

@@ -57,10 +57,8 @@ def prepare(*, service: bool = False) -> Cgroups:
     mount = _mount_point(Path("/proc/self/mountinfo").read_text())
     if mount is None:
         return Cgroups(unavailable="this machine has no cgroup file system of version 2")
-    own = mount / _own_path(Path("/proc/self/cgroup").read_text())
-    if own.name == DAEMON:
-        own = own.parent
-    elif service:
+    own = divisible(mount / _own_path(Path("/proc/self/cgroup").read_text()), service=service)
+    if own is None:
         return Cgroups(unavailable="the service has no cgroup for its daemon alone, which systemd 254 and later make")
     try:
         return _divided(own)
@@ -68,6 +66,13 @@ def prepare(*, service: bool = False) -> Cgroups:
         return Cgroups(unavailable=f"the cgroup {own} is not this user's to divide; {ADVICE}")
     except OSError as error:
         return Cgroups(unavailable=f"the cgroup {own} cannot be divided ({error.strerror}); {ADVICE}")
+
+
+def divisible(own: Path, *, service: bool) -> Path | None:
+    """Return the cgroup to divide, of a process in `own`; None where systemd could not start a `service` again."""
+    if own.name == DAEMON:
+        return own.parent
+    return None if service else own
 
 
 def _divided(own: Path) -> Cgroups:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.validation import check_no_runtime_env
-from kfp_gpuquota.cluster.local.shared.files import remove_unhurried
+from kfp_gpuquota.cluster.local.shared.files import remove_job
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import ADVICE, NONE
 from kfp_gpuquota.cluster.local.workers.environment import worker_environment
@@ -199,7 +199,7 @@ class LocalRuntime:
         for directory in self._home.job(uid).glob("workers/*"):
             shims.remove_cgroup(directory)
         if self._shared:
-            remove_unhurried(self._home.job(uid))
+            remove_job(self._home, uid)
         else:
             self._home.remove_job(uid)
 
