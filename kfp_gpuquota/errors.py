@@ -8,6 +8,7 @@
     │   ├── AlreadyExistsError     the name is taken
     │   ├── ConflictError          not now: the state of the thing forbids it
     │   └── UnauthorizedError      the token is missing or wrong
+    │       └── ForbiddenError     this user may not do that
     └── RunError                   the world's failure: exit code 1, HTTP 5xx
         ├── ClusterUnavailableError  no answer within the time limit
         ├── ClusterStartError      the embedded cluster did not come up
@@ -95,6 +96,13 @@ class UnauthorizedError(UsageError):
 
     http_status = 401
     code = "unauthorized"
+
+
+class ForbiddenError(UnauthorizedError):
+    """The user may not do that, on a cluster that several users share."""
+
+    http_status = 403
+    code = "forbidden"
 
 
 class RunError(GpuQuotaError):

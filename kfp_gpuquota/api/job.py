@@ -381,9 +381,13 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
         return as_number(sum(worker.gpus for worker in self.workers if worker.phase is WorkerPhase.LEAVING))
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A job with its state. `uid` is unique permanently, a name only among existing jobs."""
+class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A job with its state. `uid` is unique permanently, a name only among existing jobs.
+
+    `owner` is the user of the machine who submitted it, on a cluster that several share.
+    """
 
     uid: str
     spec: JobSpec
     status: JobStatus
+    owner: str = ""

@@ -68,7 +68,8 @@ class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
     """A project and what it holds now, in GPUs, a share of one as such; `over_quota` is the part above guaranteed.
 
     `surplus` is the part above what its jobs request, which does not count where fair shares are compared; `lent` is
-    what other projects hold of its guarantee (`lending.with_lent`).
+    what other projects hold of its guarantee (`lending.with_lent`). `members` are the users and @groups that may submit
+    jobs to it, on a cluster that several users of a machine share.
     """
 
     project: Project
@@ -77,6 +78,14 @@ class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
     requested: int | float
     lent: int | float = 0
     surplus: int | float = 0
+    members: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+
+class MembersChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST .../members: users, and groups as @GROUP, that become members of a project, or no longer are."""
+
+    add: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
 
 
 class ShareView(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,13 +246,17 @@ class LogChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The version and the identity of the server. `problem`: what the cluster cannot do at present, and why."""
+    """The version and the identity of the server. `problem`: what the cluster cannot do at present, and why.
+
+    `shared`: several users of the machine use it, each with the rights of their own.
+    """
 
     version: str
     pid: int
     home: str
     started_at: float
     problem: str = ""
+    shared: bool = False
 
 
 class PageLink(msgspec.Struct, frozen=True, kw_only=True):

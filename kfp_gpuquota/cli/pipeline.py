@@ -243,10 +243,10 @@ def with_unknown_project(found: PipelineCheck, project: str, cluster: Cluster | 
 
 def _cluster() -> tuple[Cluster | None, str]:
     """Return (its limits, ""), or (None, why they are unknown). Checking a file does not start a cluster."""
-    from kfp_gpuquota.cluster.connect import URL_VARIABLE, connect, embedded_home, kube_context  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import URL_VARIABLE, connect, kube_context, runs_here  # noqa: PLC0415
     from kfp_gpuquota.dsl.pipelines.check import Cluster  # noqa: PLC0415
 
-    if kube_context() is None and not os.environ.get(URL_VARIABLE) and not embedded_home().is_locked():
+    if kube_context() is None and not os.environ.get(URL_VARIABLE) and not runs_here():
         return None, "no cluster runs here; start it with: gpuquota cluster start"
     try:
         reached = connect(retry_for_s=2.0)

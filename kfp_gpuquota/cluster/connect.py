@@ -6,21 +6,27 @@
 | `$GPUQUOTA_CONTEXT`, else the setting         | that context of the kubeconfig; "." is the current one         |
 | ... = "embedded"                              | the embedded one                                               |
 | nothing, inside of a pod                      | the cluster of the pod, as its service account                 |
-| nothing                                       | the embedded one, which is started if it does not run          |
+| nothing                                       | the embedded one of this user                                  |
+
+The embedded one is the user's own if it runs, or if `$GPUQUOTA_HOME` names it; else the one that the users of this
+machine share, at `$GPUQUOTA_SHARED_SOCKET` (/run/gpuquota/socket), if there is one; else the user's own is started.
 """
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.local.home import Home, default_home, write_private
+from kfp_gpuquota.cluster.local.home import HOME_VARIABLE, Home, default_home, write_private
+from kfp_gpuquota.cluster.local.shared.config import SHARED_SOCKET
 from kfp_gpuquota.cluster.local.start import ensure_running
-from kfp_gpuquota.errors import UsageError
+from kfp_gpuquota.errors import UnauthorizedError, UsageError
 from kfp_gpuquota.server.client import RETRY_FOR_S, Client
 from kfp_gpuquota.server.transport.unix_sockets import socket_path
 
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
 URL_VARIABLE: Final = "GPUQUOTA_URL"
+SHARED_VARIABLE: Final = "GPUQUOTA_SHARED_SOCKET"
 TOKEN_FILE_VARIABLE: Final = "GPUQUOTA_TOKEN_FILE"  # noqa: S105 (a variable's name)
 PROJECT_VARIABLE: Final = "GPUQUOTA_PROJECT"
 CONTEXT_VARIABLE: Final = "GPUQUOTA_CONTEXT"
@@ -67,6 +74,8 @@ def connect(
             f"the embedded cluster runs programs of this machine, not images such as {image!r}; images work on "
             "Kubernetes (--context NAME). Leave out -i here"
         )
+    if (shared := shared_socket(environment)) is not None:
+        return Client(lambda: (_open_to_us(shared), ""), retry_for_s=retry_for_s)
     home = embedded_home(environment)
 
     def locate() -> tuple[Path, str]:
@@ -97,6 +106,31 @@ def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
 def embedded_home(environment: Mapping[str, str] | None = None) -> Home:
     """Return the embedded cluster's directory."""
     return Home(default_home(os.environ if environment is None else environment))
+
+
+def shared_socket(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Return the socket of the cluster that this machine's users share, if it is the one that this user works with."""
+    environment = os.environ if environment is None else environment
+    path = environment.get(SHARED_VARIABLE, str(SHARED_SOCKET))
+    if not path or environment.get(HOME_VARIABLE) or not Path(path).exists():
+        return None
+    return None if embedded_home(environment).is_locked() else Path(path)
+
+
+def runs_here(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether an embedded cluster of this user, or one that several share, runs on this machine."""
+    return embedded_home(environment).is_locked() or shared_socket(environment) is not None
+
+
+def _open_to_us(socket: Path) -> Path:
+    """Return the socket. Raises UnauthorizedError where this user may not connect to it."""
+    if socket.exists() and not os.access(socket, os.R_OK | os.W_OK):
+        group = _group_name(socket.stat().st_gid)
+        raise UnauthorizedError(
+            f"the cluster that users of this machine share is for those in group {group}, and this process is not; ask "
+            f"an administrator for: usermod -aG {group} {_user_name()}, then log in again"
+        )
+    return socket
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -174,3 +208,17 @@ def _token_file(environment: Mapping[str, str]) -> Path:
     if TOKEN_FILE_VARIABLE not in environment:
         raise UsageError(f"{URL_VARIABLE} is set, but {TOKEN_FILE_VARIABLE} is not: name the file with the token")
     return Path(environment[TOKEN_FILE_VARIABLE])
+
+
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())

@@ -26,6 +26,17 @@ class Intent(StrEnum):
     FAIL = "fail"
 
 
+class Owner(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The user of the machine as whom a job runs. `umask` and `limits` (name: soft, hard) are those of the process that
+    submitted it.
+    """
+
+    uid: int
+    name: str
+    umask: int = 0o022
+    limits: dict[str, tuple[int, int]] = {}
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The stored record of a job.
 
@@ -35,7 +46,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `generation`, which is in force. `incident_at` is when its last restart was counted, in seconds since the epoch.
     `growth_failed` is why it is not expanded again in this run. `promised` are the placements of its next workers, for
     which plans made room since `promised_at`. `updated_at` is when its sizes were last changed. `ran_s` is how long its
-    earlier starts have run together.
+    earlier starts have run together. `owner`: None is the user of the cluster itself.
     """
 
     uid: str
@@ -59,6 +70,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     promised_at: float = 0.0
     updated_at: float = 0.0
     ran_s: float = 0.0
+    owner: Owner | None = None
 
     @property
     def runs_until(self) -> float | None:
@@ -129,7 +141,8 @@ def view(record: JobRecord, workers: list[WorkerRecord], expected: ExpectedStart
     status = msgspec.structs.replace(
         record.status, workers=shown, gpus=held, generation=record.generation_high, expected_start=expected
     )
-    return Job(uid=record.uid, spec=record.spec, status=status)
+    owner = record.owner.name if record.owner else ""
+    return Job(uid=record.uid, spec=record.spec, status=status, owner=owner)
 
 
 def with_status(record: JobRecord, **changes: object) -> JobRecord:

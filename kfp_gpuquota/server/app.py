@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 from aiohttp import web
@@ -14,6 +14,7 @@ from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageLink
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.audit import TARGET, Writing, audited, begin_change
+from kfp_gpuquota.server.backend import Backend
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, convert_body, decode_body, target_of
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
 
@@ -21,11 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from kfp_gpuquota.server.audit import AuditLog
-    from kfp_gpuquota.server.backend import Backend
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES: Final = 1 << 20
+
+
+class UserBackend(Backend, Protocol):
+    """A backend with the rights of one user."""
+
+    def require_admin(self, what: str) -> None:
+        """Raise ForbiddenError for a user that is no administrator; `what` completes "only they may"."""
+
+
+class Access(Protocol):
+    """Identifies the user of a request, on a cluster that several share."""
+
+    def cluster_for(self, request: web.Request) -> UserBackend:
+        """Return the backend with the rights of the user who sent the request."""
+
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +55,22 @@ def build_app(
     open_page: Callable[[], Awaitable[PageLink]] | None = None,
     audit: AuditLog | None = None,
     problem: Callable[[], str] = str,
+    access: Access | None = None,
 ) -> web.Application:
     """The application for one cluster.
 
     `token` opens everything under /v1 but `extra_routes`, which check their own (membership, with a token per job).
     `on_shutdown` is called when a client asks the daemon to stop, `open_page` when one asks for a link to the web page,
-    `audit` has a line for each change that a client asks for. `problem` returns that of `health` at present.
+    `audit` has a line for each change that a client asks for. `problem` returns that of `health` at present. With
+    `access` the backend of each request is its user's, and no token is asked for.
     """
     outer = [] if audit is None else [audited(audit)]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*outer, _errors])
-    checked = _checker(token)
+    checked = _checker(token) if access is None else _unchecked
+    of = access.cluster_for if access is not None else None
+
+    def backend_of(request: web.Request) -> Backend:
+        return backend if of is None else of(request)
 
     async def healthy(_request: web.Request) -> web.Response:
         return _json(msgspec.structs.replace(health, problem=problem()))
@@ -58,28 +79,33 @@ def build_app(
         return _json(openapi.document(health.version))
 
     async def shutdown(request: web.Request) -> web.Response:
+        if of is not None:
+            of(request).require_admin("stop it")
         begin_change(request, Writing.RESERVED)
         on_shutdown()
         return web.Response(status=204)
 
     async def page(request: web.Request) -> web.Response:
         if open_page is None:
-            raise NotFoundError("this server has no web page")
+            raise NotFoundError(
+                "a cluster that several users share has no web page, since a browser does not show whose it is; use "
+                "gpuquota list -w, top and explain"
+            )
         begin_change(request)
         return _json(await open_page())
 
-    async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(text=backend.metrics(), content_type="text/plain")
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text=backend_of(request).metrics(), content_type="text/plain")
 
     app.add_routes([web.get("/metrics", checked(metrics))])
-    app.add_routes([web.route(route.method, route.path, checked(_serve(backend, route))) for route in ROUTES])
+    app.add_routes([web.route(route.method, route.path, checked(_serve(backend_of, route))) for route in ROUTES])
     app.add_routes([web.get("/v1/health", checked(healthy)), web.get("/v1/openapi.json", checked(described))])
     app.add_routes([web.post("/v1/shutdown", checked(shutdown))])
     app.add_routes([web.post("/v1/page", checked(page)), *extra_routes])
     return app
 
 
-def _serve(backend: Backend, route: Route) -> Handler:
+def _serve(backend_of: Callable[[web.Request], Backend], route: Route) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         body = None
         if route.body is not None:  # of others nothing is read
@@ -89,7 +115,7 @@ def _serve(backend: Backend, route: Route) -> Handler:
         if route.method != "GET":
             begin_change(request, route.audit)
         version = request.headers.get("If-Match", "")
-        answer = await route.handler(backend, Request(request.match_info, request.query, body, version))
+        answer = await route.handler(backend_of(request), Request(request.match_info, request.query, body, version))
         if route.answer is None:
             return web.Response(status=204)
         return _json(answer, 201 if route.created else 200)
@@ -103,6 +129,10 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout from None
+
+
+def _unchecked(handler: Handler) -> Handler:
+    return handler
 
 
 def _checker(token: str) -> Callable[[Handler], Handler]:

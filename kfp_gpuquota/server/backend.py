@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         JobUpdate,
         Lease,
         LogChunk,
+        MembersChange,
         NodeView,
         Outlook,
         ProjectView,
@@ -40,6 +41,9 @@ class Backend(Protocol):
 
     def set_project(self, project: Project, *, if_match: str = "") -> ProjectView:
         """Create or replace the project if its version is still `if_match` ("": any version)."""
+
+    def change_members(self, project: str, change: MembersChange) -> ProjectView:
+        """Add and remove members of the project, on a cluster that several users share."""
 
     def delete_project(self, name: str) -> None:
         """Delete the project, which must be empty."""

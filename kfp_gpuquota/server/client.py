@@ -29,6 +29,7 @@ from kfp_gpuquota.api.wire import (
     JobUpdate,
     Lease,
     LogChunk,
+    MembersChange,
     NodeView,
     Outlook,
     PageLink,
@@ -98,6 +99,10 @@ class Client:
         """Create or replace a project. Raises ConflictError if it differs from `expected`."""
         version = version_of(expected) if expected else ""
         return self._call("PUT", join("/v1/projects", project.name), ProjectView, project, if_match=version)
+
+    def change_members(self, project: str, change: MembersChange) -> ProjectView:
+        """Add and remove members of a project. Raises ConflictError on a cluster that several users do not share."""
+        return self._call("POST", join("/v1/projects", project, "members"), ProjectView, change)
 
     def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
         """Return (): on this cluster there are no pods."""

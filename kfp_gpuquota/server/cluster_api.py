@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         JobUpdate,
         Lease,
         LogChunk,
+        MembersChange,
         NodeView,
         Outlook,
         PageLink,
@@ -55,6 +56,9 @@ class ClusterApi(Protocol):
 
     def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
         """Create or replace a project. Raises ConflictError if it differs from `expected`."""
+
+    def change_members(self, project: str, change: MembersChange) -> ProjectView:
+        """Add and remove members of a project of a cluster that several users share."""
 
     def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
         """Return what a pod that belongs to no job holds or waits for, in lines; () if there is none."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _FAILURES: Final = {
     "400": "the request cannot be understood",
     "401": "the token is missing or wrong",
+    "403": "the user may not do that",
     "404": "something named does not exist",
     "409": "the present state forbids it",
     "413": "the body is too large",

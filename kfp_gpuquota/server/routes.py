@@ -19,6 +19,7 @@ from kfp_gpuquota.api.wire import (
     JobUpdate,
     Lease,
     LogChunk,
+    MembersChange,
     NodeView,
     Outlook,
     ProjectView,
@@ -114,6 +115,10 @@ async def _set_project(backend: Backend, request: Request) -> object:
     if request.body.name != request.path["project"]:
         raise InvalidFieldError("name", request.body.name, f"the path names project {request.path['project']!r}")
     return backend.set_project(request.body, if_match=request.if_match)
+
+
+async def _change_members(backend: Backend, request: Request) -> object:
+    return backend.change_members(request.path["project"], request.body)
 
 
 async def _delete_project(backend: Backend, request: Request) -> object:
@@ -238,6 +243,7 @@ ROUTES: Final = (
     Route("POST", "/v1/projects", "Create a project", _create_project, Project, ProjectView, created=True),
     Route("GET", "/v1/projects/{project}", "One project", _get_project, answer=ProjectView),
     Route("PUT", "/v1/projects/{project}", "Create or change a project", _set_project, Project, ProjectView),
+    Route("POST", "/v1/projects/{project}/members", "Change members", _change_members, MembersChange, ProjectView),
     Route("DELETE", "/v1/projects/{project}", "Delete an empty project", _delete_project, audit=_STOPS),
     Route("GET", "/v1/policies", "List policies", _list_policies, answer=tuple[WorkloadPolicy, ...]),
     Route("PUT", "/v1/policies/{policy}", "Create or change a policy", _set_policy, WorkloadPolicy, WorkloadPolicy),

@@ -25,7 +25,7 @@ def of_a_newer_server(answer: Any) -> Any:
     """The answer as JSON values, with two more fields in each of its objects."""
     if isinstance(answer, msgspec.Struct):
         named = ((field.encode_name, getattr(answer, field.name)) for field in msgspec.structs.fields(answer))
-        return {**{name: of_a_newer_server(value) for name, value in named}, **NEWER}
+        return {**{name: of_a_newer_server(value) for name, value in named if value is not msgspec.UNSET}, **NEWER}
     if isinstance(answer, dict):
         return {key: of_a_newer_server(value) for key, value in answer.items()}
     return [of_a_newer_server(each) for each in answer] if isinstance(answer, (list, tuple)) else answer

@@ -9,6 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kfp_gpuquota.api.quantity import as_number, parse_gpu_memory, parse_mib, show_gpus
+from kfp_gpuquota.cli.admin.shared import (
+    AdminGroupOption,
+    ForegroundOption,
+    GroupOption,
+    InstallUnitOption,
+    PrintUnitOption,
+    SharedOption,
+    refuse_beside_service,
+    serve_here,
+    shared_settings,
+    show_unit,
+    stop_shared,
+    who_uses_it,
+)
 from kfp_gpuquota.cli.arguments.amounts import count_or_gpus, pairs, whole_number
 from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.display.output import Format, age, in_json, show, table
@@ -162,7 +176,13 @@ def start(
     memory_reserve: ReserveOption = None,
     smallest_share: SmallestOption = None,
     reserve_after: ReserveAfterOption = None,
+    group: GroupOption = "",
+    admin_group: AdminGroupOption = "",
     *,
+    shared: SharedOption = False,
+    foreground: ForegroundOption = False,
+    print_unit: PrintUnitOption = False,
+    install_unit: InstallUnitOption = False,
     cpu_slots: CpuSlotsOption = False,
     no_moves: NoMovesOption = False,
     gpu_memory_killer: KillerOption = False,
@@ -181,6 +201,7 @@ def start(
       gpuquota cluster start --gpus 0,1,3
       gpuquota cluster start --gpus 2 --gpu-memory 16G
       gpuquota cluster start --ray auto
+      sudo gpuquota cluster start --shared --group gpu --admin-group gpu-admins --install-unit
     """
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.devices import (  # noqa: PLC0415
@@ -193,6 +214,12 @@ def start(
     from kfp_gpuquota.fractions import Policy  # noqa: PLC0415
     from kfp_gpuquota.scheduler import RESERVE_AFTER_S  # noqa: PLC0415
 
+    for_users = shared_settings(
+        shared=shared,
+        group=group,
+        admin_group=admin_group,
+        service={"--foreground": foreground, "--print-unit": print_unit, "--install-unit": install_unit},
+    )
     home = embedded_home()
     amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
     kept = (log_limit, keep_ended_days, keep_ended_jobs, reserve_after)
@@ -206,7 +233,7 @@ def start(
     shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool, cpu_slots or None)
     count, chosen = count_or_gpus(gpus_per_node)
     on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
-    if all(given is None for given in (*amounts, *kept, on_ray, sharing)) and not switches:
+    if all(given is None for given in (*amounts, *kept, on_ray, sharing, for_users)) and not switches:
         ensure_running(home)
     else:
         sizes = pairs("pool", pool or [], "a node pool is given as POOL=NODES")
@@ -229,7 +256,17 @@ def start(
             sharing=sharing,
             moves=not no_moves,
             reserve_after_s=RESERVE_AFTER_S if reserve_after is None else reserve_after,
+            shared=for_users,
         )
+        if print_unit or install_unit:
+            show_unit(install=install_unit)
+            return
+        if for_users is None and home.shared_mark.exists():
+            raise UsageError(f"{home.root} is a cluster that several users share; add --shared")
+        if foreground:
+            serve_here(home, config)
+        if for_users is not None:
+            refuse_beside_service()
         _start_as(home, config)
     echo(f"the cluster runs in {home.root}")
     status()
@@ -423,12 +460,17 @@ def _stopped_home(what: str) -> Home:
 def stop() -> None:
     """Stop the daemon. Jobs go on running; the next command that needs the cluster starts and adopts them.
 
+    One that several users share is stopped by its administrators, and started by root.
+
     Example:
       gpuquota cluster stop
     """
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import embedded_home, shared_socket  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.start import await_stop  # noqa: PLC0415
 
+    if (socket := shared_socket()) is not None:
+        stop_shared(socket)
+        return
     home = embedded_home()
     if not home.is_locked():
         echo("the cluster does not run")
@@ -443,16 +485,16 @@ def stop() -> None:
 
 @app.command("status", short_help="Show the cluster.")
 def status(output: OutputOption = Format.TABLE) -> None:
-    """Show whether the cluster runs, where, and with how many GPUs.
+    """Show whether the cluster runs, where, whose it is, and with how many GPUs.
 
     Examples:
       gpuquota cluster status
       gpuquota cluster status -o json
     """
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import runs_here  # noqa: PLC0415
     from kfp_gpuquota.errors import ClusterUnavailableError  # noqa: PLC0415
 
-    if not embedded_home().is_locked():
+    if not runs_here():
         raise ClusterUnavailableError("the cluster does not run; start it with: gpuquota cluster start")
     reached = client()
     health, nodes = reached.health(), reached.list_nodes()
@@ -461,6 +503,7 @@ def status(output: OutputOption = Format.TABLE) -> None:
     models = ", ".join(sorted({device.model for view in nodes for device in view.node.devices}))
     rows = [
         ("directory", health.home),
+        *who_uses_it(health),
         ("daemon", f"pid {health.pid}, version {health.version}, up {age(health.started_at)}"),
         ("nodes", f"{len(nodes)} with {show_gpus(total)} ({models})"),
         ("in use", f"{held} of {show_gpus(total)}"),

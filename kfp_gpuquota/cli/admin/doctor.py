@@ -43,10 +43,10 @@ def _findings() -> tuple[Finding, ...]:
         from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examine  # noqa: PLC0415
 
         return examine(kube_calls())
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import embedded_home, shared_socket  # noqa: PLC0415
     from kfp_gpuquota.cluster.local import checks  # noqa: PLC0415
 
-    return tuple(checks.examine(embedded_home(), client))
+    return tuple(checks.daemon(client()) if shared_socket() else checks.examine(embedded_home(), client))
 
 
 def _lines(findings: tuple[Finding, ...]) -> Iterator[str]:

@@ -84,10 +84,10 @@ def _names_of(kind: str, incomplete: str) -> list[str]:
 
 
 def _beginning_with(incomplete: str, names: Callable[[ClusterApi], Iterable[str]]) -> list[str]:
-    from kfp_gpuquota.cluster.connect import connect, embedded_home, kube_context  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import connect, kube_context, runs_here  # noqa: PLC0415
 
     try:
-        if kube_context() is None and not embedded_home().is_locked():
+        if kube_context() is None and not runs_here():
             return []
         reached = connect(retry_for_s=TIME_LIMIT_S)
         return sorted({name for name in names(reached) if name.startswith(incomplete)})

@@ -32,6 +32,7 @@ def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
         ("cpu", shown_cpu(project)),
         ("memory", shown_memory(project)),
         ("node pools", shown_pools(project)),
+        ("members", ", ".join(view.members or ())),
     ]
     parts = [table(("PROJECT", project.name), [(name, value) for name, value in facts if value != ""])]
     if jobs:

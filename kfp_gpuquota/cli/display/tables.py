@@ -28,10 +28,22 @@ def job_table(
     headers: bool = True,
     labels: bool = False,
 ) -> str:
-    """Return a line for each job; with more columns in the wide form, which is never cut, as with `labels`."""
-    wide = output is Format.WIDE
-    rows = ([*_job_row(job), *(_wide_row(job) if wide else []), *([_labels(job)] if labels else [])] for job in jobs)
+    """Return a line for each job; with more columns in the wide form, which is never cut, as with `labels`.
+
+    With the users of jobs that have one: they run as different users.
+    """
+    wide, users = output is Format.WIDE, any(job.owner for job in jobs)
+    rows = (
+        [
+            *([job.owner] if users else []),
+            *_job_row(job),
+            *(_wide_row(job) if wide else []),
+            *([_labels(job)] if labels else []),
+        ]
+        for job in jobs
+    )
     columns = _JOB_COLUMNS + (_MORE_COLUMNS if wide else ()) + (("LABELS",) if labels else ())
+    columns = ("USER", *columns) if users else columns
     return table(columns, rows, width=None if wide or labels else width, headers=headers)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
-from kfp_gpuquota.errors import ConflictError, UsageError
+from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Worker
@@ -108,7 +111,7 @@ def _running_worker(project: str, job: str, index: int | None) -> tuple[Job, Wor
 
 def _run_beside(job: Job, worker: Worker, command: list[str]) -> int:
     if client().runs_here:
-        return _exec_here(job, worker.id, command)
+        return _exec_here(job, worker, command)
     streams = "-it" if sys.stdin.isatty() and sys.stdout.isatty() else "-i"
     return _kubectl("exec", job, [streams, worker.id, "--", *command])
 
@@ -130,12 +133,40 @@ def _kubectl(verb: str, job: Job, words: list[str]) -> int:
         raise UsageError(f"kubectl, which does this, cannot be run ({error.strerror}): {shlex.join(line)}") from error
 
 
-def _exec_here(job: Job, worker: str, command: list[str]) -> int:
+def _exec_here(job: Job, worker: Worker, command: list[str]) -> int:
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
 
-    spec = json.loads((embedded_home().worker(job.uid, worker) / "spec.json").read_text())
+    if job.owner:
+        return _exec_as_owner(job, worker, command)
+    spec = json.loads((embedded_home().worker(job.uid, worker.id) / "spec.json").read_text())
+    return _run(command, env=spec["environment"], cwd=spec["working_directory"])
+
+
+def _exec_as_owner(job: Job, worker: Worker, command: list[str]) -> int:
+    """Run the command with what the kernel shows of the worker's process, always as the job's owner.
+
+    Root becomes that user first: a job's variables, as PATH, are words of its owner.
+    """
+    owner, uid = pwd.getpwnam(job.owner), os.geteuid()
+    refusal = UnauthorizedError(f"job {job.spec.name!r} is one of {job.owner}; only {job.owner} and root may enter it")
+    if worker.pid is None or uid not in {0, owner.pw_uid}:
+        raise refusal
+    process = Path(f"/proc/{worker.pid}")
     try:
-        return _status(subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False))
+        content = (process / "environ").read_bytes().decode(errors="surrogateescape")
+        environment = dict(line.split("=", 1) for line in content.split("\0") if "=" in line)
+        if process.stat().st_uid != owner.pw_uid or environment.get("ELASTIC_WORKER_ID") != worker.id:
+            raise refusal
+    except OSError:
+        raise ConflictError(f"job {job.spec.name!r} has no such worker running any more") from None
+    groups = os.getgrouplist(job.owner, owner.pw_gid)
+    become = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": groups} if uid == 0 else {}
+    return _run(command, env=environment, cwd=str(process / "cwd"), **become)
+
+
+def _run(command: list[str], **more: Any) -> int:
+    try:
+        return _status(subprocess.run(command, check=False, **more))
     except OSError as error:
         raise UsageError(f"cannot run {command[0]!r}: {error.strerror}") from error
 

@@ -25,7 +25,7 @@ def examine(home: Home, client: Callable[[], ClusterApi]) -> Iterator[Finding]:
     """Yield the findings about the cluster in `home`; `client` is called if its daemon runs."""
     yield from _directory(home)
     if home.is_locked():
-        yield from _daemon(client())
+        yield from daemon(client())
     else:
         yield warn("daemon", "the cluster does not run", "start it: gpuquota cluster start")
     if home.database.exists():
@@ -42,7 +42,8 @@ def _directory(home: Home) -> Iterator[Finding]:
         yield ok("directory", f"{home.root}, {free:.0f} GiB free")
 
 
-def _daemon(client: ClusterApi) -> Iterator[Finding]:
+def daemon(client: ClusterApi) -> Iterator[Finding]:
+    """Yield the findings about the daemon that the client reaches."""
     try:
         health, nodes = client.health(), client.list_nodes()
     except GpuQuotaError as error:

@@ -23,6 +23,7 @@ from kfp_gpuquota.api.wire import (
     JobUpdate,
     Lease,
     LogChunk,
+    MembersChange,
     NodeView,
     Outlook,
     ProjectView,
@@ -33,12 +34,13 @@ from kfp_gpuquota.api.wire import (
 from kfp_gpuquota.cluster.admission import check_fits
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.metrics import metrics_text
+from kfp_gpuquota.cluster.local.shared.members import Members
 from kfp_gpuquota.cluster.local.storage import retention
 from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours
 from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.expected_starts import run_times
-from kfp_gpuquota.engine.records import Intent, JobRecord
+from kfp_gpuquota.engine.records import Intent, JobRecord, Owner
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 from kfp_gpuquota.scheduler.dump import take_dump
 from kfp_gpuquota.version import __version__
@@ -83,6 +85,7 @@ class LocalCluster:
         self._home = home
         self._config = config or ClusterConfig()
         self._store = store
+        self._members = Members(store)
         self._state = state
         self._driver = driver
         self._usage, self.memory = UsageHistory(store), MemoryHistory()
@@ -92,13 +95,14 @@ class LocalCluster:
     # Projects and nodes
 
     def list_projects(self) -> tuple[ProjectView, ...]:
-        """All projects, by name."""
-        return self._state.list_projects()
+        """All projects, by name; with their members where several users share the cluster."""
+        views = self._state.list_projects()
+        return views if self._config.shared is None else self._members.shown(views)
 
     def get_project(self, name: str) -> ProjectView:
         """One project. Raises NotFoundError."""
         self._state.project(name)
-        return next(shown for shown in self._state.list_projects() if shown.project.name == name)
+        return next(shown for shown in self.list_projects() if shown.project.name == name)
 
     def create_project(self, project: Project) -> ProjectView:
         """Make it. Raises AlreadyExistsError."""
@@ -131,6 +135,22 @@ class LocalCluster:
             )
         return self.get_project(project.name)
 
+    def members_of(self, project: str) -> tuple[str, ...]:
+        """Return the users and @groups that may submit jobs to it. Raises NotFoundError."""
+        self._state.project(project)
+        return self._members.of(project)
+
+    def change_members(self, project: str, change: MembersChange) -> ProjectView:
+        """Add and remove members. Raises NotFoundError, ConflictError, InvalidFieldError for one without account."""
+        if self._config.shared is None:
+            raise ConflictError(
+                "this cluster has one user, so that its projects have no members; one for several users is started by "
+                "root: gpuquota cluster start --shared"
+            )
+        self._state.project(project)
+        self._members.change(project, change)
+        return self.get_project(project)
+
     def delete_project(self, name: str) -> None:
         """Remove it. Raises NotFoundError, and ConflictError while it has jobs or is a parent."""
         if name not in self._state.projects:
@@ -143,6 +163,7 @@ class LocalCluster:
             )
         if children := [p.name for p in self._state.projects.values() if p.parent == name]:
             raise ConflictError(f"project {name!r} is the parent of {', '.join(children)}; delete or move these first")
+        self._members.forget(name)
         with self._state.change() as change:
             change.projects[name] = None
             change.events.append(
@@ -181,8 +202,18 @@ class LocalCluster:
 
     # Jobs
 
-    def submit(self, request: SubmitJob) -> Job:
-        """Queue a job; the same request again answers with the same job.
+    def owner_of(self, uid: str, default: int) -> int | None:
+        """Return the user id of a job's owner, `default` for the cluster's own user; None if there is no such job."""
+        job = self._state.jobs.get(uid)
+        return None if job is None else job.owner.uid if job.owner else default
+
+    def unfinished_of(self, uid: int) -> int:
+        """Return the number of a user's jobs that have not ended."""
+        owners = (job.owner for job in self._state.jobs.values() if not job.over)
+        return sum(owner is not None and owner.uid == uid for owner in owners)
+
+    def submit(self, request: SubmitJob, owner: Owner | None = None) -> Job:
+        """Queue a job that runs as `owner`; the same request again answers with the same job.
 
         Raises NotFoundError for the project, AlreadyExistsError for the name, InvalidFieldError for what never fits.
         """
@@ -196,9 +227,9 @@ class LocalCluster:
                 f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it first: "
                 f"gpuquota delete -p {spec.project} {spec.name}"
             )
-        job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by)
+        job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by, owner)
         if request.dry_run:
-            return Job(uid="", spec=job.spec, status=job.status)
+            return Job(uid="", spec=job.spec, status=job.status, owner=owner.name if owner else "")
         with self._driver.decisions.decide() as recorder:
             recorder.change.jobs[job.uid] = job
             recorder.note(job, EventKind.JOB_SUBMITTED)
@@ -357,7 +388,7 @@ class LocalCluster:
 
     # Inside
 
-    def _new_job(self, request: SubmitJob, set_by: dict[str, str]) -> JobRecord:
+    def _new_job(self, request: SubmitJob, set_by: dict[str, str], owner: Owner | None) -> JobRecord:
         return JobRecord(
             uid=self._new_uid(),
             spec=request.spec,
@@ -365,6 +396,7 @@ class LocalCluster:
             request_id=request.request_id,
             lease_holder=request.lease.holder if request.lease else "",
             lease_s=request.lease.duration_s if request.lease else 0.0,
+            owner=owner,
         )
 
     def _refuse_ended(self, job: JobRecord) -> None:

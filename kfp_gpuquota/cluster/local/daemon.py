@@ -28,14 +28,18 @@ from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.page.server import PageServer
 from kfp_gpuquota.cluster.local.page.source import LocalPages
+from kfp_gpuquota.cluster.local.shared.access import UserAccess
+from kfp_gpuquota.cluster.local.shared.accounts import ROOT, group_id
+from kfp_gpuquota.cluster.local.shared.files import close_to_users, open_to_users
+from kfp_gpuquota.cluster.local.shared.service import notify_ready
 from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.local.workers import cgroups
 from kfp_gpuquota.cluster.local.workers.device_locks import hold
-from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError, InvalidFieldError
+from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError, InvalidFieldError, UsageError
 from kfp_gpuquota.server.app import build_app
-from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits, raise_descriptor_limit
+from kfp_gpuquota.server.transport.connections import SHARED_LIMITS, LimitedRunner, Limits, raise_descriptor_limit
 from kfp_gpuquota.server.transport.unix_sockets import BACKLOG, listen
 from kfp_gpuquota.version import __version__
 
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota.api import Node
+    from kfp_gpuquota.cluster.local.shared.config import SharedConfig
     from kfp_gpuquota.cluster.ray.runtime import RayRuntime
 
 SHUTDOWN_TIMEOUT_S: Final = 1.0
@@ -81,7 +86,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         store = Store(home.database)
         stack.callback(store.close)
         shape = config or store.load_config()
-        settings = Settings(open_files, shape.log_limit_mib << 20)
+        settings = Settings(open_files, shape.log_limit_mib << 20, shared=shape.shared is not None)
+        socket = _prepare_socket(home, shape.shared)
         runtime = None
         if shape.ray is not None:
             runtime = await _connect_to_ray(home, store, shape, settings, changed=config is not None)
@@ -90,7 +96,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         else:
             nodes = nodes_of(store, shape, changed=config is not None)
             locks = stack.enter_context(hold(nodes, home.device_locks))
-            settings = replace(settings, device_locks=locks, cgroups=cgroups.prepare())
+            service = shape.shared is not None and "INVOCATION_ID" in os.environ
+            settings = replace(settings, device_locks=locks, cgroups=cgroups.prepare(service=service))
         half_life_s, room = shape.usage_half_life_s, home.give_up_reserve
         rules = {"moves": shape.moves, "reserve_after_s": shape.reserve_after_s}
         state = ClusterState(store, nodes, half_life_s, room, sharing=sharing_rules(shape), rules=rules)
@@ -107,27 +114,53 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         app = build_app(
             cluster,
             token=home.read_or_make_token(),
-            health=Health(version=__version__, pid=os.getpid(), home=str(home.root), started_at=time.time()),
+            health=Health(
+                version=__version__,
+                pid=os.getpid(),
+                home=str(home.root),
+                started_at=time.time(),
+                shared=shape.shared is not None,
+            ),
             extra_routes=driver.membership.routes(),
             on_shutdown=stop.set,
-            open_page=page.open,
+            open_page=None if shape.shared else page.open,
             audit=audit,
             problem=problem,
+            access=UserAccess(cluster, shape.shared) if shape.shared else None,
         )
         app.cleanup_ctx.append(driver.membership.lifespan)
         runner = LimitedRunner(
-            app, Limits(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None
+            app,
+            SHARED_LIMITS if shape.shared else Limits(),
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            access_log=None,
         )
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         driver.recover()
         home.take_reserve()
-        await web.SockSite(runner, listen(home.socket_file), backlog=BACKLOG).start()
-        log.info("serving %s", home.socket_file)
+        await web.SockSite(runner, listen(*socket), backlog=BACKLOG).start()
+        log.info("serving %s", socket[0])
         _say(ready, READY)
+        notify_ready(os.environ)
         await stop.wait()
         log.info("stopping; what runs goes on")
     driver.health.check()
+
+
+def _prepare_socket(home: Home, shared: SharedConfig | None) -> tuple[Path, int, int]:
+    """Return the socket to listen at, its mode and its group. Raises StateFileError, UsageError."""
+    if shared is None:
+        close_to_users(home)
+        return home.socket_file, 0o600, -1
+    if os.geteuid() != ROOT:
+        raise UsageError("only root can start jobs as their users: sudo gpuquota cluster start --shared")
+    if shared.admin_group:
+        group_id("admin_group", shared.admin_group)
+    group = group_id("group", shared.group) if shared.group else -1
+    open_to_users(home, Path(shared.socket))
+    return Path(shared.socket), 0o660 if shared.group else 0o666, group
 
 
 async def _connect_to_ray(

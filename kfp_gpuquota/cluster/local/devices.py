@@ -12,8 +12,9 @@ from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_name, check_range
+from kfp_gpuquota.cluster.local.shared.config import SharedConfig
 from kfp_gpuquota.cluster.ray.config import RayConfig
-from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.errors import InvalidFieldError, UsageError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 
@@ -42,8 +43,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `pools` has the number of nodes in each node pool, assigned from the first node on.
     Of each worker's log the last `log_limit_mib` are kept, and ended jobs, with their logs and checkpoints, for
     `keep_ended_s` and `keep_ended_jobs` of them at most. With `ray` the nodes are those of a Ray cluster. Without
-    `moves` no job is moved to make room for another one. After `reserve_after_s` what a waiting job needs that fits in
-    its project's guarantee is kept for it. Simulated GPUs have no driver that holds memory by default.
+    `moves` no job is moved to make room for another one. With `shared` several users of the machine use it, and jobs
+    run as their owners. After `reserve_after_s` what a waiting job needs that fits in its project's guarantee is kept
+    for it. Simulated GPUs have no driver that holds memory by default.
     """
 
     nodes: int = 1
@@ -63,6 +65,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sharing: SharingRules | None = None
     moves: bool = True
     reserve_after_s: float = RESERVE_AFTER_S
+    shared: SharedConfig | None = None
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")
@@ -79,6 +82,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_count("log_limit_mib", self.log_limit_mib, 1, "MiB", MAX_MIB)
         check_range("keep_ended_s", self.keep_ended_s, 0, MAX_HALF_LIFE_S, "s")
         check_count("keep_ended_jobs", self.keep_ended_jobs, 0, "jobs")
+        if self.shared is not None and self.ray is not None:
+            raise UsageError("--shared and --ray exclude each other: on a Ray cluster all jobs run as Ray's user")
         if sum(self.pools.values()) > self.nodes:
             rule = f"there are {self.nodes} nodes, and they name {sum(self.pools.values())}"
             raise InvalidFieldError("pools", self.pools, rule)

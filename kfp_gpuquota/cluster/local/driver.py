@@ -22,6 +22,7 @@ from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.job_timers import JobTimers
 from kfp_gpuquota.cluster.local.home import Home, make_private, write_private
+from kfp_gpuquota.cluster.local.shared.files import make_owners_directory
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
@@ -64,13 +65,14 @@ class Settings:
     """Settings of all workers: their soft limit on open files (0: as inherited), and the size of a kept log.
 
     `device_locks` are the descriptors that their shims inherit, so that the GPUs stay locked while they run.
-    Their limits on memory and CPU are enforced in `cgroups`.
+    Their limits on memory and CPU are enforced in `cgroups`. `shared`: jobs run as their owners.
     """
 
     open_files: int = 0
     log_limit: int = 0
     device_locks: tuple[int, ...] = ()
     cgroups: Cgroups = NONE
+    shared: bool = False
 
 
 class Driver:
@@ -117,6 +119,7 @@ class Driver:
             log_limit=settings.log_limit,
             device_locks=settings.device_locks,
             cgroups=settings.cgroups,
+            shared=settings.shared,
         )
 
     def wake(self) -> None:
@@ -281,10 +284,13 @@ class Driver:
 
     def _open_membership(self, job: JobRecord) -> None:
         token_file = self._home.job_token_file(job.uid)
-        make_private(self._home.checkpoints(job.uid))
+        make_private(token_file.parent if job.owner else self._home.checkpoints(job.uid))
         if not token_file.exists():
             write_private(token_file, secrets.token_urlsafe(32))
-        access = Access(token_file.read_text(), job.generation_high + 1)
+        token = token_file.read_text()
+        if job.owner:
+            make_owners_directory(self._home, job.uid, job.owner.uid, token)
+        access = Access(token, job.generation_high + 1)
         open_membership(self._state, self.membership, job, access, LIMITS)
 
     @contextlib.contextmanager

@@ -9,6 +9,14 @@ HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOM
   page.json      0600    port and path of the web page, after its first use
   reserve                disk space that is released when the disk is full, so that jobs can be stopped and deleted
   jobs/UID/              one job: its token, its checkpoints, its workers' directories
+
+A home that several users share is root's; they pass through it (0711), but read none of its files (`shared.files`):
+
+HOME/            0711
+  shared                 marks it
+  socket                 a link to the socket that they reach
+  jobs/UID/      0711
+    owner/       0700    the owner's: token, checkpoints, reports. Root opens nothing in it once the owner may enter it
 """
 
 from __future__ import annotations
@@ -29,7 +37,9 @@ from kfp_gpuquota.errors import ConflictError, StateFileError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+HOME_VARIABLE: Final = "GPUQUOTA_HOME"
 PRIVATE_DIRECTORY = 0o700
+PASSABLE_DIRECTORY = 0o711
 PRIVATE_FILE = 0o600
 LOCK_TIMEOUT_S: Final = 0.5
 RESERVE_BYTES: Final = 4 << 20
@@ -40,7 +50,7 @@ def default_home(environment: Mapping[str, str]) -> Path:
 
     It would name another cluster in each directory. A relative $XDG_STATE_HOME is ignored, as specified.
     """
-    if given := environment.get("GPUQUOTA_HOME"):
+    if given := environment.get(HOME_VARIABLE):
         path = Path(given).expanduser()
         if not path.is_absolute():
             raise UsageError(f"GPUQUOTA_HOME is {given!r}, but it must be an absolute path, such as {path.absolute()}")
@@ -62,6 +72,7 @@ class Home:
         self.page_file = root / "page.json"
         self.device_locks = root / "device-locks.json"
         self.jobs = root / "jobs"
+        self.shared_mark = root / "shared"
         self._reserve = root / "reserve"
         self._lock_file = root / "daemon.lock"
 
@@ -81,8 +92,9 @@ class Home:
         found = self.root.stat()
         if found.st_uid != os.geteuid():
             raise StateFileError(f"{self.root} belongs to another user; choose another directory with GPUQUOTA_HOME")
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            self.root.chmod(PRIVATE_DIRECTORY)
+        mode = PASSABLE_DIRECTORY if self.shared_mark.exists() else PRIVATE_DIRECTORY
+        if stat.S_IMODE(found.st_mode) & 0o077 & ~mode:
+            self.root.chmod(mode)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -123,6 +135,10 @@ class Home:
     def job(self, uid: str) -> Path:
         """A job's directory."""
         return self.jobs / uid
+
+    def owners(self, uid: str) -> Path:
+        """Return the directory that the owner of a job has, in a home that several users share."""
+        return self.jobs / uid / "owner"
 
     def checkpoints(self, uid: str) -> Path:
         """Return the directory of a job's checkpoints, which outlives its workers."""

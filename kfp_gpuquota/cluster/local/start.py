@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from kfp_gpuquota.cluster.local.home import private
 from kfp_gpuquota.errors import ClusterStartError, ConflictError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kfp_gpuquota.cluster.local.devices import ClusterConfig
     from kfp_gpuquota.cluster.local.home import Home
 
@@ -83,6 +86,24 @@ def _await_files(home: Home) -> None:
         if time.monotonic() > deadline:
             raise ClusterStartError(f"the embedded cluster does not serve; its log is {home.log_file}")
         time.sleep(0.02)
+
+
+def await_socket_closed(path: Path) -> None:
+    """Return when no server accepts at the socket any more. Raises ConflictError."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while _accepts(path):
+        if time.monotonic() > deadline:
+            raise ConflictError(f"the daemon still serves {path} after {STOP_TIMEOUT_S:g} s")
+        time.sleep(0.02)
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def await_stop(home: Home) -> None:

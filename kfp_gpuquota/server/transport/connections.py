@@ -44,7 +44,8 @@ class Limits:
     """`per_source` connections of one source, `total` of all; seconds for a request's head, and between requests.
 
     `handshake_s`: from the accepted connection to the end of its TLS handshake. `by_token`: a connection counts as
-    unproven until `Connection.prove` is called for it, and not only until the end of its first request's head.
+    unproven until `Connection.prove` is called for it, and not only until the end of its first request's head. With
+    `all_users` a Unix socket serves every user, and each of them is a source.
     """
 
     per_source: int = 128
@@ -53,7 +54,11 @@ class Limits:
     idle_s: float = 75.0
     handshake_s: float = 10.0
     by_token: bool = False
+    all_users: bool = False
 
+
+SHARED_LIMITS: Final = Limits(per_source=1024, total=32_768, all_users=True)
+"""Limits for the users of a shared cluster, each with all its commands and workers."""
 
 WORKER_LIMITS: Final = Limits(per_source=4096, total=32_768, by_token=True)
 """Limits for workers' connections: workers of one node may share an address, so a source may have many connections."""
@@ -170,7 +175,7 @@ class Connection(RequestHandler):
         """Count the connection, unless it was counted before its handshake."""
         super().connection_made(transport)
         if self._entry is None:
-            source = _source(transport)
+            source = _source(transport, all_users=self._admission.limits.all_users)
             self._entry = self._admission.enter(source) if source is not None else None
         if self._entry is None:
             cast("asyncio.Transport", transport).abort()
@@ -239,13 +244,15 @@ class Connection(RequestHandler):
             self.transport.abort()
 
 
-def _source(transport: asyncio.BaseTransport) -> str | None:
-    """The other end; None for another user's process."""
+def _source(transport: asyncio.BaseTransport, *, all_users: bool) -> str | None:
+    """The other end; None for another user's process, unless the server is for all users."""
     connected = transport.get_extra_info("socket")
     if connected.family != socket.AF_UNIX:
         peername = transport.get_extra_info("peername")  # None if the other end has already closed
         return address(peername)
     pid, uid = peer(connected)
+    if all_users:
+        return f"user {uid}"
     if uid != os.geteuid():
         log.warning("a connection of user %d (process %d) is refused", uid, pid)
         return None

@@ -1,4 +1,4 @@
-"""HTTP over Unix sockets. Each end verifies that the other one runs as the same user.
+"""HTTP over Unix sockets. Each end verifies that the other one runs as the same user; a client trusts root, too.
 
 A socket's address holds 108 bytes at most; both ends reach a longer path through a descriptor of its directory
 (`/proc/self/fd/N/NAME`). The kernel reports the user of the other end (SO_PEERCRED): the process that listened, or the
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 SCHEME: Final = "unix://"
 BACKLOG: Final = 1024
-_CREDENTIALS: Final = struct.Struct("3i")
+_CREDENTIALS: Final = struct.Struct("iII")
+_GROUP: Final = struct.Struct("I")
+_SO_PEERGROUPS: Final = 59
+_MOST_GROUPS: Final = 256
+ROOT: Final = 0
+"""The server of a cluster that several users share; it can read a client's memory as well as its token."""
 
 
 def socket_path(url: str) -> Path:
@@ -37,10 +42,11 @@ def socket_path(url: str) -> Path:
     return Path(url.removeprefix(SCHEME))
 
 
-def listen(path: Path) -> socket.socket:
+def listen(path: Path, mode: int = 0o600, group: int = -1) -> socket.socket:
     """Return a socket that listens at `path` and takes the place of an earlier one in one step.
 
-    On a file system without free inodes it uses that of the earlier one.
+    It is that of a `group`, -1 being the process's own. On a file system without free inodes it uses that of the
+    earlier one.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -53,7 +59,8 @@ def listen(path: Path) -> socket.socket:
                 raise
             path.unlink(missing_ok=True)
             _bind(listener, partial)
-        partial.chmod(0o600)
+        os.chown(partial, -1, group)
+        partial.chmod(mode)
         listener.listen(BACKLOG)
         partial.replace(path)
     except BaseException:
@@ -72,6 +79,16 @@ def peer(connected: socket.socket) -> tuple[int, int]:
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     return pid, uid
+
+
+def peer_groups(connected: socket.socket) -> frozenset[int]:
+    """Return the groups of the process at the other end of a Unix socket; none if it has more than 256."""
+    _, _, primary = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        packed = connected.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS * _GROUP.size)
+    except OSError:
+        return frozenset()
+    return frozenset({primary, *(group for (group,) in _GROUP.iter_unpack(packed))})
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -95,7 +112,7 @@ class UnixConnection(http.client.HTTPConnection):
         self.sock = connected
 
     def _verify(self, uid: int) -> None:
-        if uid != os.geteuid():
+        if uid not in {os.geteuid(), ROOT}:
             raise UnauthorizedError(
                 f"{self._path} is served by user {uid}, not by user {os.geteuid()}, so nothing was sent to it; choose "
                 "a directory of your own with GPUQUOTA_HOME"

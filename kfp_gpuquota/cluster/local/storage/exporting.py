@@ -29,7 +29,10 @@ def exported(path: Path, *, secrets: bool = False) -> str:
             for table in ("projects", "jobs", "workers", "events")
         }
         policies = database.execute("SELECT value FROM meta WHERE key = 'policies'").fetchone()
+        members = database.execute("SELECT value FROM meta WHERE key = 'members'").fetchone()
     found["policies"] = _rows(policies[0]) if policies else []
+    if members:  # of a cluster that several users share
+        found["members"] = _rows(members[0])
     if not secrets:
         found = {table: [_without_secrets(row) for row in rows] for table, rows in found.items()}
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()

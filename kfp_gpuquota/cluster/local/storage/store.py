@@ -27,7 +27,7 @@ from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 Record = TypeVar("Record", Project, JobRecord, WorkerRecord)
@@ -154,6 +154,11 @@ class Store:
         row = self._db.execute("SELECT value FROM meta WHERE key = 'policies'").fetchone()
         return msgspec.json.decode(row[0], type=list[WorkloadPolicy]) if row else []
 
+    def load_members(self) -> dict[str, tuple[str, ...]]:
+        """Return the members of each project that has some, by its name."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'members'").fetchone()
+        return msgspec.json.decode(row[0], type=dict[str, tuple[str, ...]]) if row else {}
+
     def load_nodes(self) -> list[Node]:
         """The nodes as last saved, where they are not this machine's own."""
         row = self._db.execute("SELECT value FROM meta WHERE key = 'nodes'").fetchone()
@@ -165,6 +170,11 @@ class Store:
         """Replace all of them."""
         body = msgspec.json.encode(sorted(policies, key=lambda policy: policy.name)).decode()
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('policies', ?)", (body,))
+
+    def save_members(self, members: Mapping[str, Sequence[str]]) -> None:
+        """Replace those of all projects."""
+        body = msgspec.json.encode(members).decode()
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('members', ?)", (body,))
 
     def save_nodes(self, nodes: Iterable[Node]) -> None:
         """Replace all of them."""

@@ -48,18 +48,31 @@ class Cgroups:
 NONE: Final = Cgroups(unavailable="the cluster gives its workers no cgroups of their own")
 
 
-def prepare() -> Cgroups:
-    """Make the cgroup that holds workers' cgroups, in this process's own."""
+def prepare(*, service: bool = False) -> Cgroups:
+    """Make the cgroup that holds workers' cgroups, in this process's own.
+
+    `service`: systemd starts the daemon, again while workers run. It then puts the daemon into a cgroup beside theirs,
+    from version 254 on; an earlier one could not start it beside workers that have limits.
+    """
     mount = _mount_point(Path("/proc/self/mountinfo").read_text())
     if mount is None:
         return Cgroups(unavailable="this machine has no cgroup file system of version 2")
-    own = mount / _own_path(Path("/proc/self/cgroup").read_text())
+    own = divisible(mount / _own_path(Path("/proc/self/cgroup").read_text()), service=service)
+    if own is None:
+        return Cgroups(unavailable="the service has no cgroup for its daemon alone, which systemd 254 and later make")
     try:
         return _divided(own)
     except PermissionError:
         return Cgroups(unavailable=f"the cgroup {own} is not this user's to divide; {ADVICE}")
     except OSError as error:
         return Cgroups(unavailable=f"the cgroup {own} cannot be divided ({error.strerror}); {ADVICE}")
+
+
+def divisible(own: Path, *, service: bool) -> Path | None:
+    """Return the cgroup to divide, of a process in `own`; None where systemd could not start a `service` again."""
+    if own.name == DAEMON:
+        return own.parent
+    return None if service else own
 
 
 def _divided(own: Path) -> Cgroups:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 # depend on the shell in which the cluster was started.
 INHERITED: Final = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 
+LOGIN: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+"""Of a job that runs as another user; its shim adds what that user's account has (HOME, USER, LOGNAME, SHELL)."""
+OF_THE_MACHINE: Final = ("LANG", "LC_ALL", "TZ")
+
 LOOPBACK: Final = "lo"
 """All workers are on this machine, so their ports are on no other interface."""
 
@@ -32,9 +36,13 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
     hints = environment_of(held, threads_per_slot(tuple(nodes.values())))
     if not held:  # a job without GPUs has the cores that it asked for
         hints = {**hints, "OMP_NUM_THREADS": str(max(1, int(job.spec.cpu or 1)))}
-    directory = home.worker(job.uid, worker.id)
+    files = home.job(job.uid) if job.owner is None else home.owners(job.uid)
+    reports = home.worker(job.uid, worker.id) if job.owner is None else files
+    report = "report.jsonl" if job.owner is None else f"report-{worker.id}.jsonl"
+    inherited = INHERITED if job.owner is None else OF_THE_MACHINE
     return {
-        **{name: os.environ[name] for name in INHERITED if name in os.environ},
+        **({} if job.owner is None else LOGIN),
+        **{name: os.environ[name] for name in inherited if name in os.environ},
         "PYTHONUNBUFFERED": "1",
         **{name: value for name, value in hints.items() if name != "CUDA_VISIBLE_DEVICES"},
         **job.spec.environment,
@@ -49,11 +57,11 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         **compute_variables(job.spec.gpu_compute),
         **_sharing(home, worker, held),
         "ELASTIC_COORDINATOR": home.coordinator_url(job.uid),
-        "ELASTIC_TOKEN_FILE": str(home.job_token_file(job.uid)),
+        "ELASTIC_TOKEN_FILE": str(files / home.job_token_file(job.uid).name),
         "ELASTIC_WORKER_ID": worker.id,
-        "ELASTIC_CHECKPOINT_DIR": str(home.checkpoints(job.uid)),
-        "ELASTIC_REPORT_FILE": str(directory / "report.jsonl"),
-        "ELASTIC_ERROR_FILE": str(directory / shims.ERROR_FILE),
+        "ELASTIC_CHECKPOINT_DIR": str(files / home.checkpoints(job.uid).name),
+        "ELASTIC_REPORT_FILE": str(reports / report),
+        **({} if job.owner else {"ELASTIC_ERROR_FILE": str(reports / shims.ERROR_FILE)}),
     }
 
 

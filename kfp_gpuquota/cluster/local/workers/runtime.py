@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.validation import check_no_runtime_env
+from kfp_gpuquota.cluster.local.shared.files import remove_job
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import ADVICE, NONE
 from kfp_gpuquota.cluster.local.workers.environment import worker_environment
@@ -112,8 +113,10 @@ class LocalRuntime:
         log_limit: int = 0,
         device_locks: tuple[int, ...] = (),
         cgroups: Cgroups = NONE,
+        shared: bool = False,
     ) -> None:
         self._home, self._nodes, self._cgroups = home, nodes, cgroups
+        self._shared = shared
         self._open_files, self._log_limit = open_files, log_limit
         self._shims = shims.Shims(reports, device_locks)
 
@@ -121,10 +124,12 @@ class LocalRuntime:
         """Raise InvalidFieldError for a limit that cannot be enforced, or a directory that a job could not start in."""
         refuse_limits(spec, self._cgroups.unavailable)
         check_no_runtime_env(spec.runtime_env, instead="install what the job needs on this machine")
+        if self._shared:
+            refuse_shares(spec)
         directory = spec.working_directory
         if directory and not Path(directory).is_absolute():
             raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
-        if directory:
+        if directory and not self._shared:  # with the rights of root it would reveal what the user may not see
             _check_directory(directory)
 
     def start(self, job: JobRecord, worker: Worker) -> None:
@@ -133,12 +138,13 @@ class LocalRuntime:
         command = shims.WorkerCommand(
             command=job.spec.command,
             environment=worker_environment(self._home, job, worker, self._nodes),
-            working_directory=job.spec.working_directory or str(self._home.job(job.uid)),
+            working_directory=job.spec.working_directory or ("" if job.owner else str(self._home.job(job.uid))),
             grace_period_s=job.spec.grace_period_s,
             open_files=self._open_files,
             log_limit=self._log_limit,
             cgroup=cgroup,
             cgroup_files=cgroup_files,
+            owner=job.owner,
         )
         self._shims.start(worker.id, self._directory(worker), command)
 
@@ -199,7 +205,10 @@ class LocalRuntime:
         """Delete the job's directory, and what is left of its workers' cgroups."""
         for directory in self._home.job(uid).glob("workers/*"):
             shims.remove_cgroup(directory)
-        self._home.remove_job(uid)
+        if self._shared:
+            remove_job(self._home, uid)
+        else:
+            self._home.remove_job(uid)
 
     def close(self) -> None:
         """Stop watching the shims."""
@@ -217,6 +226,16 @@ def refuse_limits(spec: JobSpec, why: str) -> None:
     for field in ("memory_limit_mib", "cpu_limit"):
         if (value := getattr(spec, field)) is not None:
             raise InvalidFieldError(field, value, f"it cannot be enforced: {why}", hint=hint)
+
+
+def refuse_shares(spec: JobSpec) -> None:
+    """Raise InvalidFieldError for a part of a GPU: between users nothing protects its memory."""
+    if spec.shared:
+        field = "gpu_fraction" if spec.gpu_fraction is not None else "gpu_memory_mib"
+        raise InvalidFieldError(
+            field, getattr(spec, field), "several users share this cluster, and a GPU is used by one of them at a time",
+            hint="ask for whole GPUs with -g",
+        )  # fmt: skip
 
 
 def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, int]:

@@ -16,6 +16,10 @@ When the shim itself is killed, the kernel kills the worker.
 With `lease_s` in spec.json the worker gets SIGKILL when its lease ends without having been renewed: on a machine that
 has lost the rest of its cluster. A replacement is started elsewhere only when the lease must have ended.
 
+With `owner` in spec.json the worker gives up root's rights before it opens, enters or executes anything that the job
+names: it becomes that user, with its groups, its login environment, and the limits in spec.json. The shim stays root's,
+and so does DIRECTORY, which the user may not enter.
+
 With `cgroup` in spec.json the worker runs in a cgroup of that path, whose files have the content of `cgroup_files`.
 
 A full disk must not turn a success into a failure: space for exit.json is reserved before the worker starts, and output
@@ -28,9 +32,11 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
+import pwd
 import resource
 import signal
 import sys
@@ -247,7 +253,9 @@ def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signa
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(spec["open_files"]), hard))  # type: ignore[call-overload]
         environment = {str(key): str(value) for key, value in spec["environment"].items()}  # type: ignore[attr-defined]
-        os.chdir(str(spec["working_directory"]))
+        if spec.get("owner"):
+            environment = {**become_user(spec["owner"], parent), **environment}  # type: ignore[arg-type]
+        os.chdir(str(spec["working_directory"] or environment["HOME"]))
         argv = [str(part) for part in spec["command"]]  # type: ignore[attr-defined]
         os.execvpe(argv[0], argv, environment)
     except FileNotFoundError as error:
@@ -256,6 +264,41 @@ def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signa
         complain(spec, error, EXIT_CANNOT_EXECUTE)
     finally:
         os._exit(EXIT_CANNOT_EXECUTE)
+
+
+def become_user(owner: dict[str, object], shim: int) -> dict[str, str]:
+    """Become the user for good, and return what a login would set in its environment. Raises OSError.
+
+    The kernel forgets the parent-death signal when the user changes, so it is set again.
+    """
+    os.get_exec_path({})  # imports what exec needs: the user may not be able to read root's Python
+    uid, name = int(owner["uid"]), str(owner["name"])  # type: ignore[call-overload]
+    try:
+        account = pwd.getpwuid(uid)
+    except KeyError:
+        account = None
+    if account is None or account.pw_name != name:
+        raise OSError(errno.EPERM, f"user {uid} is not {name} any more")
+    for limit, pair in owner.get("limits", {}).items():  # type: ignore[attr-defined]
+        set_limit(getattr(resource, limit), *pair)
+    os.initgroups(name, account.pw_gid)
+    os.setresgid(account.pw_gid, account.pw_gid, account.pw_gid)
+    os.setresuid(uid, uid, uid)
+    os.umask(int(owner.get("umask", 0o022)))  # type: ignore[call-overload]
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != shim:
+        os._exit(EXIT_CANNOT_EXECUTE)
+    return {"HOME": account.pw_dir, "USER": name, "LOGNAME": name, "SHELL": account.pw_shell or "/bin/sh"}
+
+
+def set_limit(limit: int, soft: int, hard: int) -> None:
+    """Set a limit; where this process may not raise its own, to no more than that."""
+    try:
+        resource.setrlimit(limit, (soft, hard))
+    except (ValueError, OSError):
+        most = resource.getrlimit(limit)[1]
+        hard = most if hard < 0 or 0 <= most < hard else hard
+        resource.setrlimit(limit, (hard if soft < 0 or 0 <= hard < soft else soft, hard))
 
 
 def complain(spec: dict[str, object], error: OSError, code: int) -> None:

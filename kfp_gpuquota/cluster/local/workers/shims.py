@@ -24,6 +24,7 @@ import msgspec
 from kfp_gpuquota.api.control_characters import last_line
 from kfp_gpuquota.cluster.local.home import make_private
 from kfp_gpuquota.cluster.local.workers import shim
+from kfp_gpuquota.engine.records import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
@@ -54,6 +55,8 @@ class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
     """The cgroup to make for it; "": it has none of its own."""
     cgroup_files: dict[str, str] = {}
     """The content of files of that cgroup."""
+    owner: Owner | None = None
+    """The user that the worker becomes; None: the daemon's own."""
 
 
 class Found(StrEnum):

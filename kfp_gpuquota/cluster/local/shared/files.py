@@ -1,0 +1,96 @@
+"""The files of a shared cluster: which of them users reach, and the directory that the owner of a job has.
+
+Root makes an owner's directory whole, and then gives it away; from then on it opens nothing in it, since its owner may
+put a link to anything there. Each directory above it is root's, so that no part of its path can be replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.cluster.local.home import PASSABLE_DIRECTORY, PRIVATE_DIRECTORY, write_private
+from kfp_gpuquota.errors import StateFileError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kfp_gpuquota.cluster.local.home import Home
+
+_ENTER: Final = 0o001
+
+
+def open_to_users(home: Home, socket: Path) -> None:
+    """Let users pass through the home to what is theirs, and to the socket. Raises StateFileError where they cannot."""
+    for parent in home.root.parents:
+        if not parent.stat().st_mode & _ENTER:
+            raise StateFileError(
+                f"{home.root} cannot be shared: users may not pass through {parent}; choose another directory with "
+                "GPUQUOTA_HOME, such as /var/lib/gpuquota"
+            )
+    write_private(home.shared_mark, "")
+    for directory in (home.root, home.jobs):
+        directory.chmod(PASSABLE_DIRECTORY)
+    if not socket.parent.exists():
+        socket.parent.mkdir()
+        socket.parent.chmod(0o755)
+    partial = home.socket_file.with_name("socket.link")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(socket)
+    partial.replace(home.socket_file)
+
+
+def close_to_users(home: Home) -> None:
+    """Make the home its user's own again, after it was shared."""
+    if home.shared_mark.exists():
+        home.shared_mark.unlink()
+        home.socket_file.unlink(missing_ok=True)
+        for directory in (home.root, home.jobs):
+            directory.chmod(PRIVATE_DIRECTORY)
+
+
+def make_owners_directory(home: Home, job: str, uid: int, token: str) -> None:
+    """Make the directory of a job's owner, with its token and a place for checkpoints; to one that exists, do nothing.
+
+    A daemon may have been killed between any two steps.
+    """
+    directory = home.owners(job)
+    home.job(job).chmod(PASSABLE_DIRECTORY)
+    if not directory.exists():
+        partial = directory.with_name("owner.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(mode=PRIVATE_DIRECTORY)
+        (partial / home.checkpoints(job).name).mkdir(mode=PRIVATE_DIRECTORY)
+        write_private(partial / home.job_token_file(job).name, token)
+        for made in partial.iterdir():
+            _give(made, uid)
+        partial.rename(directory)
+    if directory.lstat().st_uid != uid:  # last: from here on its owner may enter it
+        _give(directory, uid)
+
+
+def remove_job(home: Home, job: str) -> None:
+    """Delete a job's directory in the background: its owner may have made a tree of any size and depth in it.
+
+    By rm(1), which follows no link and needs no stack. What its owner still runs may not enter it any more.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.chown(home.owners(job), 0, 0, follow_symlinks=False)
+    command = ["rm", "-rf", "--", str(home.job(job))]
+    threading.Thread(target=subprocess.run, args=(command,), kwargs={"check": False}, daemon=True).start()
+
+
+def _give(path: Path, uid: int) -> None:
+    os.chown(path, uid, _group_of(uid), follow_symlinks=False)
+
+
+def _group_of(uid: int) -> int:
+    """Return the primary group; that of root for a user without an account, to whom nothing is given by it."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(uid).pw_gid
+    return 0

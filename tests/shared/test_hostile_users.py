@@ -1,0 +1,204 @@
+"""Users of a shared cluster who try to read and to change what is not theirs: by files, links and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from kfp_gpuquota.api.wire import MembersChange
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.shared.files import make_owners_directory
+from kfp_gpuquota.cluster.local.workers import shim
+from kfp_gpuquota.engine.records import Owner
+from kfp_gpuquota.server.transport.connections import SHARED_LIMITS
+from tests.polling import until
+from tests.shared import people
+from tests.shared.test_jobs_of_users import job, log_of, submit
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.server.client import Client
+    from tests.shared.conftest import SharedCluster, Users
+    from tests.shared.people import Person
+
+READ_ALL = """
+found = []
+def try_to_read(path):
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            for name in os.listdir(path):
+                try_to_read(os.path.join(path, name))
+        else:
+            open(path, "rb").close()
+            found.append(path)
+    except OSError:
+        pass
+for path in json.loads(sys.argv[1]):
+    try_to_read(path)
+print(json.dumps(found))
+"""
+
+
+def readable(person: Person, cluster: SharedCluster) -> list[str]:
+    """Return what of all files below the cluster's directory the user can open, given all their names."""
+    names = [str(path) for path in (cluster.home.root, *cluster.home.root.rglob("*"))]
+    found = set(json.loads(person.python(READ_ALL, json.dumps(names))))
+    return sorted(os.path.relpath(path, cluster.home.root) for path in found)
+
+
+def owners(cluster: SharedCluster, name: str) -> Path:
+    return cluster.home.owners(cluster.job(name, "vision").uid)
+
+
+def test_a_user_reads_the_token_and_the_checkpoints_of_the_own_jobs_and_no_other_file(
+    shared_cluster: SharedCluster, users: Users
+) -> None:
+    write = 'echo saved > "$ELASTIC_CHECKPOINT_DIR/state"; cat "$ELASTIC_TOKEN_FILE" > /dev/null && echo read'
+    submit(shared_cluster, users.anna, "hers", "sh", "-c", write)
+    shared_cluster.wait_for_phase("hers", "Succeeded", "vision")
+    assert log_of(shared_cluster, "hers") == "read\n"
+    own = f"jobs/{shared_cluster.job('hers', 'vision').uid}/owner"
+    assert readable(users.anna, shared_cluster) == [f"{own}/checkpoints/state", f"{own}/token"]
+    for person in (users.ben, users.dora, users.eve):
+        assert readable(person, shared_cluster) == []
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in shared_cluster.home.root.rglob("*")}
+    passable = {"home", "jobs", shared_cluster.job("hers", "vision").uid}
+    assert not [
+        (path, oct(mode)) for path, mode in modes.items()
+        if not path.is_symlink() and mode & 0o077 and path.stat().st_uid == 0 and path.name not in passable
+    ]  # fmt: skip
+
+
+def test_what_only_root_may_enter_read_or_run_a_job_may_not_either(
+    shared_cluster: SharedCluster, users: Users, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir(mode=0o700)
+    (secret / "program").write_text("#!/bin/sh\necho stolen\n")
+    (secret / "program").chmod(0o700)
+    attempts: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+        "directory": (("pwd",), {"working_directory": str(secret)}),
+        "missing": (("pwd",), {"working_directory": str(secret / "no such directory")}),
+        "program": ((str(secret / "program"),), {}),
+        "shadow": (("cat", "/etc/shadow"), {}),
+        "path": (("program",), {"environment": {"PATH": str(secret)}}),
+        "home": (("cat", f"{users.ben.home}/notes"), {}),
+    }
+    (users.ben.home / "notes").write_text("stolen")
+    requests = [job(name, *command, gpus=0, **more) for name, (command, more) in attempts.items()]
+    answers = users.anna.ask(shared_cluster.socket, requests)
+    assert {status for status, _ in answers} == {201}, "whether a directory exists is not revealed"
+    for name in attempts:
+        shared_cluster.wait_for_phase(name, "Failed", "vision")
+        log = log_of(shared_cluster, name)
+        assert "denied" in log, (name, log)
+        assert "stolen" not in log
+    assert log_of(shared_cluster, "directory").replace(str(secret), "") == log_of(shared_cluster, "missing").replace(
+        str(secret / "no such directory"), ""
+    )
+
+
+def test_links_in_the_owners_directory_lead_root_nowhere(
+    shared_cluster: SharedCluster, users: Users, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("kept")
+    swap = f"""
+cd "$ELASTIC_CHECKPOINT_DIR/.." && rm -r checkpoints token && ln -s {victim} checkpoints && ln -s /etc/shadow token
+mkfifo "report-$ELASTIC_WORKER_ID.jsonl"; i=0; while [ $i -lt 1500 ]; do mkdir d && cd d || exit; i=$((i+1)); done
+"""
+    submit(shared_cluster, users.anna, "hers", "sh", "-c", swap + "sleep infinity")
+    owned = owners(shared_cluster, "hers")
+    until((owned / "token").is_symlink)
+    shared_cluster.kill_daemon()
+    assert shared_cluster.job("hers", "vision").status.phase == "Running", "the next daemon adopts it"
+    token = shared_cluster.home.job_token_file(shared_cluster.job("hers", "vision").uid)
+    assert len(token.read_text()) == 43, "root has its own copy"
+    users.anna.ask(shared_cluster.socket, [("DELETE", "/v1/projects/vision/jobs/hers", None)])
+    until(lambda: not owned.parent.exists())
+    assert (victim / "kept").read_text() == "kept"
+    assert Path("/etc/shadow").exists()
+
+
+def test_a_directory_that_its_owner_has_is_never_written_to_again(tmp_path: Path, users: Users) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+    (home.job("uid")).mkdir()
+    make_owners_directory(home, "uid", users.anna.uid, "first")
+    (home.owners("uid") / "token").unlink()
+    (home.owners("uid") / "token").symlink_to(tmp_path / "planted")
+    make_owners_directory(home, "uid", users.anna.uid, "second")
+    assert not (tmp_path / "planted").exists()
+    interrupted = home.job("other")
+    interrupted.mkdir()
+    (interrupted / "owner.partial").mkdir()
+    make_owners_directory(home, "other", users.ben.uid, "token")
+    facts = home.owners("other").stat()
+    assert (facts.st_uid, stat.S_IMODE(facts.st_mode)) == (users.ben.uid, 0o700)
+
+
+def test_a_job_cannot_end_its_shim_and_ends_with_it(shared_cluster: SharedCluster, users: Users) -> None:
+    script = 'kill -9 $PPID; echo "status $?"; exec sleep infinity'
+    submit(shared_cluster, users.anna, "hers", "sh", "-c", script)
+    until(lambda: "status" in log_so_far(shared_cluster, "hers"))
+    assert "status 1" in log_so_far(shared_cluster, "hers")
+    worker = shared_cluster.job("hers", "vision").status.workers[0]
+    stat_line = Path(f"/proc/{worker.pid}/stat").read_text()
+    os.kill(int(stat_line.rpartition(")")[2].split()[1]), 9)
+    until(lambda: not Path(f"/proc/{worker.pid}").exists())
+    shared_cluster.wait_for("hers", lambda found: found.status.workers[0].exit_code == 137, "vision")
+
+
+def log_so_far(cluster: SharedCluster, name: str) -> str:
+    return cluster.client.read_log("vision", name).text.decode()
+
+
+FLOOD = """
+resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1:] * 2)
+held, closed = [], 0
+for _ in range(int(sys.argv[2])):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].connect(sys.argv[1])
+for one in held[-50:]:
+    one.settimeout(30)
+    try:
+        closed += one.recv(1) == b""
+    except OSError:
+        closed += 1
+print(closed, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_user_cannot_keep_the_others_out_by_connections(shared_cluster: SharedCluster, users: Users) -> None:
+    with users.cleo.start(FLOOD, shared_cluster.socket, SHARED_LIMITS.per_source + 50) as flood:
+        assert flood.stdout is not None
+        assert flood.stdout.readline() == "50\n"
+        ((status, _),) = users.anna.ask(shared_cluster.socket, [("GET", "/v1/projects", None)])
+        assert status == 200
+        flood.kill()
+
+
+def test_a_user_without_an_account_runs_nothing(shared_cluster: SharedCluster, users: Users) -> None:
+    client = cast("Client", shared_cluster.client)
+    client.change_members("vision", MembersChange(add=(f"@{people.ACCESS}",)))
+    ghost = people.Person("ghost", 54321, 54321, users.anna.groups, Path("/"))
+    ((status, answer),) = ghost.ask(shared_cluster.socket, [job("ghosts")])
+    assert (status, answer["error"]["code"]) == (403, "forbidden")
+    assert "has no account on this machine" in answer["error"]["message"]
+
+
+def test_a_job_does_not_run_as_a_user_who_has_the_number_of_its_owner_now(tmp_path: Path, users: Users) -> None:
+    owner = Owner(uid=users.anna.uid, name="somebody")
+    command = {"command": ["id"], "environment": {}, "working_directory": "/", "grace_period_s": 1.0}
+    (tmp_path / "spec.json").write_text(json.dumps({**command, "owner": msgspec.to_builtins(owner)}))
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, tmp_path], check=True)
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == shim.EXIT_CANNOT_EXECUTE
+    assert f"user {users.anna.uid} is not somebody any more" in (tmp_path / "log").read_text()

@@ -1,0 +1,74 @@
+"""A job of a shared cluster runs as its owner, and with the rights of its owner only."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.shared.conftest import SharedCluster, Users
+    from tests.shared.people import Person
+
+WHO = """
+import json, os, resource
+facts = {
+    "ids": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
+    "environment": dict(os.environ),
+    "umask": os.umask(0),
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "processes": resource.getrlimit(resource.RLIMIT_NPROC),
+    "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
+    "directory": os.getcwd(),
+}
+print(json.dumps(facts))
+"""
+
+
+def job(name: str, *command: str, **more: object) -> tuple[str, str, dict[str, Any]]:
+    """Return the request that submits it."""
+    spec: dict[str, object] = {"name": name, "project": "vision", "command": command or ("sleep", "infinity")}
+    spec |= {"grace_period_s": 2.0, **more}
+    return "POST", "/v1/jobs", {"spec": spec, "request_id": name}
+
+
+def log_of(cluster: SharedCluster, name: str) -> str:
+    return b"".join(cluster.client.follow_log("vision", name)).decode()
+
+
+def submit(cluster: SharedCluster, person: Person, name: str, *command: str, **more: object) -> None:
+    ((status, answer),) = person.ask(cluster.socket, [job(name, *command, **more)])
+    assert status == 201, answer
+
+
+def test_a_job_has_the_identity_the_login_environment_and_the_limits_of_its_owner(
+    shared_cluster: SharedCluster, users: Users
+) -> None:
+    script = f"""
+os.umask(0o027)
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 400))
+resource.setrlimit(resource.RLIMIT_NPROC, (500, 600))
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect({str(shared_cluster.socket)!r})
+connection.request("POST", "/v1/jobs", sys.stdin.read())
+answer = connection.getresponse()
+print(answer.status, answer.read().decode() if answer.status != 201 else "")
+"""
+    _, _, body = job("who", "python3", "-c", WHO)
+    answer = users.anna.python(script, standard_input=json.dumps(body))
+    assert answer.startswith("201"), answer
+    shared_cluster.wait_for_phase("who", "Succeeded", "vision")
+    facts = json.loads(log_of(shared_cluster, "who"))
+    anna = users.anna
+    assert facts["ids"] == [[anna.uid] * 3, [anna.gid] * 3, sorted(anna.groups)]
+    assert facts["umask"] == 0o027
+    assert (facts["open_files"], facts["processes"]) == ([300, 400], [500, 600])
+    assert facts["descriptors"] == [0, 1, 2]
+    assert facts["directory"] == str(anna.home)
+    environment = facts["environment"]
+    login = {"HOME": str(anna.home), "USER": anna.name, "LOGNAME": anna.name, "SHELL": "/bin/sh"}
+    assert login.items() <= environment.items()
+    unknown = set(environment) - set(login) - {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONUNBUFFERED"}
+    assert {name for name in unknown if not name.startswith(("ELASTIC_", "JOB_", "GLOO_", "NCCL_"))} == {
+        "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "POD_INDEX", "RUNAI_NUM_OF_GPUS",
+    }  # fmt: skip

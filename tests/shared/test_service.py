@@ -1,0 +1,133 @@
+"""The service of a shared cluster: its unit, its start by systemd, and what root refuses to run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.shared.files import close_to_users, open_to_users
+from kfp_gpuquota.cluster.local.shared.service import check_installation, unit
+from kfp_gpuquota.cluster.local.start import await_stop
+from kfp_gpuquota.cluster.local.workers import cgroups
+from kfp_gpuquota.errors import StateFileError, UsageError
+from tests.polling import TIMEOUT_S
+from tests.security.other_user import open_to_everybody
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.shared.conftest import Users
+
+GPUQUOTA = Path(sys.executable).with_name("gpuquota")
+
+
+def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
+    printed = subprocess.run(
+        [GPUQUOTA, "cluster", "start", "--shared", "--gpus", "0,1", "--group", "g%u", "--print-unit"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    (command,) = (line for line in printed.splitlines() if line.startswith("ExecStart="))
+    assert command == f'ExecStart={GPUQUOTA} cluster start --shared --gpus 0,1 --group "g%%u" --foreground'
+    for line in ("KillMode=process", "OOMPolicy=continue", "Type=notify", "StateDirectory=gpuquota"):
+        assert line in printed.splitlines()
+    file = tmp_path / "gpuquota.service"
+    file.write_text(printed)
+    if analyze := shutil.which("systemd-analyze"):
+        checked = subprocess.run([analyze, "verify", file], capture_output=True, text=True, check=False)
+        found = [line for line in checked.stderr.splitlines() if file.name in line]
+        assert not [line for line in found if "'DelegateSubgroup'" not in line], "that is unknown before version 254"
+
+
+@pytest.mark.parametrize(
+    ("word", "written"), [("a b", '"a b"'), ('"', '"\\""'), ("\\", '"\\\\"'), ("$HOME", '"$$HOME"')]
+)
+def test_words_are_quoted_for_systemd(word: str, written: str) -> None:
+    assert f" {written}\n" in unit(["start", word])
+
+
+def test_the_service_reports_to_systemd_when_it_serves_and_runs_in_the_foreground(tmp_path: Path, users: Users) -> None:
+    open_to_everybody(tmp_path / "one")
+    notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    notified.bind(str(tmp_path / "notify"))
+    notified.settimeout(TIMEOUT_S)
+    path = tmp_path / "run" / "socket"
+    environment = {
+        **os.environ, "GPUQUOTA_HOME": str(tmp_path / "home"), "GPUQUOTA_SHARED_SOCKET": str(path),
+        "NOTIFY_SOCKET": str(tmp_path / "notify"), "INVOCATION_ID": "1",
+    }  # fmt: skip
+    words = ["cluster", "start", "--shared", "--gpus", "2", "--cpu-slots", "--foreground"]
+    with subprocess.Popen([GPUQUOTA, *words], env=environment, stderr=subprocess.PIPE, text=True) as service:
+        assert notified.recv(100).decode() == f"READY=1\nMAINPID={service.pid}"
+        assert connect({"GPUQUOTA_SHARED_SOCKET": str(path), "HOME": "/nowhere"}).health().shared
+        ((status, _),) = users.eve.ask(path, [("GET", "/v1/nodes", None)])
+        assert status == 200, "without --group every user may look"
+        service.terminate()
+        assert service.wait(TIMEOUT_S) == 0
+    await_stop(Home(tmp_path / "home"))
+    notified.close()
+
+
+def test_only_root_starts_a_shared_cluster(users: Users, tmp_path: Path) -> None:
+    variables = {"GPUQUOTA_SHARED_SOCKET": str(tmp_path / "none")}
+    refused = users.anna.gpuquota("cluster", "start", "--shared", variables=variables)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "only root can start jobs as their users: sudo gpuquota cluster start --shared" in refused.stderr
+    lonely = users.anna.gpuquota("cluster", "start", "--group", "lab", variables=variables)
+    assert "--group is for a cluster that several users share; add --shared" in lonely.stderr
+
+
+def test_root_runs_no_program_that_a_user_can_change(tmp_path: Path, users: Users) -> None:
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent != parent.parent and parent.stat().st_uid == 0:
+            parent.chmod(parent.stat().st_mode & ~0o022 | (0o1000 if parent.stat().st_mode & 0o1000 else 0))
+    program = tmp_path / "bin" / "gpuquota"
+    program.parent.mkdir(mode=0o755)
+    program.write_text("")
+    program.chmod(0o755)
+    check_installation([program])
+    changes: list[Callable[[], None]] = [
+        lambda: program.chmod(0o777),
+        lambda: os.chown(program.parent, users.anna.uid, -1),
+    ]
+    for change in changes:
+        change()
+        with pytest.raises(UsageError, match="can be changed by others; install kfp-gpuquota as root"):
+            check_installation([program])
+        program.chmod(0o755)
+
+
+def test_a_directory_that_users_cannot_reach_is_not_shared(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0o700)
+    home = Home(hidden / "home")
+    home.create()
+    with pytest.raises(StateFileError, match=f"users may not pass through {hidden}"):
+        open_to_users(home, tmp_path / "run" / "socket")
+
+
+def test_a_directory_that_is_shared_no_more_is_private_again(tmp_path: Path) -> None:
+    open_to_everybody(tmp_path / "home")
+    home = Home(tmp_path / "home")
+    home.create()
+    open_to_users(home, tmp_path / "run" / "socket")
+    home.create()  # a client's look leaves it open
+    assert [path.stat().st_mode & 0o777 for path in (home.root, home.jobs)] == [0o711, 0o711]
+    close_to_users(home)
+    assert [path.stat().st_mode & 0o777 for path in (home.root, home.jobs)] == [0o700, 0o700]
+    assert not home.socket_file.is_symlink()
+
+
+def test_limits_need_a_cgroup_for_the_daemon_alone_where_systemd_starts_it_again() -> None:
+    service = Path("/sys/fs/cgroup/system.slice/gpuquota.service")
+    assert cgroups.divisible(service / cgroups.DAEMON, service=True) == service
+    assert cgroups.divisible(service, service=True) is None
+    assert cgroups.divisible(service, service=False) == service
