@@ -23,7 +23,6 @@ from kfp_gpuquota.api.wire import (
     JobUpdate,
     Lease,
     LogChunk,
-    MembersChange,
     Outlook,
     PageLink,
     StopAction,
@@ -179,12 +178,6 @@ class KubernetesClient(ProjectCalls):
         """Return a job. Raises NotFoundError."""
         stored = self._found(project, name)
         return views.job_of(stored, self._pods(project, name).get((project, name), ()))
-
-    def change_members(self, project: str, change: MembersChange) -> ProjectView:
-        """Refuse: a namespace has no members."""
-        raise UsageError(
-            f"RoleBindings of namespace {project} decide who submits jobs to it; see: kubectl create rolebinding --help"
-        )
 
     def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
         """Return what a pod that is no ElasticJob's holds or waits for, in lines; () if there is none."""

@@ -10,12 +10,12 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
 from kfp_gpuquota.cluster.kubernetes.user_client import views
-from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, InvalidFieldError, NotFoundError
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, InvalidFieldError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.api.wire import NodeView, ProjectView
+    from kfp_gpuquota.api.wire import MembersChange, NodeView, ProjectView
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 T = TypeVar("T")
@@ -83,6 +83,12 @@ class ProjectCalls:
         cleared = dict.fromkeys(custom_types.GpuQuotaSpec.__struct_encode_fields__)
         self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
         return self.get_project(project.name)
+
+    def change_members(self, project: str, change: MembersChange) -> ProjectView:  # noqa: ARG002 (the protocol's)
+        """Refuse: a namespace has no members."""
+        raise UsageError(
+            f"RoleBindings of namespace {project} decide who submits jobs to it; see: kubectl create rolebinding --help"
+        )
 
     def quota_gap(self, name: str) -> str:
         """Return a warning if the namespace is not labelled, so that its pods start without a quota; else ""."""
