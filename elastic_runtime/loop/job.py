@@ -397,7 +397,7 @@ class Job:
     def retrying(self) -> Retrying:
         """`with job.retrying():` around an iteration's body: what does not fit into memory is repeated in halves.
 
-        `job.backward` sees to it by itself; this adds the forward pass.
+        `job.backward` ensures it by itself; this adds the forward pass.
         """
         return Retrying(self._prepared)
 
@@ -405,7 +405,7 @@ class Job:
         """`forward(batch)` returns the loss of one batch of the loader: a joiner computes it and its gradients once,
         drops both, and is ready then; so that the others do not wait while it compiles or loads kernels.
 
-        A decorator. Before the loop; not with shard=. Batches of an IterableDataset cannot be had out of turn.
+        A decorator. Before the loop; not with shard=. Batches of an IterableDataset are not available out of order.
         """
         session = self._prepared
         if session.started:
@@ -430,7 +430,7 @@ class Job:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
-        lost, which `job.repeat` sees to.
+        lost, which `job.repeat` ensures.
         """
         return self._prepared.rounds.all_reduce(tensor)
 

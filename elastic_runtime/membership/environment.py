@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from elastic_runtime.errors import SettingsError
-from elastic_runtime.membership.unix_sockets import SCHEME, UnixConnection, split_address
+from elastic_runtime.membership.connections import SCHEME, UnixConnection, split_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -105,7 +105,7 @@ class Environment:
 
     def connect(self, timeout_s: float) -> tuple[HTTPConnection, str]:
         """(a connection to the membership service, not yet open, the path there)."""
-        from elastic_runtime.membership.tls import open_connection  # noqa: PLC0415  (costs 15 ms, which a script alone saves)
+        from elastic_runtime.membership.connections import open_connection  # noqa: PLC0415  (costs 15 ms, which a script alone saves)
 
         host, port, path = self.coordinator_address()
         if self.local:

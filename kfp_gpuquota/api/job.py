@@ -297,8 +297,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The last report of the training. `step` counts applied global batches.
 
     `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, over
-    all the time since it has had its `workers`; `step_ms` is a step's mean duration of late. `stragglers` are workers
-    that the others wait for: how many times the mean their own part of a step takes.
+    all the time since it has had its `workers`; `step_ms` is the recent mean duration of a step. `stragglers` are
+    workers that the others wait for: how many times the mean their own part of a step takes.
     """
 
     step: int = 0

@@ -87,7 +87,7 @@ def connect(
 
 def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
     """Return a blocking client of the selected context's API server, or of the kubeconfig's current one."""
-    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls  # noqa: PLC0415 (the embedded cluster does not need it)
 
     return Calls(_connection(kube_context() or "", os.environ), retry_for_s=retry_for_s)
 
@@ -181,7 +181,7 @@ def listed_project(given: str = "", environment: Mapping[str, str] | None = None
 
 
 def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_for_s: float) -> ClusterApi:
-    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient  # noqa: PLC0415 (the embedded one needs it not)
+    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient  # noqa: PLC0415 (the embedded one does not need it)
 
     connection = _connection(context, environment)
     return KubernetesClient(connection, image=image, context=context, retry_for_s=retry_for_s)

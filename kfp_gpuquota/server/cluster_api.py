@@ -35,15 +35,8 @@ if TYPE_CHECKING:
 LONG_POLL_S: Final = 25.0
 
 
-class ClusterApi(Protocol):
-    """Every call has a time limit, is repeated without an answer, and raises the errors of `kfp_gpuquota.errors`."""
-
-    @property
-    def runs_here(self) -> bool:
-        """Return whether jobs are programs of this machine, which have its files, environment and ports."""
-
-    def health(self) -> Health:
-        """Return the version and the identity of the server."""
+class ClusterCalls(Protocol):
+    """What the embedded cluster's daemon and both clients do; each call raises the errors of `kfp_gpuquota.errors`."""
 
     def list_projects(self) -> tuple[ProjectView, ...]:
         """Return all projects, sorted by name."""
@@ -54,17 +47,8 @@ class ClusterApi(Protocol):
     def create_project(self, project: Project) -> ProjectView:
         """Create a project. Raises AlreadyExistsError."""
 
-    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
-        """Create or replace a project. Raises ConflictError if it differs from `expected`."""
-
     def change_members(self, project: str, change: MembersChange) -> ProjectView:
         """Add and remove members of a project of a cluster that several users share."""
-
-    def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
-        """Return what a pod that belongs to no job holds or waits for, in lines; () if there is none."""
-
-    def quota_gap(self, name: str) -> str:
-        """Return what the project's quota does not cover yet, and the remedy; "" if it covers everything."""
 
     def delete_project(self, name: str) -> None:
         """Delete an empty project. Raises ConflictError while it has jobs."""
@@ -80,22 +64,6 @@ class ClusterApi(Protocol):
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """Return all nodes and the workers that hold their devices."""
-
-    def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "", dry_run: bool = False) -> Job:
-        """Queue a job, once per request id; with `dry_run` check it, and return it as it would be."""
-
-    def list_jobs(
-        self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
-    ) -> JobList:
-        """All jobs, a project's, or its job of that `name` alone; with `after` once one of them has changed since that
-        revision, or the time is over.
-        """
-
-    def job_pages(self, project: str, size: int) -> Iterator[JobList]:
-        """Yield all jobs, or a project's, in lists of about `size` if the cluster supports pages."""
-
-    def queue(self, project: str) -> tuple[Queued, ...]:
-        """Return the waiting jobs and pods of the project, unordered."""
 
     def get_job(self, project: str, name: str) -> Job:
         """Return one job. Raises NotFoundError."""
@@ -121,14 +89,50 @@ class ClusterApi(Protocol):
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Renew the job's lease. Raises ConflictError if another holder took it over."""
 
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
+
+
+class ClusterApi(ClusterCalls, Protocol):
+    """Every call has a time limit, and is repeated without an answer."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Return whether jobs are programs of this machine, which have its files, environment and ports."""
+
+    def health(self) -> Health:
+        """Return the version and the identity of the server."""
+
+    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
+        """Create or replace a project. Raises ConflictError if it differs from `expected`."""
+
+    def explain_pod(self, project: str, name: str) -> tuple[str, ...]:
+        """Return what a pod that belongs to no job holds or waits for, in lines; () if there is none."""
+
+    def quota_gap(self, name: str) -> str:
+        """Return what the project's quota does not cover yet, and the remedy; "" if it covers everything."""
+
+    def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "", dry_run: bool = False) -> Job:
+        """Queue a job, once per request id; with `dry_run` check it, and return it as it would be."""
+
+    def list_jobs(
+        self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
+    ) -> JobList:
+        """All jobs, a project's, or its job of that `name` alone; with `after` once one of them has changed since that
+        revision, or the time is over.
+        """
+
+    def job_pages(self, project: str, size: int) -> Iterator[JobList]:
+        """Yield all jobs, or a project's, in lists of about `size` if the cluster supports pages."""
+
+    def queue(self, project: str) -> tuple[Queued, ...]:
+        """Return the waiting jobs and pods of the project, unordered."""
+
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
         """Yield the list now and after each change, without end."""
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision."""
-
-    def what_if(self, supposed: Supposition) -> Outlook:
-        """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
 
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from where they are stored."""

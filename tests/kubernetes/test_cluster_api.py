@@ -14,14 +14,14 @@ from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, GpuQuotaError, NotFoundError
 from kfp_gpuquota.server.client import Client
-from kfp_gpuquota.server.cluster_api import ClusterApi
+from kfp_gpuquota.server.cluster_api import ClusterApi, ClusterCalls
 from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 KINDS = ("embedded", "kubernetes")
-METHODS = sorted(name for name in vars(ClusterApi) if not name.startswith("_"))
+METHODS = sorted(name for kind in (ClusterCalls, ClusterApi) for name in vars(kind) if not name.startswith("_"))
 
 
 @pytest.fixture(params=KINDS)

@@ -248,7 +248,7 @@ class Invariants:
         """All workers of a job that stops have been asked to leave: those of a gang that lost one wait for it else."""
         for record in alive:
             job = self.cluster.state.jobs[record.worker.job_uid]
-            if job.intent is not Intent.RUN and not record.released:
+            if (job.intent is not Intent.RUN or job.suspended) and not record.released:
                 self.fail(f"{job.spec.name} stops ({job.intent}), but {record.worker.id} was not asked to leave")
 
     def _check_limits(self, alive: list[WorkerRecord]) -> None:

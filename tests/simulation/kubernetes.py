@@ -65,8 +65,9 @@ class SimulatedController(Detached):
         self._apply(change)
         for record in self.book.workers.values() if self.controller.elastic.pod_events.started else ():
             job = self.book.jobs[record.worker.job_uid]
-            if record.alive and not record.released and job.intent is not Intent.RUN:
-                self._fail(f"{job.spec.name} stops ({job.intent}), but {record.worker.id} was not asked to leave")
+            if record.alive and not record.released and (job.intent is not Intent.RUN or job.suspended):
+                stops = f"{job.spec.name} stops ({job.intent}, {job.status.phase})"
+                self._fail(f"{stops}, but {record.worker.id} was not asked to leave")
 
     async def list(self, world: World) -> None:
         """Read all objects, and plan."""
@@ -291,14 +292,10 @@ class SimulatedKubernetes:
         return sum(count * spec.share_of(0) for count, spec in own if not (fixed and spec.may_be_preempted))
 
     def _check_devices(self) -> None:
-        """Of pods that are not pinned, only kube-scheduler decides which devices they get.
-
-        A worker with a share whose job was deleted counts as a whole GPU, on another device, until it is collected.
-        """
+        """Of pods that are not pinned, only kube-scheduler decides which devices they get."""
         taken: Counter[tuple[str, int]] = Counter()
         for node, devices, pod in self.kubelets.holders():
-            deleted = f"{pod['metadata']['namespace']}/{job_of(pod)}" not in self.world.objects[watches.JOBS]
-            if labels.RESERVED_ON not in pod["metadata"]["annotations"] and not deleted:
+            if labels.RESERVED_ON not in pod["metadata"]["annotations"]:
                 share = self.jobs[job_of(pod)].spec.share_of(0)
                 taken.update({(node, device): share for device in devices})
         for where, share in taken.items():

@@ -73,6 +73,11 @@ def test_a_job_that_ran_while_no_controller_did_is_not_run_again() -> None:
     assert played.records["j02"].attempt == 1
 
 
+def test_a_job_that_was_suspended_while_no_controller_ran_is_stopped() -> None:
+    """Its pods were listed after it, so that it counted as one without workers, which then ran on for good."""
+    kubernetes.play(from_seed(777))
+
+
 def test_a_device_beyond_a_nodes_count_makes_no_room() -> None:
     """A pod without a pin was bound to a full node; each plan that chose it as a victim failed."""
     kubernetes.play(from_seed(556))

@@ -35,7 +35,7 @@ REFUSED = (
     ("gradient_accumulation_plugin", "sync_with_dataloader", False, "the last step of an epoch ends with it"),
     ("gradient_accumulation_plugin", "sync_each_batch", True, "gradients are summed once a step"),
 )
-"""(argument of Accelerator, its attribute, the value that cannot be had, why)"""
+"""(argument of Accelerator, its attribute, the value that is not supported, why)"""
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class ElasticTrainer(Trainer):
 
     `global_batch_size` (samples of one optimizer step, over all workers) is by default that of the arguments:
     `per_device_train_batch_size` times `gradient_accumulation_steps`; `per_device_train_batch_size` is the most samples
-    of one iteration. Other keywords go to `elastic_runtime.init`. SettingsError for arguments that cannot be had: those
+    of one iteration. Other keywords go to `elastic_runtime.init`. SettingsError for arguments that are refused: those
     that bring a way of distributing, or of saving, of their own.
     """
 

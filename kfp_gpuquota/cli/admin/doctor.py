@@ -39,7 +39,7 @@ def doctor(output: OutputOption = Format.TABLE) -> None:
 
 def _findings() -> tuple[Finding, ...]:
     if on_kubernetes():
-        from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster needs it not)
+        from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster does not need it)
         from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examine  # noqa: PLC0415
 
         return examine(kube_calls())

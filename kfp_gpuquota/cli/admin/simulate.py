@@ -90,7 +90,7 @@ def simulate(
 
 
 def _replay(state: Path, trace: Path | None, output: str) -> None:
-    from kfp_gpuquota.cli.admin.replay import show_replay  # noqa: PLC0415 (traces need it not)
+    from kfp_gpuquota.cli.admin.replay import show_replay  # noqa: PLC0415 (traces do not need it)
 
     if trace is not None:
         raise UsageError("--state replays one state; leave out --nodes and --jobs")

@@ -49,7 +49,7 @@ def uninstall(
             "uninstall removes an installation from a Kubernetes cluster; choose one with --context NAME. On this "
             "machine: gpuquota cluster stop, then delete the directory that `gpuquota cluster status` shows"
         )
-    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster needs it not)
+    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster does not need it)
 
     calls = kube_calls()
     removal = Removal(calls, waiting)

@@ -112,7 +112,7 @@ SelectorOption = Annotated[
 ]
 TolerationOption = Annotated[
     list[str] | None,
-    typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint it puts up with; may be repeated."),
+    typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint that it tolerates; may be repeated."),
 ]
 PoolOption = Annotated[str, typer.Option("--node-pool", metavar="POOL", help="Run on nodes of this pool.")]
 RequiredTopologyOption = Annotated[

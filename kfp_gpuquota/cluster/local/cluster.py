@@ -247,11 +247,10 @@ class LocalCluster:
         """One job. Raises NotFoundError."""
         return self._state.view(self._state.job_named(project, name).uid)
 
-    def cancel_job(self, project: str, name: str, why: str = requests.CANCELLED.message) -> Job:
+    def cancel_job(self, project: str, name: str) -> Job:
         """Stop it; it stays listed. Of a job that has ended: nothing."""
-        job = self._state.job_named(project, name)
-        self._driver.decisions.stop_unless_over(job.uid, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
-        return self._state.view(job.uid)
+        self.stop_jobs(project, (name,), StopAction.CANCEL)
+        return self.get_job(project, name)
 
     def delete_job(self, project: str, name: str) -> None:
         """Stop it where it runs, then forget it."""

@@ -322,7 +322,7 @@ def pod_view(pod: Pod) -> PodView:
         other_gate=next((one.name for one in spec.scheduling_gates if one.name != labels.QUOTA_GATE), ""),
         scheduler="" if spec.scheduler_name == DEFAULT_SCHEDULER else spec.scheduler_name,
         unhealthy_gpu=unhealthy_gpu(pod),
-        **{**_wishes(meta.labels, meta.annotations or {}), **(_gang(pod) if gate is None and not elastic else {})},
+        **{**_options(meta.labels, meta.annotations or {}), **(_gang(pod) if gate is None and not elastic else {})},
     )
 
 
@@ -390,7 +390,7 @@ def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
     return devices if len(set(devices)) == len(parts) == gpus else None
 
 
-def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
+def _options(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields from the pod's labels; invalid values are left out, since admission has refused them."""
     notebook = labels.NOTEBOOK in given
     kind = given.get(labels.KIND, Kind.BUILD if notebook else Kind.TRAIN)

@@ -124,6 +124,7 @@ class ElasticJobs:
             if alive and job.intent is not Intent.RUN:
                 self.decisions.release([record.worker.id for record in alive])
             self._decided(uid)
+            self._follow_spec(uid)
             self.readiness.carry_out(uid)
             self.readiness.look_soon(uid)
             if self.book.runtime_states[uid].object.metadata.deletion_timestamp is not None:
@@ -238,9 +239,12 @@ class ElasticJobs:
         return msgspec.structs.replace(record, spec=spec)
 
     def _follow_spec(self, uid: str) -> None:
-        """Apply changes of the specification: suspend, resume, and fields that may change while the job waits."""
+        """Apply changes of the specification: suspend, resume, and fields that may change while the job waits.
+
+        Not before all pods are listed: a job that was suspended meanwhile would count as one without workers.
+        """
         job, spec = self.book.jobs[uid], self.book.runtime_states[uid].object.spec
-        if job.over:
+        if job.over or not self.pod_events.started:
             return
         if spec.suspend and not job.suspended:
             self.decisions.stop(job, Intent.SUSPEND, requests.SUSPENDED)

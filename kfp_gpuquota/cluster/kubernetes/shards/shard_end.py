@@ -67,7 +67,7 @@ class ShardJobs:
         self._outbox: Outbox | None = None
         self._listed: set[str] = set()
 
-    # The leader's wishes
+    # The leader's requests
 
     def connect(self, outbox: Outbox) -> None:
         """Begin with a connected leader, which sends all jobs before `Synced`."""

@@ -174,9 +174,8 @@ class WorkerPods:
         state.held_back = why
         self._book.emit(scheduler.JobSuspended(uid))
         asyncio.get_running_loop().call_later(state.hold_pauses.next_s(), self._release_hold, uid)
-        job = self._book.jobs[uid]
-        self._book.jobs[uid] = with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=why))
-        self._statuses.changed(uid)
+        reason = Reason(code=ReasonCode.WORKER_FAILED, message=why)
+        self._book.record(with_status(self._book.jobs[uid], reason=reason))
 
     def _release_hold(self, uid: str) -> None:
         job = self._book.jobs.get(uid)
