@@ -109,7 +109,10 @@ def test_the_command_answers_in_json(nodes: Path, jobs: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "lottery"], "--policy is lottery, but it must be one of gpuquota, fifo, static, best-fit, backfill"),
+        (
+            ["--policy", "lottery"],
+            "--policy is lottery, but it must be one of gpuquota, fifo, static, best-fit, backfill",
+        ),
         (["--guaranteed", "ls"], "--guaranteed is ls, but it is given as PROJECT=N"),
         (["--speed", "0"], "--speed is 0, but it must be above 0"),
         (["--every-node", "0"], "--every-node is 0, but it must be at least 1"),

@@ -8,11 +8,12 @@ forecast, which does not move at random from one time to the next.
 from __future__ import annotations
 
 from math import ceil, inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 from kfp_gpuquota.api.job import ExpectedStart
-from kfp_gpuquota.scheduler.forecast.play import Effort, play
+from kfp_gpuquota.scheduler.forecast.accuracy import CONFIDENCE
+from kfp_gpuquota.scheduler.forecast.play import Effort, play, usual_effort
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,20 +21,17 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.forecast.run_time import RunTime
     from kfp_gpuquota.scheduler.state.state import State
 
-USUAL: Final = Effort()
-CONFIDENCE: Final = 0.8
-"""The part of the starts that lie within their ranges."""
-
 
 def expected_starts(
-    state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort = USUAL
+    state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort | None = None
 ) -> dict[str, ExpectedStart]:
     """Return when the waiting jobs are expected to start, by uid; those of which it is unknown are left out.
 
-    `run_time(uid)` is what is known of a job. The state is the same afterwards; its cost is bounded by `effort`.
+    `run_time(uid)` is what is known of a job. The state is the same afterwards; the cost is bounded by `effort`, by
+    default the usual one.
     """
     jobs = {uid: run_time(uid) for uid, job in state.jobs.items() if not job.removed}
-    plays = effort.plays(len(jobs))
+    plays, cycles = usual_effort(len(jobs)) if effort is None else effort
     spread = {uid: crc32(uid.encode()) / 2**32 for uid in jobs}
     found: dict[str, list[float]] = {}
     for number in range(plays):
@@ -41,7 +39,7 @@ def expected_starts(
         def left_s(uid: str, offset: float = number / plays) -> float:
             return jobs[uid].left((spread[uid] + offset) % 1.0)
 
-        for uid, at in play(state, now, left_s, effort.cycles).items():
+        for uid, at in play(state, now, left_s, cycles).items():
             found.setdefault(uid, []).append(at)
     ranges = {uid: _range(starts, plays) for uid, starts in found.items() if not state.jobs[uid].active}
     return {uid: between for uid, between in ranges.items() if between is not None}
