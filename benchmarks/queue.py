@@ -188,7 +188,7 @@ class Looks:
             shown = self.accuracy.ranged(played[uid], now) if uid in played else None
             self.found.append(Look(uid, now, shown))
             if shown is not None:
-                self.accuracy.state(uid, now, played[uid], shown)
+                self.accuracy.state(uid, shown)
 
 
 def known_run_times(lives: dict[str, Life], now: float) -> Callable[[str], RunTime]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FEWEST: Final = 3
 """Jobs that have ended, fewer of which are no distribution."""
-MOST: Final = 50
+MOST: Final = 200
 """The latest of them that count."""
 MATERIAL_S: Final = 60.0
 MATERIAL_PART: Final = 0.2
@@ -98,7 +98,7 @@ def note_expected(book: JobBook, played: Mapping[str, ExpectedStart], now: float
             else:
                 book.expected_starts[uid] = new
         if found is not None:
-            accuracy.state(uid, now, found, book.expected_starts[uid])
+            accuracy.state(uid, book.expected_starts[uid])
     return changed
 
 

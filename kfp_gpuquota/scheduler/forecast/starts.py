@@ -8,11 +8,11 @@ forecast, which does not move at random from one time to the next.
 from __future__ import annotations
 
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 from kfp_gpuquota.api.job import ExpectedStart
-from kfp_gpuquota.scheduler.forecast.accuracy import CONFIDENCE
+from kfp_gpuquota.scheduler.forecast.accuracy import OUTSIDE
 from kfp_gpuquota.scheduler.forecast.play import Effort, play, usual_effort
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.forecast.run_time import RunTime
     from kfp_gpuquota.scheduler.state.state import State
+
+
+SEVERAL: Final = 4
+UNSURE: Final = 0.25
 
 
 def expected_starts(
@@ -41,13 +45,22 @@ def expected_starts(
 
         for uid, at in play(state, now, left_s, cycles).items():
             found.setdefault(uid, []).append(at)
-    ranges = {uid: _range(starts, plays) for uid, starts in found.items() if not state.jobs[uid].active}
+    ranges = {uid: _range(starts, plays, now) for uid, starts in found.items() if not state.jobs[uid].active}
     return {uid: between for uid, between in ranges.items() if between is not None}
 
 
-def _range(starts: Sequence[float], plays: int) -> ExpectedStart | None:
-    """Return the range of `CONFIDENCE` of the starts, by nearest rank; a play without a start counts as never."""
+def _range(starts: Sequence[float], plays: int, now: float) -> ExpectedStart | None:
+    """Return the range of the starts but for `OUTSIDE` of them on each side, by nearest rank.
+
+    A play without a start counts as never.
+
+    Fewer than `SEVERAL` plays do not show how much the starts scatter: then it is a part of the wait.
+    """
     ordered = sorted(starts) + [inf] * (plays - len(starts))
-    outside = (1.0 - CONFIDENCE) / 2
-    latest = ordered[min(plays - 1, ceil((1.0 - outside) * plays) - 1)]
-    return None if latest == inf else ExpectedStart(earliest=ordered[int(outside * plays)], latest=latest)
+    latest = ordered[min(plays - 1, ceil((1.0 - OUTSIDE) * plays) - 1)]
+    if latest == inf:
+        return None
+    earliest = ordered[int(OUTSIDE * plays)]
+    if plays < SEVERAL:
+        return ExpectedStart(earliest=earliest - UNSURE * (earliest - now), latest=latest + UNSURE * (latest - now))
+    return ExpectedStart(earliest=earliest, latest=latest)
