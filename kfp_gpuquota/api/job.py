@@ -337,11 +337,13 @@ class ExpectedStart(msgspec.Struct, frozen=True, kw_only=True):
     """When a waiting job is expected to start, in seconds since the epoch: between these times, four times out of five.
 
     It follows from the run times of other jobs, which are estimates too, and holds unless something happens that
-    nobody announced: a job of a higher priority, a lost node, a changed quota.
+    nobody announced: a job of a higher priority, a lost node, a changed quota. `held` is the part of the cluster's
+    latest estimates that held; None if there are too few.
     """
 
     earliest: float
     latest: float
+    held: float | None = None
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,7 +60,8 @@ def expected_start_of(expected: ExpectedStart, now: float, zone: tzinfo | None =
         return f"{time:%H:%M}" if time.date() == today else f"{time:%a %d %b %H:%M}"
 
     earliest, latest = shown(max(now, expected.earliest)), shown(expected.latest)
-    return f"at about {latest}" if earliest == latest else f"between {earliest} and {latest}"
+    held = "" if expected.held is None else f" ({expected.held:.0%} of the latest estimates held)"
+    return (f"at about {latest}" if earliest == latest else f"between {earliest} and {latest}") + held
 
 
 def _limit(spec: JobSpec) -> str:

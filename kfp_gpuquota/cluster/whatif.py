@@ -66,6 +66,7 @@ def _outlook(state: scheduler.State, answer: scheduler.WhatIf, supposed: Supposi
     names = {uid: (job.queue.name, job.name) for uid, job in state.jobs.items()}
     names |= {f"{_PREFIX}{i}": (spec.project, spec.name) for i, spec in enumerate(supposed.submit)}
     waits = [uid for uid in names if uid.startswith(_PREFIX) and uid not in answer.starts]
+    expected = {uid: answer.expected.get(uid) for uid in waits}
 
     def effects(uids: Iterable[str]) -> tuple[Effect, ...]:
         return tuple(
@@ -73,7 +74,7 @@ def _outlook(state: scheduler.State, answer: scheduler.WhatIf, supposed: Supposi
                 project=names[uid][0],
                 job=names[uid][1],
                 reason=answer.why(uid),
-                expected_start=answer.expected.get(uid),
+                expected_start=expected.get(uid),
             )
             for uid in uids
             if uid in names

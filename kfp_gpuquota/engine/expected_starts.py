@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FEWEST: Final = 3
 """Jobs that have ended, fewer of which are no distribution."""
-MOST: Final = 50
+MOST: Final = 200
 """The latest of them that count."""
 MATERIAL_S: Final = 60.0
 MATERIAL_PART: Final = 0.2
@@ -83,18 +83,22 @@ def _left_s(job: JobRecord, now: float) -> float | None:
     return max(0.0, left - max(0.0, now - progress.at))
 
 
-def note_expected(book: JobBook, found: Mapping[str, ExpectedStart], now: float) -> list[str]:
-    """Record the expected starts of waiting jobs; return the uids of those that have changed materially."""
-    changed = []
-    for uid, job in book.jobs.items():
-        old = book.expected_starts.get(uid)
-        new = found.get(uid) if job.status.phase is Phase.PENDING else None
+def note_expected(book: JobBook, played: Mapping[str, ExpectedStart], now: float) -> list[str]:
+    """Record the expected starts that plays gave to waiting jobs; return the uids of those that changed materially."""
+    changed, accuracy = [], book.accuracy
+    waiting = [uid for uid, job in book.jobs.items() if job.status.phase is Phase.PENDING]
+    accuracy.keep(waiting)
+    for uid in waiting:
+        old, found = book.expected_starts.get(uid), played.get(uid)
+        new = None if found is None else accuracy.ranged(found, now)
         if _differ(old, new, now):
             changed.append(uid)
             if new is None:
                 del book.expected_starts[uid]
             else:
                 book.expected_starts[uid] = new
+        if found is not None:
+            accuracy.state(uid, book.expected_starts[uid])
     return changed
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.engine.scheduling import job_announced, job_changed, run_recalled, worker_changed
+from kfp_gpuquota.scheduler.forecast import Accuracy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,7 +34,8 @@ class Change:
 class JobBook:
     """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name, `promised` what jobs are promised.
 
-    `expected_starts` are those of waiting jobs, as far as they are known: kept in memory, and shown by all views.
+    `expected_starts` are those of waiting jobs, as far as they are known: kept in memory, and shown by all views, as is
+    the `accuracy` of past ones.
     """
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
@@ -43,6 +45,7 @@ class JobBook:
         self._workers_of: dict[str, list[str]] = {}
         self.promised: dict[str, tuple[scheduler.Placement, ...]] = {}
         self.expected_starts: dict[str, ExpectedStart] = {}
+        self.accuracy = Accuracy()
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
         """Return all stored workers of a job, oldest first."""
@@ -98,6 +101,8 @@ class JobBook:
         self.jobs[job.uid] = job
         if job.status.phase is not Phase.PENDING:
             self.expected_starts.pop(job.uid, None)
+            if job.status.started_at is not None:
+                self.accuracy.started(job.uid, job.status.started_at)
         if job.promised:
             self.promised[job.uid] = job.promised
         else:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from random import Random
 from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from kfp_gpuquota.api import ExpectedStart
 from kfp_gpuquota.scheduler import JobRemoved, WorkerGone, WorkerLeaving, WorkerStarted, plan
 from kfp_gpuquota.scheduler.dump import take_dump
-from kfp_gpuquota.scheduler.forecast import UNKNOWN, Effort, RunTime, expected_starts
+from kfp_gpuquota.scheduler.forecast import UNKNOWN, Accuracy, Effort, RunTime, expected_starts
 from tests.scheduler.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.api import ExpectedStart
     from kfp_gpuquota.scheduler import Placement
 
-EXACT = Effort(cycles=1000, all_cycles=1)
+EXACT = Effort(plays=4, cycles=1000)
 NODES, GPUS = 2, 4
 
 
@@ -149,3 +150,28 @@ def _forecast(one: Reality) -> dict[str, ExpectedStart]:
         return RunTime(left_s=one.ends[uid] - now if uid in one.ends else one.lasts[uid])
 
     return expected_starts(one.world.state, now, run_time, EXACT)
+
+
+def test_the_width_of_ranges_follows_from_what_became_of_past_ones() -> None:
+    accuracy, chance = Accuracy(), Random(7)
+    assert accuracy.ranged(ExpectedStart(earliest=1e5, latest=2e5), 0.0).held is None
+    for number in range(2000):
+        now = 1e6 * number
+        shown = accuracy.ranged(ExpectedStart(earliest=now + 1e5, latest=now + 2e5), now)
+        accuracy.state(str(number), shown)
+        accuracy.keep([str(number)])
+        accuracy.started(str(number), now + chance.uniform(1e5, 3e5))
+    assert 0.75 <= accuracy.held <= 0.85
+    found = accuracy.ranged(ExpectedStart(earliest=1e5, latest=2e5), 0.0)
+    assert 1.1e5 < found.earliest < 1.3e5
+    assert 2.6e5 < found.latest < 3e5
+    assert found.held == round(accuracy.held, 2)
+
+
+def test_estimates_of_jobs_that_never_started_are_forgotten() -> None:
+    accuracy = Accuracy()
+    played = ExpectedStart(earliest=1000.0, latest=1200.0)
+    accuracy.state("deleted", played)
+    accuracy.keep([])
+    accuracy.started("deleted", 500.0)
+    assert (accuracy.compared, accuracy.held) == (0, 1.0)

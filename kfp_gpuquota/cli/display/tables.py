@@ -99,6 +99,11 @@ def expected_start_text(job: Job) -> str:
     return "unknown" if expected is None else expected_start_of(expected, time.time())
 
 
+def expected_start_cell(job: Job) -> str:
+    """Return the same without how right past estimates were."""
+    return expected_start_text(job).partition(" (")[0]
+
+
 def phase_text(phase: Phase) -> str:
     """The phase as a verb: "is running", "has failed"."""
     if phase in {Phase.SUCCEEDED, Phase.FAILED}:
@@ -136,7 +141,7 @@ def _wide_row(job: Job) -> list[object]:
     nodes = sorted({worker.node for worker in held})
     spec = job.spec
     sizes = (spec.smallest, spec.largest, spec.effective_priority)
-    return [*sizes, expected_start_text(job), ",".join(nodes), _devices(held, nodes), job.uid]
+    return [*sizes, expected_start_cell(job), ",".join(nodes), _devices(held, nodes), job.uid]
 
 
 def _devices(workers: Sequence[Worker], nodes: Sequence[str]) -> str:

@@ -306,7 +306,7 @@ class LocalCluster:
     def metrics(self) -> str:
         """Figures of projects, jobs and shared GPUs, in Prometheus's text format."""
         phases = (job.status.phase for job in self._state.jobs.values())
-        return metrics_text(self.list_projects(), self.list_nodes(), phases)
+        return metrics_text(self.list_projects(), self.list_nodes(), phases, self._state.accuracy)
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Keep the job alive.

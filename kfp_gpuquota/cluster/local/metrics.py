@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api.wire import NodeView, ProjectView, ShareView
+    from kfp_gpuquota.scheduler.forecast import Accuracy
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float]
@@ -25,7 +26,9 @@ _MEMORY = {
 }
 
 
-def metrics_text(projects: Sequence[ProjectView], nodes: Sequence[NodeView], phases: Iterable[Phase]) -> str:
+def metrics_text(
+    projects: Sequence[ProjectView], nodes: Sequence[NodeView], phases: Iterable[Phase], accuracy: Accuracy
+) -> str:
     """Return the text of GET /metrics."""
     shares = [(view.node.name, share) for view in nodes for share in view.shares]
     families: list[tuple[str, str, list[Sample]]] = [
@@ -37,6 +40,8 @@ def metrics_text(projects: Sequence[ProjectView], nodes: Sequence[NodeView], pha
         ("surplus_gpus", "GPUs held beyond what jobs request", [(_project(view), view.surplus) for view in projects]),
         ("requested_gpus", "GPUs that jobs request", [(_project(view), view.requested) for view in projects]),
         ("jobs", "Jobs by status", _by_phase(phases)),
+        ("expected_starts_compared", "Latest estimates of starts that are compared", [({}, accuracy.compared)]),
+        ("expected_starts_held_ratio", "The part of these whose range held the start", [({}, accuracy.held)]),
         ("nodes", "Nodes known", [({}, len(nodes))]),
         ("gpus", "GPUs of the node", [({"node": view.node.name}, len(view.node.devices)) for view in nodes]),
         ("used_gpus", "GPUs in use", [({"node": view.node.name}, sum(view.used.values())) for view in nodes]),

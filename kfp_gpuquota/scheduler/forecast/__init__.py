@@ -1,11 +1,13 @@
 """When waiting jobs are expected to start: the state is played forward with the scheduler's own cycles.
 
-Belongs here: the distribution of a job's run time, the play, the range of starts. Does not belong here: which run times
-are known of a job, which is for the engine's records to say. Nothing here is called while a plan is made.
+Belongs here: the distribution of a job's run time, the play, the range of starts, how right past ones were. Does not
+belong here: which run times are known of a job, which is for the engine's records to say. Nothing here is called while
+a plan is made.
 """
 
+from kfp_gpuquota.scheduler.forecast.accuracy import Accuracy
 from kfp_gpuquota.scheduler.forecast.play import Effort
 from kfp_gpuquota.scheduler.forecast.run_time import UNKNOWN, RunTime
 from kfp_gpuquota.scheduler.forecast.starts import expected_starts
 
-__all__ = ["UNKNOWN", "Effort", "RunTime", "expected_starts"]
+__all__ = ["UNKNOWN", "Accuracy", "Effort", "RunTime", "expected_starts"]

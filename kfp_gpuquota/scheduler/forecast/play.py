@@ -5,18 +5,18 @@ fractions, reservations, reclaim and preemption are those of the planner, and th
 in agreement. Rejected: a copy of the state for each play (it takes as long as the play of 1,000 jobs), and a model of
 its own with counts of GPUs (ten times as fast, but wrong wherever a rule was forgotten).
 
-Where more jobs end than there are `cycles`, several ends share a cycle, and what starts in it starts in the middle of
-them: the resolution becomes coarser, the rules stay. Two things are left out: jobs are not moved together
-(consolidation), and no GPUs are lent, for these come back as soon as a waiting job needs them. A stopped job continues
-where it was stopped.
+Where many jobs run, a tenth of them ends before the next cycle, and what starts in it starts when its devices became
+free: the order of starts is then that of a moment a little later, the rules stay. Two things are left out: jobs are not
+moved together (consolidation), and no GPUs are lent, for these come back as soon as a waiting job needs them. A stopped
+job continues where it was stopped.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.garbage import collector_paused
@@ -28,24 +28,27 @@ from kfp_gpuquota.scheduler.state.order import job_key, shape_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Shape
+    from kfp_gpuquota.scheduler.state.model import Host, OrderKey, Queue, Shape
     from kfp_gpuquota.scheduler.state.state import State
 
 ACTIONS: Final = ("allocate", "reclaim", "preempt")
+FEW: Final = 50
+"""Of so many jobs no two ends share a cycle."""
 HORIZON_S: Final = 30 * 86_400.0
 """What would start later than this is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much work a forecast may be: the cycles of one play, and of all plays together."""
+class Effort(NamedTuple):
+    """How much work a forecast is: the number of plays, and the cycles of each in which as many jobs end as run."""
 
-    cycles: int = 24
-    all_cycles: int = 96
+    plays: int
+    cycles: int
 
-    def plays(self, jobs: int) -> int:
-        """Return the number of plays for so many jobs that run or wait."""
-        return max(1, min(16, self.all_cycles // max(1, min(jobs, self.cycles))))
+
+def usual_effort(jobs: int) -> Effort:
+    """Return the effort for so many jobs that run or wait: some tenths of a second at most, up to a few thousand."""
+    plays = max(1, min(8, 400 // max(1, jobs)))
+    return Effort(plays, FEW if jobs <= FEW else 10)
 
 
 class _Filed(NamedTuple):
@@ -89,6 +92,7 @@ class _Play:
         self._ends: list[tuple[float, int, _Run | None]] = []
         self._runs: dict[Job, _Run] = {}
         self._left: dict[str, float] = {}
+        self._freed: dict[tuple[Host, int], float] = {}  # in this cycle, where ends share it
         self._began: dict[Job, float] = {}
         self._tasks_began: dict[Task, float] = {}
         self._promised = [job for job in state.promised.values() if not job.active]
@@ -116,12 +120,18 @@ class _Play:
         self._start(at, at)
         while self._waiting and self._ends and self._ends[0][0] <= last:
             times: list[float] = []
-            while self._ends and (len(times) < self._batch or self._ends[0][0] <= at) and self._ends[0][0] <= last:
-                at, _, run = heappop(self._ends)
-                if self._end(run, at):
-                    times.append(at)
+            self._freed.clear()
+            while self._ends and (len(times) < self._batch or self._shares(at)) and self._ends[0][0] <= last:
+                end, _, run = heappop(self._ends)
+                if self._end(run, end):
+                    times.append(end)
+                    at = max(at, end)
             if times:
-                self._start(at, (times[0] + at) / 2)
+                self._start(at, at if self._batch == 1 else (times[0] + times[-1]) / 2)
+
+    def _shares(self, at: float) -> bool:
+        """Return whether the next end is at that time, too; where ends share cycles anyway it does not matter."""
+        return self._batch == 1 and self._ends[0][0] <= at
 
     def _begin_all(self) -> None:
         """Begin with the jobs that run; what leaves has left at once."""
@@ -129,7 +139,7 @@ class _Play:
             self._filed[queue] = _Filed(queue.waiting, dict(queue.running), list(queue.requested))
             queue.waiting = self._copied(queue)
         running = [job for queue in self._ledger.queues.values() for job in queue.running]
-        self._batch = max(1, ceil((len(running) + self._waiting) / max(1, self._cycles)))
+        self._batch = max(1, len(running) // self._cycles)
         for task in list(self._ledger.leaving):
             self._ledger.set(task, Status.PENDING, None)
         for job in running:
@@ -157,6 +167,8 @@ class _Play:
         if run.ends_at != at:
             return False
         for task in run.tasks:
+            if task.node is not None and self._batch > 1:
+                self._freed.update(((task.node, device), at) for device in task.devices)
             self._ledger.set(task, Status.PENDING, None)
         for queue in run.job.queue.path:
             for r, amount in enumerate(run.job.requested):
@@ -185,14 +197,28 @@ class _Play:
         for task in stopped:
             self._stop(task, at)
         for job, tasks in started.items():
-            for task in tasks:
-                self._ledger.set(task, Status.HELD, task.node, task.devices)
-                self._tasks_began.setdefault(task, task.started_at)
-                task.started_at = at
-            self._begin(job, tasks, at)
+            begin = self._began_at(tasks, at)
+            self._hold(tasks, begin)
+            self._begin(job, tasks, begin)
         if cycle.again_at is not None and self._batch == 1:
             self._at(cycle.again_at, None)
         return bool(started or stopped)
+
+    def _began_at(self, tasks: Iterable[Task], at: float) -> float:
+        """Return when the last of the devices became free that this cycle's ends released; `at` if there is none."""
+        devices = ((task.node, device) for task in tasks if task.node is not None for device in task.devices)
+        return max((self._freed[one] for one in devices if one in self._freed), default=at)
+
+    def _hold(self, tasks: Iterable[Task], at: float) -> None:
+        """Let the tasks run, so that later cycles can take them for others.
+
+        Where ends share cycles those on idle devices stay bound, which costs less, and are not taken.
+        """
+        for task in tasks:
+            if self._batch == 1 or task.status is Status.NOMINATED:
+                self._ledger.set(task, Status.HELD, task.node, task.devices)
+            self._tasks_began.setdefault(task, task.started_at)
+            task.started_at = at
 
     def _begin(self, job: Job, tasks: Iterable[Task], at: float) -> None:
         """Record that these tasks of the job run."""
@@ -210,14 +236,13 @@ class _Play:
         self.starts.setdefault(job.uid, at)
         self._began.setdefault(job, job.started_at)
         job.started_at = at
-        for shape, entries in list(job.queue.waiting.items()):
-            kept = [entry for entry in entries if entry[1] is not job]
-            if len(kept) < len(entries):
-                self._waiting -= 1
-                job.queue.waiting[shape] = kept
-                if not kept:
-                    del job.queue.waiting[shape]
-                return
+        assert job.filed is not None
+        shape, key = job.filed
+        entries = job.queue.waiting[shape]
+        del entries[bisect_left(entries, key, key=_key_of)]
+        if not entries:
+            del job.queue.waiting[shape]
+        self._waiting -= 1
 
     def _stop(self, task: Task, at: float) -> None:
         """The task was stopped for another job. A job that has lost all of them waits again, as a new record."""
@@ -231,14 +256,18 @@ class _Play:
         self._left[job.uid] = run.ends_at - at
         run.ends_at = -inf
         again = _resubmitted(job)
-        tasks = next_tasks(again)
-        entries = again.queue.waiting.setdefault(shape_of(again, tasks), [])
-        insort(entries, (job_key(again), again), key=lambda entry: entry[0])
+        again.filed = (shape_of(again, next_tasks(again)), job_key(again))
+        entries = again.queue.waiting.setdefault(again.filed[0], [])
+        insort(entries, (again.filed[1], again), key=_key_of)
         self._waiting += 1
 
     def _at(self, at: float, run: _Run | None) -> None:
         self._serial += 1
         heappush(self._ends, (at, self._serial, run))
+
+
+def _key_of(entry: tuple[OrderKey, Job]) -> OrderKey:
+    return entry[0]
 
 
 def _resubmitted(job: Job) -> Job:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 from kfp_gpuquota.api.job import ExpectedStart
-from kfp_gpuquota.scheduler.forecast.play import Effort, play
+from kfp_gpuquota.scheduler.forecast.accuracy import OUTSIDE
+from kfp_gpuquota.scheduler.forecast.play import Effort, play, usual_effort
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,20 +21,21 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.forecast.run_time import RunTime
     from kfp_gpuquota.scheduler.state.state import State
 
-USUAL: Final = Effort()
-CONFIDENCE: Final = 0.8
-"""The part of the starts that lie within their ranges."""
+
+SEVERAL: Final = 4
+UNSURE: Final = 0.25
 
 
 def expected_starts(
-    state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort = USUAL
+    state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort | None = None
 ) -> dict[str, ExpectedStart]:
     """Return when the waiting jobs are expected to start, by uid; those of which it is unknown are left out.
 
-    `run_time(uid)` is what is known of a job. The state is the same afterwards; its cost is bounded by `effort`.
+    `run_time(uid)` is what is known of a job. The state is the same afterwards; the cost is bounded by `effort`, by
+    default the usual one.
     """
     jobs = {uid: run_time(uid) for uid, job in state.jobs.items() if not job.removed}
-    plays = effort.plays(len(jobs))
+    plays, cycles = usual_effort(len(jobs)) if effort is None else effort
     spread = {uid: crc32(uid.encode()) / 2**32 for uid in jobs}
     found: dict[str, list[float]] = {}
     for number in range(plays):
@@ -41,15 +43,24 @@ def expected_starts(
         def left_s(uid: str, offset: float = number / plays) -> float:
             return jobs[uid].left((spread[uid] + offset) % 1.0)
 
-        for uid, at in play(state, now, left_s, effort.cycles).items():
+        for uid, at in play(state, now, left_s, cycles).items():
             found.setdefault(uid, []).append(at)
-    ranges = {uid: _range(starts, plays) for uid, starts in found.items() if not state.jobs[uid].active}
+    ranges = {uid: _range(starts, plays, now) for uid, starts in found.items() if not state.jobs[uid].active}
     return {uid: between for uid, between in ranges.items() if between is not None}
 
 
-def _range(starts: Sequence[float], plays: int) -> ExpectedStart | None:
-    """Return the range of `CONFIDENCE` of the starts, by nearest rank; a play without a start counts as never."""
+def _range(starts: Sequence[float], plays: int, now: float) -> ExpectedStart | None:
+    """Return the range of the starts but for `OUTSIDE` of them on each side, by nearest rank.
+
+    A play without a start counts as never.
+
+    Fewer than `SEVERAL` plays do not show how much the starts scatter: then it is a part of the wait.
+    """
     ordered = sorted(starts) + [inf] * (plays - len(starts))
-    outside = (1.0 - CONFIDENCE) / 2
-    latest = ordered[min(plays - 1, ceil((1.0 - outside) * plays) - 1)]
-    return None if latest == inf else ExpectedStart(earliest=ordered[int(outside * plays)], latest=latest)
+    latest = ordered[min(plays - 1, ceil((1.0 - OUTSIDE) * plays) - 1)]
+    if latest == inf:
+        return None
+    earliest = ordered[int(OUTSIDE * plays)]
+    if plays < SEVERAL:
+        return ExpectedStart(earliest=earliest - UNSURE * (earliest - now), latest=latest + UNSURE * (latest - now))
+    return ExpectedStart(earliest=earliest, latest=latest)

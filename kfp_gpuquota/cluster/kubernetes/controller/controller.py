@@ -182,6 +182,8 @@ class Controller:
             self.unpinned,
         )
         self._forecast = StartForecast(self._planner, self.current_state, self.elastic.book, self._now)
+        self.metrics.starts_compared.set_function(lambda: self.elastic.book.accuracy.compared)
+        self.metrics.starts_held.set_function(lambda: self.elastic.book.accuracy.held)
         self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)

@@ -76,6 +76,14 @@ class Metrics:
             buckets=_WAIT_SECONDS,
             registry=self.registry,
         )
+        self.starts_compared = Gauge(
+            "gpuquota_expected_starts_compared", "Latest estimates of starts that are compared", registry=self.registry
+        )
+        self.starts_held = Gauge(
+            "gpuquota_expected_starts_held_ratio",
+            "The part of these whose range held the start",
+            registry=self.registry,
+        )
         self.gpus = Gauge("gpuquota_gpus", "GPUs in the plan", registry=self.registry)
         self.borrowed = Gauge(
             "gpuquota_borrowed_gpus", "GPUs held above the guarantee", ["project"], registry=self.registry
