@@ -14,6 +14,7 @@ from kfp_gpuquota.cli.admin.shared import (
     ForegroundOption,
     GroupOption,
     InstallUnitOption,
+    JobsPerUserOption,
     PrintUnitOption,
     SharedOption,
     refuse_beside_service,
@@ -178,6 +179,7 @@ def start(
     reserve_after: ReserveAfterOption = None,
     group: GroupOption = "",
     admin_group: AdminGroupOption = "",
+    jobs_per_user: JobsPerUserOption = None,
     *,
     shared: SharedOption = False,
     foreground: ForegroundOption = False,
@@ -218,6 +220,7 @@ def start(
         shared=shared,
         group=group,
         admin_group=admin_group,
+        jobs_per_user=jobs_per_user,
         service={"--foreground": foreground, "--print-unit": print_unit, "--install-unit": install_unit},
     )
     home = embedded_home()
