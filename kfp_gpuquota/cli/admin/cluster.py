@@ -17,7 +17,7 @@ from kfp_gpuquota.cli.admin.shared import (
     JobsPerUserOption,
     PrintUnitOption,
     SharedOption,
-    refuse_beside_service,
+    check_start,
     serve_here,
     shared_settings,
     show_unit,
@@ -269,7 +269,7 @@ def start(
         if foreground:
             serve_here(home, config)
         if for_users is not None:
-            refuse_beside_service()
+            check_start()
         _start_as(home, config)
     echo(f"the cluster runs in {home.root}")
     status()

@@ -95,8 +95,8 @@ def show_unit(*, install: bool) -> None:
     echo(f"{service.UNIT_FILE} is written; start it: systemctl daemon-reload && systemctl enable --now gpuquota")
 
 
-def refuse_beside_service() -> None:
-    """Raise ConflictError where the cluster is a service of systemd, which starts and stops it."""
+def check_start() -> None:
+    """Raise ConflictError where the cluster is a service of systemd, UsageError for an unsafe installation."""
     from kfp_gpuquota.cluster.local.shared.service import UNIT_FILE  # noqa: PLC0415
 
     if UNIT_FILE.exists():
@@ -104,6 +104,7 @@ def refuse_beside_service() -> None:
             f"the cluster is a service ({UNIT_FILE}); change its options with --install-unit, then: systemctl "
             "daemon-reload && systemctl restart gpuquota"
         )
+    _check_installation()
 
 
 def serve_here(home: Home, config: ClusterConfig) -> None:
