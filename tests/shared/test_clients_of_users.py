@@ -15,7 +15,7 @@ from kfp_gpuquota.errors import ClusterUnavailableError, ConflictError
 from kfp_gpuquota.server.transport.unix_sockets import listen
 from tests.conftest import running_cluster
 from tests.polling import until
-from tests.shared.people import environment_of
+from tests.shared.people import MARKS, environment_of
 from tests.shared.test_jobs_of_users import log_of, submit
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tests.forked import Completed
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
+
+pytestmark = MARKS
 
 
 def run(cluster: SharedCluster, person: Person, *words: str) -> Completed:
@@ -167,6 +169,8 @@ def test_a_cluster_of_one_user_has_no_members_and_shows_none(tmp_path: Path) -> 
 
 def test_of_a_shared_cluster_that_does_not_run_the_remedy_is_its_services(tmp_path: Path) -> None:
     listen(tmp_path / "socket").close()
-    client = connect({"GPUQUOTA_SHARED_SOCKET": str(tmp_path / "socket")}, retry_for_s=0.0)
+    client = connect(
+        {"GPUQUOTA_SHARED_SOCKET": str(tmp_path / "socket"), "XDG_STATE_HOME": str(tmp_path)}, retry_for_s=0.0
+    )
     with pytest.raises(ClusterUnavailableError, match="started by root: systemctl status gpuquota"):
         client.health()

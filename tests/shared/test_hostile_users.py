@@ -24,12 +24,15 @@ from tests.conftest import running_cluster
 from tests.polling import until
 from tests.security.other_user import open_to_everybody
 from tests.shared import people
+from tests.shared.people import MARKS
 from tests.shared.test_jobs_of_users import job, log_of, submit
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
+
+pytestmark = MARKS
 
 READ_ALL = """
 found = []

@@ -21,9 +21,12 @@ from kfp_gpuquota.cluster.local.workers import cgroups
 from kfp_gpuquota.errors import StateFileError, UsageError
 from tests.polling import TIMEOUT_S
 from tests.security.other_user import open_to_everybody
+from tests.shared.people import MARKS
 
 if TYPE_CHECKING:
     from tests.shared.conftest import Users
+
+pytestmark = MARKS
 
 GPUQUOTA = Path(sys.executable).with_name("gpuquota")
 
@@ -65,7 +68,7 @@ def test_the_service_reports_to_systemd_when_it_serves_and_runs_in_the_foregroun
     words = ["cluster", "start", "--shared", "--gpus", "2", "--cpu-slots", "--foreground"]
     with subprocess.Popen([GPUQUOTA, *words], env=environment, stderr=subprocess.PIPE, text=True) as service:
         assert notified.recv(100).decode() == f"READY=1\nMAINPID={service.pid}"
-        assert connect({"GPUQUOTA_SHARED_SOCKET": str(path), "HOME": "/nowhere"}).health().shared
+        assert connect({"GPUQUOTA_SHARED_SOCKET": str(path), "XDG_STATE_HOME": str(tmp_path)}).health().shared
         ((status, _),) = users.eve.ask(path, [("GET", "/v1/nodes", None)])
         assert status == 200, "without --group every user may look"
         service.terminate()

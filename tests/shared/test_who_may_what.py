@@ -9,12 +9,15 @@ from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.shared.guard import HIDDEN, PRIVATE_REASONS
 from kfp_gpuquota.server.app import build_app
+from tests.shared.people import MARKS
 from tests.shared.test_jobs_of_users import job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.shared.conftest import SharedCluster, Users
+
+pytestmark = MARKS
 
 EVERYBODY: Final = ("anna", "ben", "cleo", "dora")
 MEMBERS: Final = ("anna", "ben", "dora")
