@@ -44,6 +44,7 @@ PROJECT_VARIABLE: Final = "GPUQUOTA_PROJECT"
 CONTEXT_VARIABLE: Final = "GPUQUOTA_CONTEXT"
 EMBEDDED: Final = "embedded"
 CURRENT: Final = "."
+_REMEDY: Final = "it is shared by users of this machine, and started by root: systemctl status gpuquota"
 _NO_NAMESPACE: Final = "default"
 _POD_TOKEN: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
@@ -75,7 +76,7 @@ def connect(
             "Kubernetes (--context NAME). Leave out -i here"
         )
     if (shared := shared_socket(environment)) is not None:
-        return Client(lambda: (_open_to_us(shared), ""), retry_for_s=retry_for_s)
+        return Client(lambda: (_open_to_us(shared), ""), retry_for_s=retry_for_s, remedy=_REMEDY)
     home = embedded_home(environment)
 
     def locate() -> tuple[Path, str]:

@@ -38,8 +38,12 @@ class UserBackend(Backend, Protocol):
 class Access(Protocol):
     """Identifies the user of a request, on a cluster that several share."""
 
-    def cluster_for(self, request: web.Request) -> UserBackend:
-        """Return the backend with the rights of the user who sent the request."""
+    def cluster_for(self, request: web.Request, begin: Callable[[], None]) -> UserBackend:
+        """Return the backend with the rights of the user who sent the request.
+
+        It calls `begin` when it has found that the user may make the change, and before it makes it: what is refused
+        takes nothing of the audit log's reserved space.
+        """
 
 
 log = logging.getLogger(__name__)
@@ -67,10 +71,12 @@ def build_app(
     outer = [] if audit is None else [audited(audit)]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*outer, _errors])
     checked = _checker(token) if access is None else _unchecked
-    of = access.cluster_for if access is not None else None
 
-    def backend_of(request: web.Request) -> Backend:
-        return backend if of is None else of(request)
+    def backend_of(request: web.Request, writing: Writing = Writing.AFTER) -> Backend:
+        if access is None:
+            begin_change(request, writing)
+            return backend
+        return access.cluster_for(request, lambda: begin_change(request, writing))
 
     async def healthy(_request: web.Request) -> web.Response:
         return _json(msgspec.structs.replace(health, problem=problem()))
@@ -79,9 +85,10 @@ def build_app(
         return _json(openapi.document(health.version))
 
     async def shutdown(request: web.Request) -> web.Response:
-        if of is not None:
-            of(request).require_admin("stop it")
-        begin_change(request, Writing.RESERVED)
+        if access is None:
+            begin_change(request, Writing.RESERVED)
+        else:
+            access.cluster_for(request, lambda: begin_change(request, Writing.RESERVED)).require_admin("stop it")
         on_shutdown()
         return web.Response(status=204)
 
@@ -105,17 +112,16 @@ def build_app(
     return app
 
 
-def _serve(backend_of: Callable[[web.Request], Backend], route: Route) -> Handler:
+def _serve(backend_of: Callable[[web.Request, Writing], Backend], route: Route) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         body = None
         if route.body is not None:  # of others nothing is read
             decoded = decode_body(await _body(request))
             request[TARGET] = target_of(decoded)
             body = convert_body(route, decoded)
-        if route.method != "GET":
-            begin_change(request, route.audit)
         version = request.headers.get("If-Match", "")
-        answer = await route.handler(backend_of(request), Request(request.match_info, request.query, body, version))
+        backend = backend_of(request, Writing.AFTER if route.method == "GET" else route.audit)
+        answer = await route.handler(backend, Request(request.match_info, request.query, body, version))
         if route.answer is None:
             return web.Response(status=204)
         return _json(answer, 201 if route.created else 200)

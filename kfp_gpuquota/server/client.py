@@ -52,6 +52,7 @@ T = TypeVar("T")
 
 REQUEST_TIMEOUT_S: Final = 10.0
 RETRY_FOR_S: Final = 30.0
+START: Final = "start it with: gpuquota cluster start"
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 
@@ -61,11 +62,13 @@ class Client:
 
     `locate` returns (the path of the cluster's socket, token); it is called again after a failed connection, and may
     start the daemon. Raises the errors of `kfp_gpuquota.errors`; after `retry_for_s` without an answer
-    `ClusterUnavailableError`.
+    `ClusterUnavailableError` with the `remedy`.
     """
 
-    def __init__(self, locate: Callable[[], tuple[Path, str]], *, retry_for_s: float = RETRY_FOR_S) -> None:
-        self._locate = locate
+    def __init__(
+        self, locate: Callable[[], tuple[Path, str]], *, retry_for_s: float = RETRY_FOR_S, remedy: str = START
+    ) -> None:
+        self._locate, self._remedy = locate, remedy
         self._retry_for_s = retry_for_s
         self._connection: UnixConnection | None = None
         self._token = ""
@@ -281,7 +284,8 @@ class Client:
             except (OSError, http.client.HTTPException) as failure:
                 self._forget_connection()
                 if backoff.exhausted:
-                    raise _unavailable(failure) from failure
+                    message = f"the cluster does not answer ({failure}); {self._remedy}"
+                    raise errors.ClusterUnavailableError(message) from failure
             else:
                 if response.status != 503 or backoff.exhausted:
                     return response, raw
@@ -316,12 +320,6 @@ class Client:
 
 def _job_path(project: str, name: str) -> str:
     return join("/v1/projects", project, "jobs", name)
-
-
-def _unavailable(failure: Exception) -> errors.ClusterUnavailableError:
-    return errors.ClusterUnavailableError(
-        f"the cluster does not answer ({failure}); start it with: gpuquota cluster start"
-    )
 
 
 def _error(status: int, raw: bytes) -> errors.GpuQuotaError:

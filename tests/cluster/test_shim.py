@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ class Shim:
         self.directory = directory
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *command: str, grace_period_s: float = 5.0, **spec: Any) -> None:
+    def start(self, *command: str, grace_period_s: float = 5.0, inherited: tuple[int, ...] = (), **spec: Any) -> None:
         content = {
             "command": command,
             "environment": {"PATH": os.environ["PATH"]},
@@ -37,11 +38,11 @@ class Shim:
             **spec,
         }
         (self.directory / "spec.json").write_text(json.dumps(content))
-        self.process = self.spawn()
+        self.process = self.spawn(inherited)
 
-    def spawn(self) -> subprocess.Popen[bytes]:
+    def spawn(self, inherited: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-I", "-S", shim.__file__, str(self.directory)]
-        return subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
 
     def worker(self) -> int:
         """The worker's pid, once it runs."""
@@ -177,3 +178,11 @@ def test_a_worker_that_the_machine_ended_by_a_restart_ended_with_its_last_line(t
     assert shims.ended_at(tmp_path) == 1000.0
     (tmp_path / "process.json").write_text(json.dumps(identity | {"boot_id": shim.boot_id()}))
     assert shims.ended_at(tmp_path) is None
+
+
+def test_the_locks_of_gpus_that_a_shim_inherits_are_not_its_workers(a_shim: Shim) -> None:
+    with socket.socket(socket.AF_UNIX) as lock:
+        a_shim.start("sleep", "infinity", inherited=(lock.fileno(),))
+        process = Path(f"/proc/{a_shim.worker()}")
+        until(lambda: (process / "comm").read_text() == "sleep\n")
+        assert sorted(path.name for path in (process / "fd").iterdir()) == ["0", "1", "2"]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,46 +13,19 @@ from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.cluster.local.workers.cgroups import ADVICE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import refuse_limits
 from kfp_gpuquota.errors import InvalidFieldError
+from tests.user_mode_linux import boot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-KERNEL = "linux.uml"
-REQUIRED = "GPUQUOTA_REQUIRE_UML"
-RUN_S = 240.0
 
 
 @pytest.fixture(scope="module")
 def in_a_kernel(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """The results of limits_program, which a kernel of its own has run on the files of this machine."""
-    program = shutil.which(KERNEL)
-    if program is None:
-        lack = f"there is no {KERNEL}; it is in Debian's user-mode-linux"
-        if os.environ.get(REQUIRED) == "1":
-            pytest.fail(lack)
-        pytest.skip(lack)
     directory = tmp_path_factory.mktemp("kernel")
-    result, init = directory / "result.json", directory / "init"
-    root = Path(__file__).parents[2]
-    init.write_text(f"#!/bin/sh\ncd {root}\nexec {sys.executable} -m tests.cluster.limits_program {result}\n")
-    init.chmod(0o755)
-    options = ["mem=1G", "root=/dev/root", "rootfstype=hostfs", "rw", "con=null", "con0=null,fd:1", f"init={init}"]
-    with (directory / "console").open("wb") as console:
-        kernel = subprocess.Popen(
-            [program, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "HOME": str(directory), "TMPDIR": str(directory)},
-        )
-        try:
-            kernel.wait(RUN_S)
-        finally:
-            if kernel.poll() is None:
-                os.killpg(kernel.pid, signal.SIGKILL)
-                kernel.wait()
-    assert result.exists(), (directory / "console").read_text(errors="replace")[-4000:]
+    result, root = directory / "result.json", Path(__file__).parents[2]
+    console = boot(directory, f"cd {root}\nexec {sys.executable} -m tests.cluster.limits_program {result}\n")
+    assert result.exists(), console[-4000:]
     found: dict[str, Any] = json.loads(result.read_text())
     assert "error" not in found, found["error"]
     return found

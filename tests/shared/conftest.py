@@ -13,7 +13,7 @@ from kfp_gpuquota.api.wire import MembersChange
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.shared.config import SharedConfig
 from tests.conftest import EmbeddedCluster, running_cluster
-from tests.security.other_user import as_root, open_to_everybody
+from tests.security.other_user import open_to_everybody
 from tests.shared import people
 
 if TYPE_CHECKING:
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.server.client import Client
     from tests.shared.people import Person
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(as_root)
-            item.add_marker(pytest.mark.xdist_group("accounts"))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ import tempfile
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+import pytest
+
 from tests import forked
 from tests.polling import TIMEOUT_S
+from tests.security.other_user import as_root
 from tests.shared import programs
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 forked.preload("tests.shared.programs")
+
+MARKS = [as_root, pytest.mark.xdist_group("accounts")]
+"""Of each test: one process adds and removes accounts."""
 
 ACCESS = f"gqlab{os.getpid()}"
 """The group of those who may connect."""

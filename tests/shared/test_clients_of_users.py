@@ -11,10 +11,11 @@ import pytest
 from kfp_gpuquota.api.wire import MembersChange
 from kfp_gpuquota.cluster.connect import connect, runs_here, shared_socket
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.errors import ConflictError
+from kfp_gpuquota.errors import ClusterUnavailableError, ConflictError
+from kfp_gpuquota.server.transport.unix_sockets import listen
 from tests.conftest import running_cluster
 from tests.polling import until
-from tests.shared.people import environment_of
+from tests.shared.people import MARKS, environment_of
 from tests.shared.test_jobs_of_users import log_of, submit
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tests.forked import Completed
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
+
+pytestmark = MARKS
 
 
 def run(cluster: SharedCluster, person: Person, *words: str) -> Completed:
@@ -162,3 +165,12 @@ def test_a_cluster_of_one_user_has_no_members_and_shows_none(tmp_path: Path) -> 
         assert isinstance(client.get_project("team-a").members, msgspec.UnsetType)
         with pytest.raises(ConflictError, match="this cluster has one user, so that its projects have no members"):
             cast("Client", client).change_members("team-a", MembersChange(add=("root",)))
+
+
+def test_of_a_shared_cluster_that_does_not_run_the_remedy_is_its_services(tmp_path: Path) -> None:
+    listen(tmp_path / "socket").close()
+    client = connect(
+        {"GPUQUOTA_SHARED_SOCKET": str(tmp_path / "socket"), "XDG_STATE_HOME": str(tmp_path)}, retry_for_s=0.0
+    )
+    with pytest.raises(ClusterUnavailableError, match="started by root: systemctl status gpuquota"):
+        client.health()

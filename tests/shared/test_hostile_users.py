@@ -13,19 +13,26 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kfp_gpuquota.api.wire import MembersChange
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.shared.config import SharedConfig
 from kfp_gpuquota.cluster.local.shared.files import make_owners_directory
 from kfp_gpuquota.cluster.local.workers import shim
 from kfp_gpuquota.engine.records import Owner
 from kfp_gpuquota.server.transport.connections import SHARED_LIMITS
+from tests.conftest import running_cluster
 from tests.polling import until
+from tests.security.other_user import open_to_everybody
 from tests.shared import people
+from tests.shared.people import MARKS
 from tests.shared.test_jobs_of_users import job, log_of, submit
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
+
+pytestmark = MARKS
 
 READ_ALL = """
 found = []
@@ -202,3 +209,20 @@ def test_a_job_does_not_run_as_a_user_who_has_the_number_of_its_owner_now(tmp_pa
     subprocess.run([sys.executable, "-I", "-S", shim.__file__, tmp_path], check=True)
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == shim.EXIT_CANNOT_EXECUTE
     assert f"user {users.anna.uid} is not somebody any more" in (tmp_path / "log").read_text()
+
+
+def test_one_user_cannot_fill_the_cluster_with_jobs(users: Users, tmp_path: Path) -> None:
+    open_to_everybody(tmp_path / "home")
+    shared = SharedConfig(socket=str(tmp_path / "run" / "socket"), jobs_per_user=2, admin_group=people.ADMINS)
+    with running_cluster(tmp_path / "home", ClusterConfig(gpus_per_node=2, shared=shared)) as cluster:
+        cluster.project("vision", 1)
+        cast("Client", cluster.client).change_members("vision", MembersChange(add=(users.anna.name, users.ben.name)))
+        requests = [job("one"), job("two"), job("three")]
+        answers = users.anna.ask(Path(shared.socket), requests)
+        assert [status for status, _ in answers] == [201, 201, 409]
+        assert "has 2 jobs that have not ended, the most that a user of this cluster may have" in str(answers[2])
+        for person in (users.ben, users.dora):
+            others = [job(f"{name}-of-{person.uid}") for name in ("one", "two")]
+            assert {status for status, _ in person.ask(Path(shared.socket), others)} == {201}
+        more = [("POST", "/v1/projects/vision/jobs/one/cancel", None), job("three")]
+        assert [status for status, _ in users.anna.ask(Path(shared.socket), more)] == [200, 201]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from tests.shared.people import MARKS
+
 if TYPE_CHECKING:
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
+
+pytestmark = MARKS
 
 WHO = """
 import json, os, resource

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.shared.guard import HIDDEN, PRIVATE_REASONS
 from kfp_gpuquota.server.app import build_app
+from tests.shared.people import MARKS
 from tests.shared.test_jobs_of_users import job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.shared.conftest import SharedCluster, Users
+
+pytestmark = MARKS
 
 EVERYBODY: Final = ("anna", "ben", "cleo", "dora")
 MEMBERS: Final = ("anna", "ben", "dora")
@@ -57,6 +61,7 @@ MAY: Final = {
 }
 ALLOWED: Final = {200, 201, 204, 409}
 """409: by the state of the job or the project, which only those learn who may."""
+WRITTEN_AFTER: Final = ("/lease", "/what-if")
 REFUSED: Final = {0, 401, 403, 404}
 """No connection, no token, no right, nothing there (the page)."""
 
@@ -113,6 +118,13 @@ def test_each_user_may_use_the_routes_that_the_table_allows_and_no_others(
             if status == 0:
                 assert "Permission denied" in answer
     assert not wrong
+    lines = [(line, json.loads(line)) for line in shared_cluster.home.audit_file.read_text().splitlines()]
+    refused = [line for line, entry in lines if entry["status"] == 403]
+    assert refused
+    assert not [line for line in refused if line.endswith(" }")], "what is refused takes none of the reserved space"
+    begun = [line for line, entry in lines if entry["status"] < 300 and not entry["request"].endswith(WRITTEN_AFTER)]
+    assert len(begun) > len(names)
+    assert not [line for line in begun if not line.endswith(" }")], "a change's line is there before the change"
 
 
 def test_of_a_job_of_another_user_nothing_is_shown_but_what_explains_the_queue(

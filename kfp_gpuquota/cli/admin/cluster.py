@@ -14,9 +14,10 @@ from kfp_gpuquota.cli.admin.shared import (
     ForegroundOption,
     GroupOption,
     InstallUnitOption,
+    JobsPerUserOption,
     PrintUnitOption,
     SharedOption,
-    refuse_beside_service,
+    check_start,
     serve_here,
     shared_settings,
     show_unit,
@@ -178,6 +179,7 @@ def start(
     reserve_after: ReserveAfterOption = None,
     group: GroupOption = "",
     admin_group: AdminGroupOption = "",
+    jobs_per_user: JobsPerUserOption = None,
     *,
     shared: SharedOption = False,
     foreground: ForegroundOption = False,
@@ -218,6 +220,7 @@ def start(
         shared=shared,
         group=group,
         admin_group=admin_group,
+        jobs_per_user=jobs_per_user,
         service={"--foreground": foreground, "--print-unit": print_unit, "--install-unit": install_unit},
     )
     home = embedded_home()
@@ -266,7 +269,7 @@ def start(
         if foreground:
             serve_here(home, config)
         if for_users is not None:
-            refuse_beside_service()
+            check_start()
         _start_as(home, config)
     echo(f"the cluster runs in {home.root}")
     status()

@@ -31,6 +31,12 @@ GroupOption = Annotated[
 AdminGroupOption = Annotated[
     str, typer.Option("--admin-group", metavar="GROUP", help="With --shared: its users may do what root may.")
 ]
+JobsPerUserOption = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs-per-user", min=1, help="With --shared: a user's jobs that have not ended, at most; else 1000."
+    ),
+]
 ForegroundOption = Annotated[
     bool, typer.Option("--foreground", help="With --shared: be the daemon, as a service of systemd.")
 ]
@@ -44,25 +50,34 @@ InstallUnitOption = Annotated[
 _UNIT_OPTIONS = frozenset({"--print-unit", "--install-unit", "--foreground"})
 
 
-def shared_settings(*, shared: bool, group: str, admin_group: str, service: Mapping[str, bool]) -> SharedConfig | None:
+def shared_settings(
+    *, shared: bool, group: str, admin_group: str, jobs_per_user: int | None, service: Mapping[str, bool]
+) -> SharedConfig | None:
     """Return the settings of a shared cluster, whose directory the command then works with; None without `--shared`.
 
     Raises UsageError for options that need it, and for a user who is not root.
     """
-    given = {"--group": bool(group), "--admin-group": bool(admin_group), **service}
+    given = {"--group": bool(group), "--admin-group": bool(admin_group)}
+    given |= {"--jobs-per-user": jobs_per_user is not None, **service}
     if not shared:
         if needing := next((name for name, is_given in given.items() if is_given), ""):
             raise UsageError(f"{needing} is for a cluster that several users share; add --shared")
         return None
     from kfp_gpuquota.cluster.connect import SHARED_VARIABLE  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.home import HOME_VARIABLE  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.shared.config import SHARED_HOME, SHARED_SOCKET, SharedConfig  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.shared.config import (  # noqa: PLC0415
+        DEFAULT_JOBS_PER_USER,
+        SHARED_HOME,
+        SHARED_SOCKET,
+        SharedConfig,
+    )
 
     if os.geteuid() != 0 and not service["--print-unit"]:
         raise UsageError("only root can start jobs as their users: sudo gpuquota cluster start --shared")
     os.environ.setdefault(HOME_VARIABLE, str(SHARED_HOME))
     socket = os.environ.get(SHARED_VARIABLE) or str(SHARED_SOCKET)
-    return SharedConfig(socket=socket, group=group, admin_group=admin_group)
+    most = jobs_per_user or DEFAULT_JOBS_PER_USER
+    return SharedConfig(socket=socket, group=group, admin_group=admin_group, jobs_per_user=most)
 
 
 def show_unit(*, install: bool) -> None:
@@ -80,8 +95,8 @@ def show_unit(*, install: bool) -> None:
     echo(f"{service.UNIT_FILE} is written; start it: systemctl daemon-reload && systemctl enable --now gpuquota")
 
 
-def refuse_beside_service() -> None:
-    """Raise ConflictError where the cluster is a service of systemd, which starts and stops it."""
+def check_start() -> None:
+    """Raise ConflictError where the cluster is a service of systemd, UsageError for an unsafe installation."""
     from kfp_gpuquota.cluster.local.shared.service import UNIT_FILE  # noqa: PLC0415
 
     if UNIT_FILE.exists():
@@ -89,6 +104,7 @@ def refuse_beside_service() -> None:
             f"the cluster is a service ({UNIT_FILE}); change its options with --install-unit, then: systemctl "
             "daemon-reload && systemctl restart gpuquota"
         )
+    _check_installation()
 
 
 def serve_here(home: Home, config: ClusterConfig) -> None:

@@ -209,8 +209,8 @@ class LocalCluster:
 
     def unfinished_of(self, uid: int) -> int:
         """Return the number of a user's jobs that have not ended."""
-        owners = (job.owner for job in self._state.jobs.values() if not job.over)
-        return sum(owner is not None and owner.uid == uid for owner in owners)
+        jobs = self._state.jobs.values()
+        return sum(job.owner is not None and job.owner.uid == uid and not job.over for job in jobs)
 
     def submit(self, request: SubmitJob, owner: Owner | None = None) -> Job:
         """Queue a job that runs as `owner`; the same request again answers with the same job.

@@ -111,7 +111,7 @@ LAUNCHER_IMAGE: Final = "GPUQUOTA_LAUNCHER_IMAGE"
 LAUNCHER_VARIABLES: Final = frozenset({
     *(PREFIX + field.upper() for field in StepOptions.__struct_fields__),
     PROJECT, DURATION_VARIABLE, LAUNCHER_IMAGE, pod_resources.VARIABLE,
-    "GPUQUOTA_CONTEXT", "GPUQUOTA_HOME", "GPUQUOTA_TOKEN_FILE", "GPUQUOTA_URL",
+    "GPUQUOTA_CONTEXT", "GPUQUOTA_HOME", "GPUQUOTA_SHARED_SOCKET", "GPUQUOTA_TOKEN_FILE", "GPUQUOTA_URL",
 })  # fmt: skip
 # Variables that KFP sets on the step's own pod.
 POD_VARIABLES: Final = frozenset({"KFP_POD_NAME", "KFP_POD_UID"})

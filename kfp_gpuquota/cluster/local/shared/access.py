@@ -9,6 +9,8 @@ from kfp_gpuquota.cluster.local.shared.guard import GuardedCluster
 from kfp_gpuquota.errors import UnauthorizedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiohttp import web
 
     from kfp_gpuquota.cluster.local.cluster import LocalCluster
@@ -21,11 +23,12 @@ class UserAccess:
     def __init__(self, cluster: LocalCluster, config: SharedConfig) -> None:
         self._cluster, self._config = cluster, config
 
-    def cluster_for(self, request: web.Request) -> GuardedCluster:
+    def cluster_for(self, request: web.Request, begin: Callable[[], None]) -> GuardedCluster:
         """Return the cluster for whoever sent the request. Raises UnauthorizedError where that is no longer known."""
         connected = request.transport.get_extra_info("socket") if request.transport else None
         if connected is None:
             raise UnauthorizedError("the connection has ended, so that nobody knows whose request it was")
         caller = caller_of(connected)
         group = self._config.admin_group
-        return GuardedCluster(self._cluster, caller, admin=caller.uid == ROOT or (group != "" and caller.is_in(group)))
+        admin = caller.uid == ROOT or (group != "" and caller.is_in(group))
+        return GuardedCluster(self._cluster, caller, begin, admin=admin, jobs_per_user=self._config.jobs_per_user)

@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.local.shared.accounts import ROOT
 from kfp_gpuquota.errors import ConflictError, ForbiddenError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kfp_gpuquota.api import Job, Project, Reason
     from kfp_gpuquota.api.history import GpuHours
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 HIDDEN: Final = ("(hidden)",)
 """The command of another user's job."""
 
-MOST_UNFINISHED: Final = 1000
-"""Jobs of one user: each may have a request of 1 MiB, which the daemon keeps in memory and on the disk."""
-
 PRIVATE_REASONS: Final = frozenset({
     ReasonCode.USER, ReasonCode.WORKER_FAILED, ReasonCode.WORKER_ENDED, ReasonCode.LEASE_ENDED,
 })  # fmt: skip
@@ -58,10 +55,16 @@ PRIVATE_REASONS: Final = frozenset({
 
 
 class GuardedCluster:
-    """Implements `server.backend.Backend`. `admin`: the caller is an administrator."""
+    """Implements `server.backend.Backend`. `admin`: the caller is an administrator.
 
-    def __init__(self, cluster: LocalCluster, caller: Caller, *, admin: bool) -> None:
-        self._cluster, self._caller, self._admin = cluster, caller, admin
+    Others may have `jobs_per_user` that have not ended. `begin` is called between the check of a right and the change.
+    """
+
+    def __init__(
+        self, cluster: LocalCluster, caller: Caller, begin: Callable[[], None], *, admin: bool, jobs_per_user: int
+    ) -> None:
+        self._cluster, self._caller, self._begin, self._admin = cluster, caller, begin, admin
+        self._jobs_per_user = jobs_per_user
 
     # For everybody
 
@@ -120,55 +123,56 @@ class GuardedCluster:
                 f"{name} is not a member of project {project!r}; ask an administrator for: gpuquota project set "
                 f"{project} --member {name}"
             )
-        if not self._admin and self._cluster.unfinished_of(self._caller.uid) >= MOST_UNFINISHED:
+        if not self._admin and self._cluster.unfinished_of(self._caller.uid) >= self._jobs_per_user:
             raise ConflictError(
-                f"{self._caller.name} has {MOST_UNFINISHED} jobs that have not ended, the most for a user of a shared "
-                "cluster; wait until some have ended, or delete them"
+                f"{self._caller.name} has {self._jobs_per_user} jobs that have not ended, the most that a user of this "
+                "cluster may have; wait until some have ended, or delete them"
             )
+        owner = self._caller.owner()
+        self._begin()
         own = f"{self._caller.uid}/{request.request_id}" if request.request_id else ""  # no other user's answer
-        return self._cluster.submit(msgspec.structs.replace(request, request_id=own), self._caller.owner())
+        return self._cluster.submit(msgspec.structs.replace(request, request_id=own), owner)
 
     # For the owner of a job
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop the job; it stays listed."""
-        self._require_owner(project, name, "stop it")
+        self._require_owner(project, name, what="stop it")
         return self._cluster.cancel_job(project, name)
 
     def delete_job(self, project: str, name: str) -> None:
         """Stop the job and delete its record."""
-        self._require_owner(project, name, "delete it")
+        self._require_owner(project, name, what="delete it")
         self._cluster.delete_job(project, name)
 
     def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
         """Stop all of these jobs, or none if one of them is another user's."""
-        for name in names:
-            self._require_owner(project, name, f"{action.value} it")
+        self._require_owner(project, *names, what=f"{action.value} it")
         self._cluster.stop_jobs(project, names, action)
 
     def suspend_job(self, project: str, name: str) -> Job:
         """Stop the job and keep it out of the queue."""
-        self._require_owner(project, name, "suspend it")
+        self._require_owner(project, name, what="suspend it")
         return self._cluster.suspend_job(project, name)
 
     def resume_job(self, project: str, name: str) -> Job:
         """Return the job to the queue."""
-        self._require_owner(project, name, "resume it")
+        self._require_owner(project, name, what="resume it")
         return self._cluster.resume_job(project, name)
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
         """Change the job's size bounds or its priority."""
-        self._require_owner(project, name, "change it")
+        self._require_owner(project, name, what="change it")
         return self._cluster.update_job(project, name, changed)
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Renew the job's lease."""
-        self._require_owner(project, name, "hold its lease")
+        self._require_owner(project, name, what="hold its lease")
         self._cluster.renew_lease(project, name, lease)
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
         """Return a part of a worker's log."""
-        self._require_owner(project, name, "read its log")
+        self._require_owner(project, name, what="read its log")
         return await self._cluster.read_log(project, name, worker, offset, timeout_s)
 
     # For administrators
@@ -212,14 +216,17 @@ class GuardedCluster:
         """Raise ForbiddenError for a caller that is no administrator; `what` completes "only they may"."""
         if not self._admin:
             raise ForbiddenError(f"only administrators of this cluster may {what}; ask one of them, or root")
+        self._begin()
 
     # Inside
 
-    def _require_owner(self, project: str, name: str, what: str) -> None:
-        job = self._cluster.get_job(project, name)
-        if not self._may_see(job.uid):
-            owner = job.owner or "root"
-            raise ForbiddenError(f"job {name!r} is one of {owner}; only {owner} and administrators may {what}")
+    def _require_owner(self, project: str, *names: str, what: str) -> None:
+        for name in names:
+            job = self._cluster.get_job(project, name)
+            if not self._may_see(job.uid):
+                owner = job.owner or "root"
+                raise ForbiddenError(f"job {name!r} is one of {owner}; only {owner} and administrators may {what}")
+        self._begin()
 
     def _may_see(self, uid: str) -> bool:
         """Return whether the job is the caller's. One that was deleted is nobody's."""
