@@ -17,13 +17,10 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Kind, Node
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
-from kfp_gpuquota.engine.records import Intent
-from kfp_gpuquota.server.membership.listening import ListeningClock
-from kfp_gpuquota.server.membership.service import LONGEST_TICK_S, MembershipService
 from tests.kubernetes import detached as watches
-from tests.kubernetes.detached import Detached, Object
-from tests.kubernetes.twin_world import EPOCH, Answering, World, plan_of, records_of
+from tests.kubernetes.twin_world import EPOCH, World, plan_of, records_of
 from tests.simulation import histories as h
+from tests.simulation.controller import SimulatedController
 from tests.simulation.invariants import EPSILON, ViolationError, contradictions
 from tests.simulation.kubelets import JobHistory, Kubelets, job_of
 from tests.simulation.loop import SimulatedLoop
@@ -33,55 +30,16 @@ from tests.simulation.search import fits, free_devices, left_for
 from tests.simulation.trainings import TICK_S, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from kfp_gpuquota.api import JobSpec
-    from kfp_gpuquota.engine.job_book import Change
     from kfp_gpuquota.engine.records import JobRecord
+    from tests.kubernetes.detached import Object
 
 REST_S = 150.0
 COLLECTED_S = 1.0
 UNPINNED_EVERY = 7
 """Of each seventh job kube-scheduler checks more than the plan does."""
-
-
-class SimulatedController(Detached):
-    """A controller in simulated time, whose requests the world answers."""
-
-    def __init__(self, world: World, fail: Callable[[str], None]) -> None:
-        loop = asyncio.get_running_loop()
-        super().__init__(clock=lambda: EPOCH + loop.time())
-        self.connection = Answering(world)
-        self.controller._connection = self.connection
-        self.controller._writer._connection = self.connection
-        self.membership = cast("MembershipService", self.controller.elastic.membership.service)
-        self.membership._clock = ListeningClock(loop.time, LONGEST_TICK_S)
-        self.book = self.controller.elastic.book
-        self._apply, self.book.apply_change = self.book.apply_change, self._observed  # type: ignore[method-assign]
-        self._fail = fail
-
-    def _observed(self, change: Change) -> None:
-        """Apply a change, and check that all workers of a job that stops have been asked to leave."""
-        self._apply(change)
-        for record in self.book.workers.values() if self.controller.elastic.pod_events.started else ():
-            job = self.book.jobs[record.worker.job_uid]
-            if record.alive and not record.released and (job.intent is not Intent.RUN or job.suspended):
-                stops = f"{job.spec.name} stops ({job.intent}, {job.status.phase})"
-                self._fail(f"{stops}, but {record.worker.id} was not asked to leave")
-
-    async def list(self, world: World) -> None:
-        """Read all objects, and plan."""
-        for path, bodies in world.objects.items():
-            for body in bodies.values():
-                self.see(path, body)
-        await self.start()
-        self.controller.reservations.start()
-        self.controller.wake()
-
-    async def stop(self) -> None:
-        """End it: what it has not written is lost."""
-        self.controller._stop_timers()
-        await self.controller._writer.close()
 
 
 @dataclass
