@@ -47,6 +47,9 @@ def test_users_submit_follow_and_delete_jobs_by_the_command_line(shared_cluster:
 def test_the_status_says_whose_cluster_it_is(shared_cluster: SharedCluster, users: Users) -> None:
     shown = run(shared_cluster, users.anna, "cluster", "status")
     assert f"shared by users of this machine ({shared_cluster.socket})" in shown.stdout, shown.stderr
+    assert "shared by users of this machine" in run(shared_cluster, users.anna, "cluster", "start").stdout
+    own = run(shared_cluster, users.anna, "cluster", "start", "--gpus", "2")
+    assert "to start one of your own, name its directory in GPUQUOTA_HOME" in own.stderr
     refused = run(shared_cluster, users.eve, "cluster", "status")
     assert refused.returncode == 2
     assert "the cluster that users of this machine share is for those in group" in refused.stderr

@@ -16,7 +16,7 @@ from kfp_gpuquota.api.wire import MembersChange
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.shared.config import SharedConfig
-from kfp_gpuquota.cluster.local.shared.files import make_owners_directory
+from kfp_gpuquota.cluster.local.shared.files import Removals, make_owners_directory
 from kfp_gpuquota.cluster.local.workers import shim
 from kfp_gpuquota.engine.records import Owner
 from kfp_gpuquota.server.transport.connections import SHARED_LIMITS
@@ -226,3 +226,19 @@ def test_one_user_cannot_fill_the_cluster_with_jobs(users: Users, tmp_path: Path
             assert {status for status, _ in person.ask(Path(shared.socket), others)} == {201}
         more = [("POST", "/v1/projects/vision/jobs/one/cancel", None), job("three")]
         assert [status for status, _ in users.anna.ask(Path(shared.socket), more)] == [200, 201]
+
+
+def test_the_directories_of_many_jobs_are_deleted_also_when_the_daemon_ends_at_once(
+    tmp_path: Path, users: Users
+) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+    jobs = [f"job-{number}" for number in range(300)]
+    for name in jobs:
+        home.job(name).mkdir()
+        make_owners_directory(home, name, users.anna.uid, "token")
+    removals = Removals(home)
+    for name in jobs:
+        removals.add(name)
+    removals.close()
+    until(lambda: not list(home.jobs.iterdir()))

@@ -18,6 +18,7 @@ from kfp_gpuquota.cli.admin.shared import (
     PrintUnitOption,
     SharedOption,
     check_start,
+    refuse_beside_shared,
     serve_here,
     shared_settings,
     show_unit,
@@ -205,7 +206,7 @@ def start(
       gpuquota cluster start --ray auto
       sudo gpuquota cluster start --shared --group gpu --admin-group gpu-admins --install-unit
     """
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import embedded_home, shared_socket  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.devices import (  # noqa: PLC0415
         DEFAULT_KEEP_ENDED_JOBS,
         DEFAULT_KEEP_ENDED_S,
@@ -236,7 +237,12 @@ def start(
     shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool, cpu_slots or None)
     count, chosen = count_or_gpus(gpus_per_node)
     on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
-    if all(given is None for given in (*amounts, *kept, on_ray, sharing, for_users)) and not switches:
+    plain = all(given is None for given in (*amounts, *kept, on_ray, sharing, for_users)) and not switches
+    if for_users is None and (socket := shared_socket()) is not None:
+        refuse_beside_shared(socket, plain=plain)
+        status()
+        return
+    if plain:
         ensure_running(home)
     else:
         sizes = pairs("pool", pool or [], "a node pool is given as POOL=NODES")

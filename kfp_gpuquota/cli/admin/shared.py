@@ -107,6 +107,15 @@ def check_start() -> None:
     _check_installation()
 
 
+def refuse_beside_shared(socket: Path, *, plain: bool) -> None:
+    """Raise ConflictError for a start with options where commands use the cluster that users of this machine share."""
+    if not plain:
+        raise ConflictError(
+            f"users of this machine share a cluster ({socket}), and root chooses its options; to start one of your "
+            "own, name its directory in GPUQUOTA_HOME"
+        )
+
+
 def serve_here(home: Home, config: ClusterConfig) -> None:
     """Become the daemon; what it reports at its start goes to this process's stderr."""
     _check_installation()

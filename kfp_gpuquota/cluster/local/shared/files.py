@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
 
 _ENTER: Final = 0o001
+_REMOVE: Final = ("rm", "-rf", "--")
+_BATCH: Final = 100
+_MOST_ARGUMENTS: Final = 5000
 
 
 def open_to_users(home: Home, socket: Path) -> None:
@@ -74,15 +77,44 @@ def make_owners_directory(home: Home, job: str, uid: int, token: str) -> None:
         _give(directory, uid)
 
 
-def remove_job(home: Home, job: str) -> None:
-    """Delete a job's directory in the background: its owner may have made a tree of any size and depth in it.
+class Removals:
+    """Deletes jobs' directories in the background: their owners may have made trees of any size and depth in them.
 
-    By rm(1), which follows no link and needs no stack. What its owner still runs may not enter it any more.
+    By rm(1), which follows no link and needs no stack, one process at a time.
     """
-    with contextlib.suppress(FileNotFoundError):
-        os.chown(home.owners(job), 0, 0, follow_symlinks=False)
-    command = ["rm", "-rf", "--", str(home.job(job))]
-    threading.Thread(target=subprocess.run, args=(command,), kwargs={"check": False}, daemon=True).start()
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._lock = threading.Lock()
+        self._waiting: list[str] = []
+        self._running = False
+
+    def add(self, job: str) -> None:
+        """Delete a job's directory soon; what its owner still runs may not enter it any more."""
+        with contextlib.suppress(FileNotFoundError):
+            os.chown(self._home.owners(job), 0, 0, follow_symlinks=False)
+        with self._lock:
+            self._waiting.append(str(self._home.job(job)))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._remove, daemon=True).start()
+
+    def close(self) -> None:
+        """Leave what waits to a process that outlives this one."""
+        with self._lock:
+            for first in range(0, len(self._waiting), _MOST_ARGUMENTS):
+                batch = self._waiting[first : first + _MOST_ARGUMENTS]
+                subprocess.Popen([*_REMOVE, *batch]).returncode = 0  # nobody waits for it
+            self._waiting = []
+
+    def _remove(self) -> None:
+        while True:
+            with self._lock:
+                batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
+                if not batch:
+                    self._running = False
+                    return
+            subprocess.run([*_REMOVE, *batch], check=False)
 
 
 def _give(path: Path, uid: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.validation import check_no_runtime_env
-from kfp_gpuquota.cluster.local.shared.files import remove_job
+from kfp_gpuquota.cluster.local.shared.files import Removals
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import ADVICE, NONE
 from kfp_gpuquota.cluster.local.workers.environment import worker_environment
@@ -116,7 +116,7 @@ class LocalRuntime:
         shared: bool = False,
     ) -> None:
         self._home, self._nodes, self._cgroups = home, nodes, cgroups
-        self._shared = shared
+        self._shared, self._removals = shared, Removals(home)
         self._open_files, self._log_limit = open_files, log_limit
         self._shims = shims.Shims(reports, device_locks)
 
@@ -206,13 +206,14 @@ class LocalRuntime:
         for directory in self._home.job(uid).glob("workers/*"):
             shims.remove_cgroup(directory)
         if self._shared:
-            remove_job(self._home, uid)
+            self._removals.add(uid)
         else:
             self._home.remove_job(uid)
 
     def close(self) -> None:
         """Stop watching the shims."""
         self._shims.close()
+        self._removals.close()
 
     def _directory(self, worker: Worker) -> Path:
         return self._home.worker(worker.job_uid, worker.id)
