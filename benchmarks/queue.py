@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import ExpectedStart
 
 Trace = tuple[list[TraceNode], list[TraceJob]]
-LOOKS = 150
+LOOKS = 80
 MINUTE_S = 60.0
 ROUNDS = 8
 
@@ -103,8 +103,8 @@ def _philly_job(number: int, row: dict[str, str], began: datetime) -> TraceJob:
 EPOCHS = {"bert": 2, "cifar10": 100, "ncf": 10, "imagenet": 90, "deepspeech2": 80, "yolov3": 50}
 
 
-def pollux(folder: Path) -> Trace:
-    """The workloads of Pollux one after the other, on nodes of 4 GPUs; run times from its measurements."""
+def pollux(folder: Path, most: int) -> Trace:
+    """The first jobs of Pollux's workloads, one after the other, on nodes of 4 GPUs; run times by its measurements."""
     jobs, begin = [], 0.0
     for number in range(1, 9):
         rows = list(csv.DictReader((folder / "workloads" / f"workload-{number}.csv").open()))
@@ -115,7 +115,7 @@ def pollux(folder: Path) -> Trace:
             name, at = f"{app}-{number}{row['name'].rpartition('-')[2]}", begin + float(row["time"])
             jobs.append(TraceJob(name, "all", at, lasts, each, workers=workers, fewest=workers, most=workers))
         begin += 8 * 3600
-    return [TraceNode(f"n{i}", 4, 0, 0) for i in range(16)], jobs
+    return [TraceNode(f"n{i}", 4, 0, 0) for i in range(16)], jobs[:most]
 
 
 def _pollux_s(folder: Path, app: str, replicas: int, batch: int) -> float:
@@ -335,14 +335,14 @@ def main() -> None:
     parser.add_argument("--philly", type=Path, metavar="philly.csv")
     parser.add_argument("--pollux", type=Path, metavar="FOLDER", help="with workloads/ and traces/")
     parser.add_argument("--alibaba", type=Path, nargs=2, metavar=("NODES.csv", "PODS.csv"))
-    parser.add_argument("--jobs", type=int, default=1500, help="of the trace of Philly, and of a generated one")
+    parser.add_argument("--jobs", type=int, default=1500, help="of each trace but that of Alibaba")
     options = parser.parse_args()
     print_conditions("the queue's waits and expected starts", jobs=options.jobs)
     traces: dict[str, Trace] = {}
     if options.philly:
         traces["philly"] = philly(options.philly, options.jobs)
     if options.pollux:
-        traces["pollux"] = pollux(options.pollux)
+        traces["pollux"] = pollux(options.pollux, options.jobs)
     if options.alibaba:
         traces["alibaba"] = alibaba(*options.alibaba)
     figures = {
