@@ -38,7 +38,7 @@ from kfp_gpuquota.api import Device, JobSpec, Node, Project
 from kfp_gpuquota.engine.expected_starts import FEWEST, MOST
 from kfp_gpuquota.scheduler import JobRemoved, JobSubmitted, NodeChanged, QuotaChanged, State, WorkerGone, WorkerStarted
 from kfp_gpuquota.scheduler import plan as planned
-from kfp_gpuquota.scheduler.forecast import Accuracy, RunTime, expected_starts
+from kfp_gpuquota.scheduler.forecast import Accuracy, RunTime, examples_of, expected_starts
 from kfp_gpuquota.simulator import (
     POLICIES,
     Policy,
@@ -197,14 +197,24 @@ def known_run_times(lives: dict[str, Life], now: float) -> Callable[[str], RunTi
     for life in sorted((one for one in lives.values() if one.ended_at is not None), key=lambda one: one.ended_at or 0):
         for key in _keys(life):
             ended[key].append(life.trace.duration_s)
-    examples = {key: tuple(sorted(found[-MOST:])) for key, found in ended.items() if len(found) >= FEWEST}
+    running: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for life in lives.values():
+        if life.workers:
+            for key in _keys(life):
+                running[key].append(_ran_s(life, now))
+    examples = {
+        key: examples_of(found[-MOST:], running[key][:MOST]) for key, found in ended.items() if len(found) >= FEWEST
+    }
 
     def run_time(uid: str) -> RunTime:
         life = lives[uid]
-        ran_s = life.done + (life.rate * (now - life.since) if life.workers else 0.0)
-        return RunTime(next((examples[key] for key in _keys(life) if key in examples), ()), ran_s=ran_s)
+        return RunTime(next((examples[key] for key in _keys(life) if key in examples), ()), ran_s=_ran_s(life, now))
 
     return run_time
+
+
+def _ran_s(life: Life, now: float) -> float:
+    return life.done + (life.rate * (now - life.since) if life.workers else 0.0)
 
 
 def _keys(life: Life) -> list[tuple[str, str]]:
