@@ -38,7 +38,7 @@ from kfp_gpuquota.api import Device, JobSpec, Node, Project
 from kfp_gpuquota.engine.expected_starts import FEWEST, MOST
 from kfp_gpuquota.scheduler import JobRemoved, JobSubmitted, NodeChanged, QuotaChanged, State, WorkerGone, WorkerStarted
 from kfp_gpuquota.scheduler import plan as planned
-from kfp_gpuquota.scheduler.forecast import Accuracy, RunTime, expected_starts
+from kfp_gpuquota.scheduler.forecast import Accuracy, RunTime, examples_of, expected_starts
 from kfp_gpuquota.simulator import (
     POLICIES,
     Policy,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import ExpectedStart
 
 Trace = tuple[list[TraceNode], list[TraceJob]]
-LOOKS = 150
+LOOKS = 80
 MINUTE_S = 60.0
 ROUNDS = 8
 
@@ -103,8 +103,8 @@ def _philly_job(number: int, row: dict[str, str], began: datetime) -> TraceJob:
 EPOCHS = {"bert": 2, "cifar10": 100, "ncf": 10, "imagenet": 90, "deepspeech2": 80, "yolov3": 50}
 
 
-def pollux(folder: Path) -> Trace:
-    """The workloads of Pollux one after the other, on nodes of 4 GPUs; run times from its measurements."""
+def pollux(folder: Path, most: int) -> Trace:
+    """The first jobs of Pollux's workloads, one after the other, on nodes of 4 GPUs; run times by its measurements."""
     jobs, begin = [], 0.0
     for number in range(1, 9):
         rows = list(csv.DictReader((folder / "workloads" / f"workload-{number}.csv").open()))
@@ -115,7 +115,7 @@ def pollux(folder: Path) -> Trace:
             name, at = f"{app}-{number}{row['name'].rpartition('-')[2]}", begin + float(row["time"])
             jobs.append(TraceJob(name, "all", at, lasts, each, workers=workers, fewest=workers, most=workers))
         begin += 8 * 3600
-    return [TraceNode(f"n{i}", 4, 0, 0) for i in range(16)], jobs
+    return [TraceNode(f"n{i}", 4, 0, 0) for i in range(16)], jobs[:most]
 
 
 def _pollux_s(folder: Path, app: str, replicas: int, batch: int) -> float:
@@ -197,14 +197,24 @@ def known_run_times(lives: dict[str, Life], now: float) -> Callable[[str], RunTi
     for life in sorted((one for one in lives.values() if one.ended_at is not None), key=lambda one: one.ended_at or 0):
         for key in _keys(life):
             ended[key].append(life.trace.duration_s)
-    examples = {key: tuple(sorted(found[-MOST:])) for key, found in ended.items() if len(found) >= FEWEST}
+    running: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for life in lives.values():
+        if life.workers:
+            for key in _keys(life):
+                running[key].append(_ran_s(life, now))
+    examples = {
+        key: examples_of(found[-MOST:], running[key][:MOST]) for key, found in ended.items() if len(found) >= FEWEST
+    }
 
     def run_time(uid: str) -> RunTime:
         life = lives[uid]
-        ran_s = life.done + (life.rate * (now - life.since) if life.workers else 0.0)
-        return RunTime(next((examples[key] for key in _keys(life) if key in examples), ()), ran_s=ran_s)
+        return RunTime(next((examples[key] for key in _keys(life) if key in examples), ()), ran_s=_ran_s(life, now))
 
     return run_time
+
+
+def _ran_s(life: Life, now: float) -> float:
+    return life.done + (life.rate * (now - life.since) if life.workers else 0.0)
 
 
 def _keys(life: Life) -> list[tuple[str, str]]:
@@ -335,14 +345,14 @@ def main() -> None:
     parser.add_argument("--philly", type=Path, metavar="philly.csv")
     parser.add_argument("--pollux", type=Path, metavar="FOLDER", help="with workloads/ and traces/")
     parser.add_argument("--alibaba", type=Path, nargs=2, metavar=("NODES.csv", "PODS.csv"))
-    parser.add_argument("--jobs", type=int, default=1500, help="of the trace of Philly, and of a generated one")
+    parser.add_argument("--jobs", type=int, default=1500, help="of each trace but that of Alibaba")
     options = parser.parse_args()
     print_conditions("the queue's waits and expected starts", jobs=options.jobs)
     traces: dict[str, Trace] = {}
     if options.philly:
         traces["philly"] = philly(options.philly, options.jobs)
     if options.pollux:
-        traces["pollux"] = pollux(options.pollux)
+        traces["pollux"] = pollux(options.pollux, options.jobs)
     if options.alibaba:
         traces["alibaba"] = alibaba(*options.alibaba)
     figures = {

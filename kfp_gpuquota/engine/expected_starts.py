@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.pipeline_labels import TASK
-from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime
+from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime, examples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,11 +41,16 @@ Key = tuple[str, str, str]
 def run_times(book: JobBook, now: float) -> Callable[[str], RunTime]:
     """Return what is known of a job's run time, as a function of its uid."""
     ended: dict[Key, list[float]] = {}
-    finished = (job for job in book.jobs.values() if job.status.phase is Phase.SUCCEEDED)
-    for job in sorted(finished, key=lambda job: job.status.finished_at or 0.0):
+    running: dict[Key, list[float]] = {}
+    for job in sorted(book.jobs.values(), key=lambda job: job.status.finished_at or now):
+        found = ended if job.status.phase is Phase.SUCCEEDED else running if job.status.phase is Phase.RUNNING else {}
         for key in _keys(job):
-            ended.setdefault(key, []).append(_ran_s(job, job.status.finished_at or now))
-    examples = {key: tuple(sorted(times[-MOST:])) for key, times in ended.items() if len(times) >= FEWEST}
+            found.setdefault(key, []).append(_ran_s(job, job.status.finished_at or now))
+    examples = {
+        key: examples_of(times[-MOST:], running.get(key, ())[:MOST])
+        for key, times in ended.items()
+        if len(times) >= FEWEST
+    }
     return lambda uid: _run_time(book.jobs[uid], examples, now) if uid in book.jobs else UNKNOWN
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS
+from kfp_gpuquota.scheduler.state.model import UNLIMITED
 
 
 class Quotas(StrEnum):
@@ -43,7 +44,7 @@ POLICIES: Final = {
                actions=("allocate",), strict=True),
         Policy("static", "each project has its own GPUs and lends none", Quotas.STATIC),
         Policy("best-fit", "the oldest that fits starts on the fullest node; no job is stopped", Quotas.NONE,
-               actions=("allocate",)),
+               actions=("allocate",), reserve_after_s=UNLIMITED),
         Policy("backfill", "first come, first served; others start in between if they delay nobody (EASY)", Quotas.NONE,
                actions=("allocate",), backfill=True),
     )

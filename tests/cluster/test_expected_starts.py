@@ -64,6 +64,12 @@ def test_the_closest_of_the_jobs_that_have_ended_are_the_examples_of_a_run_time(
     assert len(found("new").examples) == 9
 
 
+def test_jobs_that_still_run_lengthen_the_examples() -> None:
+    jobs = [record(f"a{i}", ended(5)) for i in range(3)]
+    found = run_times(book(*jobs, record("a7", RUNNING), record("a8", WAITING)), NOW)
+    assert found("a8").examples == (5, 5, 5, 100)  # one that has run for 50 s already
+
+
 def test_two_jobs_are_no_distribution() -> None:
     found = run_times(book(record("a1", ended(5)), record("a2", ended(5)), record("a3", WAITING)), NOW)
     assert found("a3") == UNKNOWN

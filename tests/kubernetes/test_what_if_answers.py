@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,10 +14,13 @@ from kfp_gpuquota.cluster.kubernetes.controller.what_if import MAX_WAITING, What
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import Question
 from kfp_gpuquota.cluster.kubernetes.web.planner import _outlook
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
+from kfp_gpuquota.scheduler.forecast import RunTime
 from kfp_gpuquota.web.views.what_if import others
 from tests.scheduler.test_victims import world_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfp_gpuquota import scheduler
 
 MORE = 3
@@ -31,6 +35,9 @@ class Leader:
 
     def current_state(self) -> scheduler.State | None:
         return self._state
+
+    def run_times(self, _now: float) -> Callable[[str], RunTime]:
+        return lambda _: RunTime(left_s=600.0)
 
 
 def test_those_beyond_the_queue_are_asked_to_come_back_and_all_others_are_answered() -> None:
@@ -59,6 +66,17 @@ def test_a_plan_that_takes_too_long_is_given_up_and_the_next_is_made() -> None:
         assert await WhatIfs(lambda: Leader(state)).answer(QUESTION)
 
     asyncio.run(ask())
+
+
+def test_a_job_that_would_wait_has_an_expected_start() -> None:
+    world = world_of(4, a=4)
+    world.submit("first", "a", 4)
+    world.settle()
+    began = time.time()
+    found = asyncio.run(WhatIfs(lambda: Leader(world.state)).answer(Question(namespace="a", gpus=4, visible=())))
+    (effect,) = msgspec.json.decode(found, type=Outlook).waits
+    assert effect.expected_start is not None
+    assert effect.expected_start.latest >= began + 600
 
 
 def test_before_all_objects_are_listed_there_is_no_answer() -> None:

@@ -41,6 +41,13 @@ def test_best_fit_lets_overtake_who_fits() -> None:
     assert result.completion.max_s == 190
 
 
+def test_best_fit_reserves_nothing() -> None:
+    jobs = [job("first", 0, 1000), job("large", 10, 100, gpus=2), *(job(f"s{i}", 20, 1000) for i in range(4))]
+    waited = run("best-fit", [node(2)], jobs).waiting["a"]
+    # the small ones overtake large for 2,000 s more; with a reservation it would start at 1020
+    assert waited.max_s == 2990
+
+
 def test_backfill_lets_overtake_who_delays_nobody() -> None:
     jobs = [*OVERTAKING, job("long", 30, 100)]
     result = run("backfill", [node(2)], jobs)

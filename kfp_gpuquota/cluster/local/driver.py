@@ -39,7 +39,7 @@ from kfp_gpuquota.engine.records import JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.errors import PlanningFailedError, StateFileError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits
-from kfp_gpuquota.scheduler.forecast import expected_starts
+from kfp_gpuquota.scheduler.forecast import Forecast
 from kfp_gpuquota.server.membership.service import MembershipService
 
 if TYPE_CHECKING:
@@ -198,13 +198,21 @@ class Driver:
 
     def _forecast_starts(self) -> None:
         """Forecast, and again while jobs wait: run times that pass change it as well. It takes a 20th of the time."""
-        self._forecast = None
-        began, now = self._loop.time(), self._state.clock()
-        found = expected_starts(self._state.scheduler, now, run_times(self._state, now))
-        if note_expected(self._state, found, now):
+        now = self._state.clock()
+        self._forecast_step(Forecast(self._state.scheduler, now, run_times(self._state, now)), now, 0.0)
+
+    def _forecast_step(self, forecast: Forecast, now: float, took_s: float) -> None:
+        """Make one play in each turn of the loop, so that requests do not wait for all of them."""
+        self._forecast, began = None, self._loop.time()
+        more = forecast.step()
+        took_s += self._loop.time() - began
+        if more:
+            self._forecast = self._loop.call_later(0.0, self._forecast_step, forecast, now, took_s)
+            return
+        if note_expected(self._state, forecast.starts(), now):
             self._state.wake()
         if any(queue.waiting for queue in self._state.scheduler.ledger.queues.values()):
-            self._forecast_in(max(FORECAST_EVERY_S, 20 * (self._loop.time() - began)))
+            self._forecast_in(max(FORECAST_EVERY_S, 20 * took_s))
 
     def _plan_again(self, delay_s: float | None) -> None:
         """A decision waits for time to pass. Only the newest plan's time counts."""

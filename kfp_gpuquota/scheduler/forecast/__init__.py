@@ -7,7 +7,7 @@ a plan is made.
 
 from kfp_gpuquota.scheduler.forecast.accuracy import Accuracy
 from kfp_gpuquota.scheduler.forecast.play import Effort
-from kfp_gpuquota.scheduler.forecast.run_time import UNKNOWN, RunTime
-from kfp_gpuquota.scheduler.forecast.starts import expected_starts
+from kfp_gpuquota.scheduler.forecast.run_time import UNKNOWN, RunTime, examples_of
+from kfp_gpuquota.scheduler.forecast.starts import Forecast, expected_starts
 
-__all__ = ["UNKNOWN", "Accuracy", "Effort", "RunTime", "expected_starts"]
+__all__ = ["UNKNOWN", "Accuracy", "Effort", "Forecast", "RunTime", "examples_of", "expected_starts"]

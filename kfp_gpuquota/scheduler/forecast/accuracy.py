@@ -29,7 +29,7 @@ EXACT_S: Final = 60.0
 CONFIDENCE: Final = 0.8
 """The part of the starts that lie within their ranges."""
 OUTSIDE: Final = (1.0 - CONFIDENCE) / 2
-STEP: Final = 0.02
+STEP: Final = 0.05
 NARROWEST, WIDEST = 0.25, 4.0
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.state import State
 
 ACTIONS: Final = ("allocate", "reclaim", "preempt")
+COARSE_ACTIONS: Final = ("allocate",)
+"""Where ends share cycles: who may reclaim comes first in the order, and most often gets what the others release."""
 FEW: Final = 50
 """Of so many jobs no two ends share a cycle."""
 HORIZON_S: Final = 30 * 86_400.0
@@ -185,7 +187,7 @@ class _Play:
         """Carry one cycle out; return whether it changed anything."""
         cycle = Cycle(self._ledger, promised=self._promised, now=now)
         self._promised = []
-        cycle.run(ACTIONS)
+        cycle.run(ACTIONS if self._batch == 1 else COARSE_ACTIONS)
         changed = cycle.changed()
         stopped = [task for task in changed if task.status is Status.LEAVING]
         started: dict[Job, list[Task]] = {}

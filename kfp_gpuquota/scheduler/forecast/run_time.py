@@ -10,7 +10,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,17 @@ class RunTime:
         if self.examples:
             return min(self.ran_s * part / (1.0 - min(part, 0.99)), most)
         return most
+
+
+def examples_of(ended: Sequence[float], running: Iterable[float]) -> tuple[float, ...]:
+    """Return the examples that follow from run times, of jobs that have ended and so far of those that run, in order.
+
+    Of a job that runs it is the median of what is possible. Those that have ended alone would be too short: the longest
+    ones still run.
+    """
+    known = tuple(sorted(ended))
+    medians = (ran_s + RunTime(known, ran_s=ran_s).left(0.5) for ran_s in running)
+    return tuple(sorted([*known, *medians]))
 
 
 UNKNOWN: Final = RunTime()

@@ -14,6 +14,7 @@ from zlib import crc32
 from kfp_gpuquota.api.job import ExpectedStart
 from kfp_gpuquota.scheduler.forecast.accuracy import OUTSIDE
 from kfp_gpuquota.scheduler.forecast.play import Effort, play, usual_effort
+from kfp_gpuquota.scheduler.forecast.run_time import UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,19 +35,43 @@ def expected_starts(
     `run_time(uid)` is what is known of a job. The state is the same afterwards; the cost is bounded by `effort`, by
     default the usual one.
     """
-    jobs = {uid: run_time(uid) for uid, job in state.jobs.items() if not job.removed}
-    plays, cycles = usual_effort(len(jobs)) if effort is None else effort
-    spread = {uid: crc32(uid.encode()) / 2**32 for uid in jobs}
-    found: dict[str, list[float]] = {}
-    for number in range(plays):
+    forecast = Forecast(state, now, run_time, effort)
+    while forecast.step():
+        pass
+    return forecast.starts()
 
-        def left_s(uid: str, offset: float = number / plays) -> float:
-            return jobs[uid].left((spread[uid] + offset) % 1.0)
 
-        for uid, at in play(state, now, left_s, cycles).items():
-            found.setdefault(uid, []).append(at)
-    ranges = {uid: _range(starts, plays, now) for uid, starts in found.items() if not state.jobs[uid].active}
-    return {uid: between for uid, between in ranges.items() if between is not None}
+class Forecast:
+    """A forecast in steps, between which the state may change; for the parameters see `expected_starts`."""
+
+    def __init__(
+        self, state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort | None = None
+    ) -> None:
+        self._state, self._now = state, now
+        self._jobs = {uid: run_time(uid) for uid, job in state.jobs.items() if not job.removed}
+        self._plays, self._cycles = usual_effort(len(self._jobs)) if effort is None else effort
+        self._spread = {uid: crc32(uid.encode()) / 2**32 for uid in self._jobs}
+        self._found: dict[str, list[float]] = {}
+        self._played = 0
+
+    def step(self) -> bool:
+        """Make one play; return whether there is another one to make."""
+        offset = self._played / self._plays
+
+        def left_s(uid: str) -> float:
+            return self._jobs.get(uid, UNKNOWN).left((self._spread.get(uid, 0.0) + offset) % 1.0)
+
+        for uid, at in play(self._state, self._now, left_s, self._cycles).items():
+            self._found.setdefault(uid, []).append(at)
+        self._played += 1
+        return self._played < self._plays
+
+    def starts(self) -> dict[str, ExpectedStart]:
+        """Return the expected starts after all steps."""
+        jobs = self._state.jobs
+        waiting = {uid: starts for uid, starts in self._found.items() if uid in jobs and not jobs[uid].active}
+        ranges = {uid: _range(starts, self._plays, self._now) for uid, starts in waiting.items()}
+        return {uid: between for uid, between in ranges.items() if between is not None}
 
 
 def _range(starts: Sequence[float], plays: int, now: float) -> ExpectedStart | None:

@@ -65,6 +65,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import Reservation
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
+from kfp_gpuquota.engine.expected_starts import run_times
 from kfp_gpuquota.errors import PlanningFailedError
 from kfp_gpuquota.garbage import collector_paused
 from kfp_gpuquota.scheduler.actions.revalidate import still_valid
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types
     from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
+    from kfp_gpuquota.scheduler.forecast import RunTime
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
@@ -257,6 +259,10 @@ class Controller:
             return None
         self.snapshot.catch_up()
         return self.snapshot.state
+
+    def run_times(self, now: float) -> Callable[[str], RunTime]:
+        """Return what is known of a job's run time, as a function of its uid."""
+        return run_times(self.elastic.book, now)
 
     async def _load(self) -> None:
         """List all objects, and emit them to the scheduler."""

@@ -26,15 +26,19 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+    from kfp_gpuquota.scheduler.forecast import RunTime
 
 ROLE: Final = "gpuquota-debug-state"
 
 
 class Planned(Protocol):
-    """A controller that has a state to dump."""
+    """A controller that has a state to dump, and to suppose changes of."""
 
     def current_state(self) -> scheduler.State | None:
         """Return the state that the next plan is made of; None until all objects are listed."""
+
+    def run_times(self, now: float) -> Callable[[str], RunTime]:
+        """Return what is known of a job's run time, as a function of its uid."""
 
 
 def route(connection: Connection, leader: Callable[[], Planned | None]) -> web.RouteDef:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.controller.debug_state import Planned
+    from kfp_gpuquota.scheduler.forecast import RunTime
 
 ROLE: Final = "gpuquota-what-if"
 SERVICE: Final = "gpuquota-controller"
@@ -79,11 +80,11 @@ class WhatIfs:
     async def _planned(self, question: Question) -> bytes:
         leader = self._leader()
         state = None if leader is None else leader.current_state()
-        if state is None:
+        if leader is None or state is None:
             raise ClusterUnavailableError("this controller does not lead, or has not listed all objects yet")
         supposed = supposition(state, question)
         try:
-            return await computed(lambda: outlook_of(state, supposed, question), self._limit_s)
+            return await computed(lambda: outlook_of(state, supposed, question, leader.run_times), self._limit_s)
         except TimeoutError:
             raise ClusterUnavailableError(f"the plan took longer than {self._limit_s:g} s") from None
 
@@ -103,10 +104,15 @@ def supposition(state: scheduler.State, question: Question) -> Supposition:
     return Supposition(submit=(spec,))
 
 
-def outlook_of(state: scheduler.State, supposed: Supposition, question: Question) -> bytes:
+def outlook_of(
+    state: scheduler.State,
+    supposed: Supposition,
+    question: Question,
+    run_times: Callable[[float], Callable[[str], RunTime]],
+) -> bytes:
     """Return the answer as JSON. Pure but for the clock."""
-    visible = None if question.visible is None else {question.namespace, *question.visible}
-    return msgspec.json.encode(whatif.outlook_for_user(state, supposed, time.time(), visible))
+    visible, now = None if question.visible is None else {question.namespace, *question.visible}, time.time()
+    return msgspec.json.encode(whatif.outlook_for_user(state, supposed, now, visible, run_times(now)))
 
 
 @asynccontextmanager
