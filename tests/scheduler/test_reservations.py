@@ -263,5 +263,5 @@ def test_a_job_that_waits_to_grow_may_be_stopped_for_the_one_that_is_served_firs
     assert (world.size("whole"), world.size("borrower")) == (4, 0)
 
 
-def test_the_time_is_five_minutes_unless_another_one_is_set() -> None:
-    assert World().state.ledger.reserve_after_s == RESERVE_AFTER_S == 300
+def test_the_time_is_half_an_hour_unless_another_one_is_set() -> None:
+    assert World().state.ledger.reserve_after_s == RESERVE_AFTER_S == 1800

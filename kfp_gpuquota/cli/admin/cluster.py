@@ -138,7 +138,7 @@ ReserveAfterOption = Annotated[
         "--reserve-after",
         min=0,
         metavar="SECONDS",
-        help="Keep what a waiting job within its guarantee needs after so long (default 300).",
+        help="Keep what a waiting job within its guarantee needs after so long (default 1800).",
     ),
 ]
 LendOption = Annotated[

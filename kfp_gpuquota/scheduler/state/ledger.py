@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Change = tuple[Task, Status, Host | None, tuple[int, ...]]
 
-RESERVE_AFTER_S: Final = 300.0
+RESERVE_AFTER_S: Final = 1800.0
 _USED, _LEAVING, _NOMINATED = 0, 1, 2
 _COLUMN = {Status.HELD: _USED, Status.BOUND: _USED, Status.NOMINATED: _NOMINATED, Status.LEAVING: _LEAVING}
 

@@ -111,7 +111,7 @@ def _spec() -> Schema:
         },
         "reserveAfterSeconds": {
             "type": "number",
-            "default": 300.0,
+            "default": ClusterRules().reserve_after_s,
             "minimum": 0,
             "maximum": MAX_SECONDS,
             "description": "After so long the first waiting job of a team that fits into its guarantee is served before"

@@ -261,7 +261,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     limit_grace_seconds: float = 600.0
     sharing: dict[str, Any] | None = None
     moves: bool = True
-    reserve_after_seconds: float = 300.0
+    reserve_after_seconds: float = 1800.0
 
 
 class QuotaPolicyObject(Struct, frozen=True):

@@ -9,7 +9,7 @@
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
 | sharing | the most workers that share a GPU, and the part of its memory that is the driver's | 16, 0.02 |
 | moves | jobs within the guarantee make room by moving others | true |
-| reserveAfterSeconds | after how long a job within the guarantee is served first, and what it needs is kept for it | 300 |
+| reserveAfterSeconds | after how long a job within the guarantee is served first, and what it needs is kept for it | 1800 |
 | limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
