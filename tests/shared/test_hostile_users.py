@@ -18,10 +18,11 @@ from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.shared.config import SharedConfig
 from kfp_gpuquota.cluster.local.shared.files import Removals, make_owners_directory
 from kfp_gpuquota.cluster.local.workers import shim
+from kfp_gpuquota.cluster.local.workers.environment import LOGIN
 from kfp_gpuquota.engine.records import Owner
 from kfp_gpuquota.server.transport.connections import SHARED_LIMITS
 from tests.conftest import running_cluster
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.security.other_user import open_to_everybody
 from tests.shared import people
 from tests.shared.people import MARKS
@@ -200,6 +201,46 @@ def test_a_user_without_an_account_runs_nothing(shared_cluster: SharedCluster, u
     ((status, answer),) = ghost.ask(shared_cluster.socket, [job("ghosts")])
     assert (status, answer["error"]["code"]) == (403, "forbidden")
     assert "has no account on this machine" in answer["error"]["message"]
+
+
+FORK_FASTER_THAN_THEY_ARE_KILLED = """
+import ctypes, os, signal, time
+if os.fork():
+    time.sleep(0.2)
+    os._exit(0)
+os.setsid()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+fork = ctypes.CDLL(None).fork
+while True:
+    fork()
+"""
+
+SESSION_KEYRING = f"""
+import ctypes
+print(ctypes.CDLL(None).syscall({shim.KEYCTL[os.uname().machine]}, 0, -3, 0))
+"""
+
+
+def run_as(person: Person, directory: Path, program: str, **limits: tuple[int, int]) -> str:
+    """Run a script under a shim, and return what it printed."""
+    owner = msgspec.to_builtins(Owner(uid=person.uid, name=person.name, limits=limits))
+    command = {"command": ["python3", "-c", program], "environment": LOGIN, "working_directory": "/"}
+    (directory / "spec.json").write_text(json.dumps({**command, "grace_period_s": 1.0, "owner": owner}))
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, directory], check=True, timeout=TIMEOUT_S)
+    assert json.loads((directory / "exit.json").read_text())["code"] == 0, (directory / "log").read_text()
+    return (directory / "log").read_text()
+
+
+def test_a_program_that_forks_without_end_ends_with_its_job(tmp_path: Path, users: Users) -> None:
+    run_as(users.anna, tmp_path, FORK_FASTER_THAN_THEY_ARE_KILLED, RLIMIT_NPROC=(150, 150))
+    owners = [path.stat().st_uid for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    assert users.anna.uid not in owners
+
+
+def test_jobs_do_not_share_the_keys_of_the_daemons_session(tmp_path: Path, users: Users) -> None:
+    program = [sys.executable, "-c", SESSION_KEYRING]
+    own = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    assert run_as(users.anna, tmp_path, SESSION_KEYRING) != own or own == "-1\n"
 
 
 def test_a_job_does_not_run_as_a_user_who_has_the_number_of_its_owner_now(tmp_path: Path, users: Users) -> None:

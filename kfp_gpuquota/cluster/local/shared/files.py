@@ -10,6 +10,7 @@ import contextlib
 import os
 import pwd
 import shutil
+import stat
 import subprocess
 import threading
 from typing import TYPE_CHECKING, Final
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
 
 _ENTER: Final = 0o001
+_WRITABLE: Final = 0o022
 _REMOVE: Final = ("rm", "-rf", "--")
 _BATCH: Final = 100
 _MOST_ARGUMENTS: Final = 5000
@@ -30,6 +32,7 @@ _MOST_ARGUMENTS: Final = 5000
 
 def open_to_users(home: Home, socket: Path) -> None:
     """Let users pass through the home to what is theirs, and to the socket. Raises StateFileError where they cannot."""
+    _refuse_changeable(home.root, "GPUQUOTA_HOME")
     for parent in home.root.parents:
         if not parent.stat().st_mode & _ENTER:
             raise StateFileError(
@@ -42,10 +45,28 @@ def open_to_users(home: Home, socket: Path) -> None:
     if not socket.parent.exists():
         socket.parent.mkdir()
         socket.parent.chmod(0o755)
+    _refuse_changeable(socket.parent, "GPUQUOTA_SHARED_SOCKET")
     partial = home.socket_file.with_name("socket.link")
     partial.unlink(missing_ok=True)
     partial.symlink_to(socket)
     partial.replace(home.socket_file)
+
+
+def part_of_others(path: Path) -> Path | None:
+    """Return the part of an absolute path that others than root may change or replace; None if there is none."""
+    for part in {lexical: None for place in (path, path.resolve()) for lexical in (place, *place.parents)}:
+        facts = part.lstat()
+        writable = facts.st_mode & _WRITABLE and not facts.st_mode & stat.S_ISVTX and not stat.S_ISLNK(facts.st_mode)
+        if facts.st_uid != 0 or writable:
+            return part
+    return None
+
+
+def _refuse_changeable(path: Path, variable: str) -> None:
+    if (part := part_of_others(path)) is not None:
+        raise StateFileError(
+            f"{path} cannot be shared: others than root can change {part}; choose another directory with {variable}"
+        )
 
 
 def close_to_users(home: Home) -> None:
