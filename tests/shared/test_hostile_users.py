@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import stat
@@ -192,6 +193,25 @@ def test_one_user_cannot_keep_the_others_out_by_connections(shared_cluster: Shar
         ((status, _),) = users.anna.ask(shared_cluster.socket, [("GET", "/v1/projects", None)])
         assert status == 200
         flood.kill()
+
+
+READ_NO_ANSWERS = """
+path, count = sys.argv[1], int(sys.argv[2])
+held = []
+for _ in range(count):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].connect(path)
+    held[-1].sendall(b"GET /v1/jobs HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+print([one.recv(12).decode().split()[1] for one in held])
+"""
+
+
+def test_answers_that_a_user_does_not_read_do_not_fill_the_memory(shared_cluster: SharedCluster, users: Users) -> None:
+    large = [job(f"large-{n}", "true", "x" * 1_000_000, gpus=0) for n in range(10)]
+    assert {status for status, _ in users.anna.ask(shared_cluster.socket, large)} == {201}
+    answers = ast.literal_eval(users.anna.python(READ_NO_ANSWERS, shared_cluster.socket, 10))
+    assert answers == ["200"] * 6 + ["503"] * 4
+    until(lambda: users.anna.ask(shared_cluster.socket, [("GET", "/v1/jobs", None)])[0][0] == 200)
 
 
 def test_a_user_without_an_account_runs_nothing(shared_cluster: SharedCluster, users: Users) -> None:
