@@ -17,7 +17,7 @@ from kfp_gpuquota.server.audit import TARGET, Writing, audited, begin_change
 from kfp_gpuquota.server.backend import Backend
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, convert_body, decode_body, target_of
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
-from kfp_gpuquota.server.unsent_answers import bounded
+from kfp_gpuquota.server.users_memory import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -69,7 +69,7 @@ def build_app(
     `audit` has a line for each change that a client asks for. `problem` returns that of `health` at present. With
     `access` the backend of each request is its user's, and no token is asked for.
     """
-    outer = [] if access is None else [bounded(_refused)]
+    outer = [] if access is None else [bounded(_refused, MAX_BODY_BYTES)]
     outer += [] if audit is None else [audited(audit)]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*outer, _errors])
     checked = _checker(token) if access is None else _unchecked

@@ -22,6 +22,7 @@ from kfp_gpuquota.cluster.local.workers import shim
 from kfp_gpuquota.cluster.local.workers.environment import LOGIN
 from kfp_gpuquota.engine.records import Owner
 from kfp_gpuquota.server.transport.connections import SHARED_LIMITS
+from kfp_gpuquota.server.users_memory import MOST_BYTES
 from tests.conftest import running_cluster
 from tests.polling import TIMEOUT_S, until
 from tests.security.other_user import open_to_everybody
@@ -212,6 +213,29 @@ def test_answers_that_a_user_does_not_read_do_not_fill_the_memory(shared_cluster
     answers = ast.literal_eval(users.anna.python(READ_NO_ANSWERS, shared_cluster.socket, 10))
     assert answers == ["200"] * 6 + ["503"] * 4
     until(lambda: users.anna.ask(shared_cluster.socket, [("GET", "/v1/jobs", None)])[0][0] == 200)
+
+
+BEGIN_BODIES = """
+path, count = sys.argv[1], int(sys.argv[2])
+held = []
+for _ in range(count):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].connect(path)
+    held[-1].sendall(b"POST /v1/jobs HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: 1000000\\r\\n\\r\\n")
+print(held[-1].recv(12).decode())
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect(path)
+connection.request("GET", "/v1/nodes")
+print(connection.getresponse().status)
+"""
+
+
+def test_bodies_that_a_user_does_not_finish_do_not_fill_the_memory(shared_cluster: SharedCluster, users: Users) -> None:
+    most = MOST_BYTES // 1_000_000
+    assert users.cleo.python(BEGIN_BODIES, shared_cluster.socket, most + 1) == "HTTP/1.1 503\n200\n"
+    ((status, _),) = users.anna.ask(shared_cluster.socket, [job("hers", "true", "x" * 500_000, gpus=0)])
+    assert status == 201, "each user has as much"
 
 
 def test_a_user_without_an_account_runs_nothing(shared_cluster: SharedCluster, users: Users) -> None:

@@ -76,3 +76,15 @@ print(answer.status, answer.read().decode() if answer.status != 201 else "")
     assert {name for name in unknown if not name.startswith(("ELASTIC_", "JOB_", "GLOO_", "NCCL_"))} == {
         "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "POD_INDEX", "RUNAI_NUM_OF_GPUS",
     }  # fmt: skip
+
+
+def test_a_home_that_cannot_be_entered_is_named_in_the_log(shared_cluster: SharedCluster, users: Users) -> None:
+    requests = [
+        job("lost", "true", gpus=0, environment={"HOME": "/nowhere"}),
+        job("nul", "true", working_directory="/\0"),
+    ]
+    answers = users.anna.ask(shared_cluster.socket, requests)
+    assert [status for status, _ in answers] == [201, 422]
+    assert "a path cannot hold a NUL character" in str(answers[1])
+    shared_cluster.wait_for_phase("lost", "Failed", "vision")
+    assert log_of(shared_cluster, "lost") == "cannot run ['true'] in /nowhere: No such file or directory\n"

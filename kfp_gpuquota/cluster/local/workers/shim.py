@@ -266,7 +266,8 @@ def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signa
         environment = {str(key): str(value) for key, value in spec["environment"].items()}  # type: ignore[attr-defined]
         if spec.get("owner"):
             environment = {**become_user(spec["owner"], parent), **environment}  # type: ignore[arg-type]
-        os.chdir(str(spec["working_directory"] or environment["HOME"]))
+        spec["working_directory"] = spec["working_directory"] or environment["HOME"]
+        os.chdir(str(spec["working_directory"]))
         argv = [str(part) for part in spec["command"]]  # type: ignore[attr-defined]
         os.execvpe(argv[0], argv, environment)
     except FileNotFoundError as error:
@@ -321,8 +322,8 @@ def set_limit(limit: int, soft: int, hard: int) -> None:
 
 def complain(spec: dict[str, object], error: OSError, code: int) -> None:
     """Write to the worker's log why it could not start, as a shell would."""
-    command = spec["command"]
-    os.write(2, f"cannot run {command!r} in {spec['working_directory']}: {error.strerror}\n".encode())
+    place = f" in {spec['working_directory']}" if spec["working_directory"] else ""
+    os.write(2, f"cannot run {spec['command']!r}{place}: {error.strerror}\n".encode())
     os._exit(code)
 
 
