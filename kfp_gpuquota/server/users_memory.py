@@ -25,9 +25,7 @@ MOST_BYTES: Final = 64 << 20
 """Of one user together; a single answer may be larger."""
 _SMALL_BYTES: Final = 64 << 10
 """What is not counted: a connection's own buffer holds as much."""
-_BUSY: Final = (
-    "requests of this user that are incomplete or not answered hold the memory that one user has; try later"
-)
+_BUSY: Final = "requests of this user that are incomplete or not answered hold the memory that one user has; try later"
 
 
 def bounded(refusal: Callable[[ClusterUnavailableError], web.StreamResponse], most_of_body: int) -> Middleware:
