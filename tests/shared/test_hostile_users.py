@@ -16,6 +16,7 @@ import msgspec
 from kfp_gpuquota.api.wire import MembersChange
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.shared import files
 from kfp_gpuquota.cluster.local.shared.config import SharedConfig
 from kfp_gpuquota.cluster.local.shared.files import Removals, make_owners_directory
 from kfp_gpuquota.cluster.local.workers import shim
@@ -31,6 +32,8 @@ from tests.shared.people import MARKS
 from tests.shared.test_jobs_of_users import job, log_of, submit
 
 if TYPE_CHECKING:
+    import pytest
+
     from kfp_gpuquota.server.client import Client
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
@@ -132,7 +135,7 @@ mkfifo "report-$ELASTIC_WORKER_ID.jsonl"; i=0; while [ $i -lt 1500 ]; do mkdir d
     token = shared_cluster.home.job_token_file(shared_cluster.job("hers", "vision").uid)
     assert len(token.read_text()) == 43, "root has its own copy"
     users.anna.ask(shared_cluster.socket, [("DELETE", "/v1/projects/vision/jobs/hers", None)])
-    until(lambda: not owned.parent.exists())
+    until(lambda: not list(shared_cluster.home.jobs.iterdir()))
     assert (victim / "kept").read_text() == "kept"
     assert Path("/etc/shadow").exists()
 
@@ -326,4 +329,35 @@ def test_the_directories_of_many_jobs_are_deleted_also_when_the_daemon_ends_at_o
     for name in jobs:
         removals.add(name)
     removals.close()
+    until(lambda: not list(home.jobs.iterdir()))
+
+
+WRITE_AFTER_THE_END = """
+os.chdir(sys.argv[1])
+print("entered", flush=True)
+sys.stdin.readline()
+os.mkdir("late")
+"""
+
+
+def test_what_a_user_writes_while_a_job_is_deleted_is_deleted_later(
+    tmp_path: Path, users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+    open_to_everybody(home.jobs / "one")
+    home.job("hers").mkdir()
+    make_owners_directory(home, "hers", users.anna.uid, "token")
+    writer = users.anna.start(WRITE_AFTER_THE_END, home.owners("hers") / "checkpoints")
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "entered\n"
+    with monkeypatch.context() as killed:
+        killed.setattr(files, "_REMOVE", ("true",))  # rm(1) is over before the user writes
+        removals = Removals(home)
+        removals.add("hers")
+        removals.close()
+    assert not home.job("hers").exists(), "nobody finds it by its name any more"
+    writer.communicate("\n", timeout=TIMEOUT_S)
+    assert list(home.jobs.rglob("late"))
+    Removals(home).resume()
     until(lambda: not list(home.jobs.iterdir()))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ENTER: Final = 0o001
 _WRITABLE: Final = 0o022
 _REMOVE: Final = ("rm", "-rf", "--")
+_DELETED: Final = ".deleted"
 _BATCH: Final = 100
 _MOST_ARGUMENTS: Final = 5000
 
@@ -101,22 +102,35 @@ def make_owners_directory(home: Home, job: str, uid: int, token: str) -> None:
 class Removals:
     """Deletes jobs' directories in the background: their owners may have made trees of any size and depth in them.
 
-    By rm(1), which follows no link and needs no stack, one process at a time.
+    By rm(1), which follows no link and needs no stack, one process at a time. What is left, since a user still made
+    files in it or the daemon ended, is tried again with the next job and by the next daemon.
     """
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._lock = threading.Lock()
         self._waiting: list[str] = []
+        self._left: list[str] = []
         self._running = False
 
     def add(self, job: str) -> None:
         """Delete a job's directory soon; what its owner still runs may not enter it any more."""
+        found = self._home.job(job)
+        deleted = found.with_name(f"{job}{_DELETED}")
         with contextlib.suppress(FileNotFoundError):
-            os.chown(self._home.owners(job), 0, 0, follow_symlinks=False)
+            found.rename(deleted)
+            os.chown(deleted / self._home.owners(job).name, 0, 0, follow_symlinks=False)
+        self._delete(deleted)
+
+    def resume(self) -> None:
+        """Delete soon what an earlier daemon has left."""
+        self._delete(*self._home.jobs.glob(f"*{_DELETED}"))
+
+    def _delete(self, *directories: Path) -> None:
         with self._lock:
-            self._waiting.append(str(self._home.job(job)))
-            if not self._running:
+            self._waiting += map(str, directories)
+            if self._waiting and not self._running:
+                self._waiting, self._left = self._waiting + self._left, []
                 self._running = True
                 threading.Thread(target=self._remove, daemon=True).start()
 
@@ -136,6 +150,7 @@ class Removals:
                     self._running = False
                     return
             subprocess.run([*_REMOVE, *batch], check=False)
+            self._left += filter(os.path.lexists, batch)
 
 
 def _give(path: Path, uid: int) -> None:

@@ -117,6 +117,7 @@ class LocalRuntime:
     ) -> None:
         self._home, self._nodes, self._cgroups = home, nodes, cgroups
         self._shared, self._removals = shared, Removals(home)
+        self._removals.resume()
         self._open_files, self._log_limit = open_files, log_limit
         self._shims = shims.Shims(reports, device_locks)
 
