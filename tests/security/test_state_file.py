@@ -213,6 +213,11 @@ def test_an_export_is_json_of_all_that_a_user_has_made(embedded_cluster: Embedde
     assert [job["spec"]["name"] for job in exported["jobs"]] == ["job"]
 
 
+def test_a_backup_of_no_cluster_says_where_one_would_be(tmp_path: Path) -> None:
+    with pytest.raises(StateFileError, match=f"{tmp_path} holds no cluster; name its directory in GPUQUOTA_HOME"):
+        back_up(tmp_path / "state.db", tmp_path / "copy.db")
+
+
 # What ended
 
 

@@ -393,13 +393,15 @@ def reap_orphans(worker: int) -> None:
 def kill_group(worker: int, number: signal.Signals) -> None:
     """The worker is our unreaped child, so its group's number cannot belong to another process.
 
-    Between fork and setsid there is no such group yet: then the worker itself is the target.
+    Between fork and setsid there is no such group yet: then the worker itself is the target. What has become another
+    user, by sudo for example, may not be signalled: it is waited for.
     """
-    try:
-        os.killpg(worker, number)
-    except ProcessLookupError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, number)
+    with contextlib.suppress(PermissionError):
+        try:
+            os.killpg(worker, number)
+        except ProcessLookupError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, number)
 
 
 def end_group(worker: int) -> int:
@@ -412,7 +414,8 @@ def end_group(worker: int) -> int:
     while orphans := children():
         stop_descendants()
         for orphan in orphans:
-            os.kill(orphan, signal.SIGKILL)
+            with contextlib.suppress(PermissionError):  # another user's: it is waited for
+                os.kill(orphan, signal.SIGKILL)
             os.waitpid(orphan, 0)
     return code
 
