@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.local.home import HOME_VARIABLE, Home, default_home, write_private
-from kfp_gpuquota.cluster.local.shared.config import SHARED_SOCKET
+from kfp_gpuquota.cluster.local.shared.config import SHARED_SOCKET, SHARED_VARIABLE
 from kfp_gpuquota.cluster.local.start import ensure_running
 from kfp_gpuquota.errors import UnauthorizedError, UsageError
 from kfp_gpuquota.server.client import RETRY_FOR_S, Client
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
 URL_VARIABLE: Final = "GPUQUOTA_URL"
-SHARED_VARIABLE: Final = "GPUQUOTA_SHARED_SOCKET"
 TOKEN_FILE_VARIABLE: Final = "GPUQUOTA_TOKEN_FILE"  # noqa: S105 (a variable's name)
 PROJECT_VARIABLE: Final = "GPUQUOTA_PROJECT"
 CONTEXT_VARIABLE: Final = "GPUQUOTA_CONTEXT"

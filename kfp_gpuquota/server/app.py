@@ -17,6 +17,7 @@ from kfp_gpuquota.server.audit import TARGET, Writing, audited, begin_change
 from kfp_gpuquota.server.backend import Backend
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, convert_body, decode_body, target_of
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
+from kfp_gpuquota.server.users_memory import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -68,7 +69,8 @@ def build_app(
     `audit` has a line for each change that a client asks for. `problem` returns that of `health` at present. With
     `access` the backend of each request is its user's, and no token is asked for.
     """
-    outer = [] if audit is None else [audited(audit)]
+    outer = [] if access is None else [bounded(_refused, MAX_BODY_BYTES)]
+    outer += [] if audit is None else [audited(audit)]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*outer, _errors])
     checked = _checker(token) if access is None else _unchecked
 
@@ -161,8 +163,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except GpuQuotaError as error:
-        field, rule = (error.field, error.rule) if isinstance(error, InvalidFieldError) else ("", "")
-        return _error(error.http_status, error.code, error.message, field, rule)
+        return _refused(error)
     except web.HTTPRequestEntityTooLarge:
         return _error(413, "usage", f"the body is larger than {MAX_BODY_BYTES} bytes")
     except web.HTTPException as error:
@@ -174,6 +175,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _json(answer: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(answer), status=status, content_type="application/json")
+
+
+def _refused(error: GpuQuotaError) -> web.Response:
+    field, rule = (error.field, error.rule) if isinstance(error, InvalidFieldError) else ("", "")
+    return _error(error.http_status, error.code, error.message, field, rule)
 
 
 def _error(status: int, code: str, message: str, field: str = "", rule: str = "") -> web.Response:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 CLIENT_CLOSED: Final = 499
-_WORKERS: Final = "/v1/membership/"
+WORKERS: Final = "/v1/membership/"
 TARGET: Final = "target"
 """The key under which a handler notes what the decoded body of its request names."""
 _RECORD: Final = "audit_record"
@@ -142,7 +142,7 @@ def audited(log: AuditLog, identify: Callable[[web.Request], tuple[int, int]] | 
 
     @web.middleware
     async def audit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method in _READS or request.path.startswith(_WORKERS):
+        if request.method in _READS or request.path.startswith(WORKERS):
             return await handler(request)
         request[_RECORD] = record = _Record(log, request, identified(request))
         try:

@@ -7,6 +7,7 @@ import sqlite3
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ from kfp_gpuquota.cluster.local.storage.retention import outdated
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.engine.job_book import Change
-from kfp_gpuquota.engine.records import JobRecord
+from kfp_gpuquota.engine.records import JobRecord, Owner
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, StateFileError
 from tests.conftest import running_cluster
 from tests.polling import until
@@ -212,6 +213,11 @@ def test_an_export_is_json_of_all_that_a_user_has_made(embedded_cluster: Embedde
     assert [job["spec"]["name"] for job in exported["jobs"]] == ["job"]
 
 
+def test_a_backup_of_no_cluster_says_where_one_would_be(tmp_path: Path) -> None:
+    with pytest.raises(StateFileError, match=f"{tmp_path} holds no cluster; name its directory in GPUQUOTA_HOME"):
+        back_up(tmp_path / "state.db", tmp_path / "copy.db")
+
+
 # What ended
 
 
@@ -225,6 +231,13 @@ def test_jobs_that_ended_long_ago_or_beyond_a_number_are_outdated() -> None:
     assert [job.uid for job in outdated(jobs, 100.0, keep_s=60.0, keep_jobs=10)] == ["oldest"]
     assert [job.uid for job in outdated(jobs, 100.0, keep_s=60.0, keep_jobs=2)] == ["old", "oldest"]
     assert outdated(jobs, 0.0, keep_s=60.0, keep_jobs=10) == []
+
+
+def test_jobs_of_one_user_do_not_make_those_of_another_outdated() -> None:
+    eve = Owner(uid=1, name="eve")
+    many = [msgspec.structs.replace(ended(f"many-{at}", at=90.0 + at), owner=eve) for at in range(3)]
+    hers = msgspec.structs.replace(ended("hers", at=80.0), owner=Owner(uid=2, name="anna"))
+    assert [job.uid for job in outdated([hers, *many], 100.0, keep_s=60.0, keep_jobs=2)] == ["many-0"]
 
 
 def test_outdated_jobs_are_deleted_with_their_directories(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import importlib
 import json
 import os
 import pkgutil
+import sys
 
 import kfp_gpuquota
+from kfp_gpuquota.cluster.local.workers import shim
 from tests import programs
 
 for _package in ("cli", "cluster.local", "server", "fractions", "engine"):
@@ -23,7 +25,12 @@ def as_user(arguments: list[str]) -> None:
     os.setgroups(groups)
     os.setgid(gid)
     os.setuid(uid)
-    {"command_line": programs.gpuquota, "python_api": python_api}[name](words)
+    {"command_line": programs.gpuquota, "python_api": python_api, "shim": a_shim}[name](words)
+
+
+def a_shim(words: list[str]) -> None:
+    """Be the shim of a directory."""
+    sys.exit(shim.main(words[0]))
 
 
 def python_api(words: list[str]) -> None:

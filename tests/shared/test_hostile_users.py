@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import stat
@@ -15,19 +16,24 @@ import msgspec
 from kfp_gpuquota.api.wire import MembersChange
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.shared import files
 from kfp_gpuquota.cluster.local.shared.config import SharedConfig
 from kfp_gpuquota.cluster.local.shared.files import Removals, make_owners_directory
 from kfp_gpuquota.cluster.local.workers import shim
+from kfp_gpuquota.cluster.local.workers.environment import LOGIN
 from kfp_gpuquota.engine.records import Owner
 from kfp_gpuquota.server.transport.connections import SHARED_LIMITS
+from kfp_gpuquota.server.users_memory import MOST_BYTES
 from tests.conftest import running_cluster
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.security.other_user import open_to_everybody
 from tests.shared import people
 from tests.shared.people import MARKS
 from tests.shared.test_jobs_of_users import job, log_of, submit
 
 if TYPE_CHECKING:
+    import pytest
+
     from kfp_gpuquota.server.client import Client
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
@@ -129,7 +135,7 @@ mkfifo "report-$ELASTIC_WORKER_ID.jsonl"; i=0; while [ $i -lt 1500 ]; do mkdir d
     token = shared_cluster.home.job_token_file(shared_cluster.job("hers", "vision").uid)
     assert len(token.read_text()) == 43, "root has its own copy"
     users.anna.ask(shared_cluster.socket, [("DELETE", "/v1/projects/vision/jobs/hers", None)])
-    until(lambda: not owned.parent.exists())
+    until(lambda: not list(shared_cluster.home.jobs.iterdir()))
     assert (victim / "kept").read_text() == "kept"
     assert Path("/etc/shadow").exists()
 
@@ -193,6 +199,48 @@ def test_one_user_cannot_keep_the_others_out_by_connections(shared_cluster: Shar
         flood.kill()
 
 
+READ_NO_ANSWERS = """
+path, count = sys.argv[1], int(sys.argv[2])
+held = []
+for _ in range(count):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].connect(path)
+    held[-1].sendall(b"GET /v1/jobs HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+print([one.recv(12).decode().split()[1] for one in held])
+"""
+
+
+def test_answers_that_a_user_does_not_read_do_not_fill_the_memory(shared_cluster: SharedCluster, users: Users) -> None:
+    large = [job(f"large-{n}", "true", "x" * 1_000_000, gpus=0) for n in range(10)]
+    assert {status for status, _ in users.anna.ask(shared_cluster.socket, large)} == {201}
+    answers = ast.literal_eval(users.anna.python(READ_NO_ANSWERS, shared_cluster.socket, 10))
+    assert answers == ["200"] * 6 + ["503"] * 4
+    until(lambda: users.anna.ask(shared_cluster.socket, [("GET", "/v1/jobs", None)])[0][0] == 200)
+
+
+BEGIN_BODIES = """
+path, count = sys.argv[1], int(sys.argv[2])
+held = []
+for _ in range(count):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].connect(path)
+    held[-1].sendall(b"POST /v1/jobs HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: 1000000\\r\\n\\r\\n")
+print(held[-1].recv(12).decode())
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect(path)
+connection.request("GET", "/v1/nodes")
+print(connection.getresponse().status)
+"""
+
+
+def test_bodies_that_a_user_does_not_finish_do_not_fill_the_memory(shared_cluster: SharedCluster, users: Users) -> None:
+    most = MOST_BYTES // 1_000_000
+    assert users.cleo.python(BEGIN_BODIES, shared_cluster.socket, most + 1) == "HTTP/1.1 503\n200\n"
+    ((status, _),) = users.anna.ask(shared_cluster.socket, [job("hers", "true", "x" * 500_000, gpus=0)])
+    assert status == 201, "each user has as much"
+
+
 def test_a_user_without_an_account_runs_nothing(shared_cluster: SharedCluster, users: Users) -> None:
     client = cast("Client", shared_cluster.client)
     client.change_members("vision", MembersChange(add=(f"@{people.ACCESS}",)))
@@ -200,6 +248,46 @@ def test_a_user_without_an_account_runs_nothing(shared_cluster: SharedCluster, u
     ((status, answer),) = ghost.ask(shared_cluster.socket, [job("ghosts")])
     assert (status, answer["error"]["code"]) == (403, "forbidden")
     assert "has no account on this machine" in answer["error"]["message"]
+
+
+FORK_FASTER_THAN_THEY_ARE_KILLED = """
+import ctypes, os, signal, time
+if os.fork():
+    time.sleep(0.2)
+    os._exit(0)
+os.setsid()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+fork = ctypes.CDLL(None).fork
+while True:
+    fork()
+"""
+
+SESSION_KEYRING = f"""
+import ctypes
+print(ctypes.CDLL(None).syscall({shim.KEYCTL[os.uname().machine]}, 0, -3, 0))
+"""
+
+
+def run_as(person: Person, directory: Path, program: str, **limits: tuple[int, int]) -> str:
+    """Run a script under a shim, and return what it printed."""
+    owner = msgspec.to_builtins(Owner(uid=person.uid, name=person.name, limits=limits))
+    command = {"command": ["python3", "-c", program], "environment": LOGIN, "working_directory": "/"}
+    (directory / "spec.json").write_text(json.dumps({**command, "grace_period_s": 1.0, "owner": owner}))
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, directory], check=True, timeout=TIMEOUT_S)
+    assert json.loads((directory / "exit.json").read_text())["code"] == 0, (directory / "log").read_text()
+    return (directory / "log").read_text()
+
+
+def test_a_program_that_forks_without_end_ends_with_its_job(tmp_path: Path, users: Users) -> None:
+    run_as(users.anna, tmp_path, FORK_FASTER_THAN_THEY_ARE_KILLED, RLIMIT_NPROC=(150, 150))
+    owners = [path.stat().st_uid for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    assert users.anna.uid not in owners
+
+
+def test_jobs_do_not_share_the_keys_of_the_daemons_session(tmp_path: Path, users: Users) -> None:
+    program = [sys.executable, "-c", SESSION_KEYRING]
+    own = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    assert run_as(users.anna, tmp_path, SESSION_KEYRING) != own or own == "-1\n"
 
 
 def test_a_job_does_not_run_as_a_user_who_has_the_number_of_its_owner_now(tmp_path: Path, users: Users) -> None:
@@ -241,4 +329,35 @@ def test_the_directories_of_many_jobs_are_deleted_also_when_the_daemon_ends_at_o
     for name in jobs:
         removals.add(name)
     removals.close()
+    until(lambda: not list(home.jobs.iterdir()))
+
+
+WRITE_AFTER_THE_END = """
+os.chdir(sys.argv[1])
+print("entered", flush=True)
+sys.stdin.readline()
+os.mkdir("late")
+"""
+
+
+def test_what_a_user_writes_while_a_job_is_deleted_is_deleted_later(
+    tmp_path: Path, users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+    open_to_everybody(home.jobs / "one")
+    home.job("hers").mkdir()
+    make_owners_directory(home, "hers", users.anna.uid, "token")
+    writer = users.anna.start(WRITE_AFTER_THE_END, home.owners("hers") / "checkpoints")
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "entered\n"
+    with monkeypatch.context() as killed:
+        killed.setattr(files, "_REMOVE", ("true",))  # rm(1) is over before the user writes
+        removals = Removals(home)
+        removals.add("hers")
+        removals.close()
+    assert not home.job("hers").exists(), "nobody finds it by its name any more"
+    writer.communicate("\n", timeout=TIMEOUT_S)
+    assert list(home.jobs.rglob("late"))
+    Removals(home).resume()
     until(lambda: not list(home.jobs.iterdir()))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
+from kfp_gpuquota.cluster.local.workers.environment import LOGIN
+from tests.security.other_user import open_to_everybody
 from tests.shared.people import MARKS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.shared.conftest import SharedCluster, Users
     from tests.shared.people import Person
 
@@ -76,3 +82,39 @@ print(answer.status, answer.read().decode() if answer.status != 201 else "")
     assert {name for name in unknown if not name.startswith(("ELASTIC_", "JOB_", "GLOO_", "NCCL_"))} == {
         "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "POD_INDEX", "RUNAI_NUM_OF_GPUS",
     }  # fmt: skip
+
+
+def test_a_home_that_cannot_be_entered_is_named_in_the_log(shared_cluster: SharedCluster, users: Users) -> None:
+    requests = [
+        job("lost", "true", gpus=0, environment={"HOME": "/nowhere"}),
+        job("nul", "true", working_directory="/\0"),
+    ]
+    answers = users.anna.ask(shared_cluster.socket, requests)
+    assert [status for status, _ in answers] == [201, 422]
+    assert "a path cannot hold a NUL character" in str(answers[1])
+    shared_cluster.wait_for_phase("lost", "Failed", "vision")
+    assert log_of(shared_cluster, "lost") == "cannot run ['true'] in /nowhere: No such file or directory\n"
+
+
+ROOTS = "import os, time; os.setresuid(0, 0, 0); print(1, flush=True); time.sleep(0.5)"
+
+
+def test_a_program_of_root_that_a_users_own_job_leaves_behind_is_waited_for(tmp_path: Path, users: Users) -> None:
+    """Its user may not end it, as one that sudo runs; that is no failure of the job."""
+    open_to_everybody(tmp_path / "one")
+    directory, program = tmp_path / "worker", tmp_path / "of-root"
+    shutil.copy("/usr/bin/python3", program)
+    os.chown(program, 0, users.anna.gid)
+    script = f"mkfifo fifo; setsid {program} -c '{ROOTS}' > fifo & read x < fifo; exit 3"
+    left = ["sh", "-c", f"cd {directory}; {script}"]
+    directory.mkdir()
+    spec = {"command": left, "environment": LOGIN, "working_directory": "/", "grace_period_s": 1.0}
+    (directory / "spec.json").write_text(json.dumps(spec))
+    for path in (directory, directory / "spec.json"):
+        os.chown(path, users.anna.uid, users.anna.gid)
+    try:
+        program.chmod(0o4750)
+        assert users.anna.run("shim", str(directory), variables={}).returncode == 0
+    finally:
+        program.unlink()
+    assert json.loads((directory / "exit.json").read_text())["code"] == 3

@@ -48,6 +48,20 @@ def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
         assert not [line for line in found if "'DelegateSubgroup'" not in line], "that is unknown before version 254"
 
 
+def test_the_unit_has_the_places_that_its_administrator_chose(tmp_path: Path) -> None:
+    home, path = tmp_path / "the state %", tmp_path / "socket"
+    places = {"GPUQUOTA_HOME": str(home), "GPUQUOTA_SHARED_SOCKET": str(path)}
+    printed = subprocess.run(
+        [GPUQUOTA, "cluster", "start", "--shared", "--print-unit"],
+        env={**os.environ, **places}, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    found = [line for line in printed if line.startswith(("Environment", "StateDirectory", "RuntimeDirectory"))]
+    assert found == [
+        f'Environment="GPUQUOTA_HOME={tmp_path}/the state %%"',
+        f"Environment=GPUQUOTA_SHARED_SOCKET={path}",
+    ]
+
+
 @pytest.mark.parametrize(
     ("word", "written"), [("a b", '"a b"'), ('"', '"\\""'), ("\\", '"\\\\"'), ("$HOME", '"$$HOME"')]
 )
@@ -108,6 +122,24 @@ def test_a_directory_that_users_cannot_reach_is_not_shared(tmp_path: Path) -> No
     home.create()
     with pytest.raises(StateFileError, match=f"users may not pass through {hidden}"):
         open_to_users(home, tmp_path / "run" / "socket")
+
+
+@pytest.mark.parametrize("way", ["directory", "link"])
+def test_roots_cluster_is_in_no_place_that_a_user_can_change(tmp_path: Path, users: Users, way: str) -> None:
+    open_to_everybody(tmp_path / "one")
+    hers, real = tmp_path / "hers", tmp_path / "real"
+    real.mkdir(mode=0o755)
+    if way == "directory":
+        hers.mkdir(mode=0o755)
+    else:
+        hers.symlink_to(real)
+    os.chown(hers, users.anna.uid, -1, follow_symlinks=False)
+    for place in (real, hers):
+        Home(place / "home").create()
+    with pytest.raises(StateFileError, match=f"others than root can change {hers}; .* with GPUQUOTA_HOME"):
+        open_to_users(Home(hers / "home"), tmp_path / "run" / "socket")
+    with pytest.raises(StateFileError, match=f"others than root can change {hers}; .* with GPUQUOTA_SHARED_SOCKET"):
+        open_to_users(Home(real / "home"), hers / "socket")
 
 
 def test_a_directory_that_is_shared_no_more_is_private_again(tmp_path: Path) -> None:

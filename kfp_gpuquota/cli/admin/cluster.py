@@ -85,7 +85,7 @@ KeepDaysOption = Annotated[
     float | None, typer.Option("--keep-ended-days", min=0, help="Delete jobs that ended so long ago; else 30.")
 ]
 KeepJobsOption = Annotated[
-    int | None, typer.Option("--keep-ended-jobs", min=0, help="Keep so many ended jobs at most; else 5000.")
+    int | None, typer.Option("--keep-ended-jobs", min=0, help="Keep so many ended jobs of a user at most; else 5000.")
 ]
 RayOption = Annotated[
     str | None,
@@ -267,8 +267,8 @@ def start(
             reserve_after_s=RESERVE_AFTER_S if reserve_after is None else reserve_after,
             shared=for_users,
         )
-        if print_unit or install_unit:
-            show_unit(install=install_unit)
+        if for_users is not None and (print_unit or install_unit):
+            show_unit(home, for_users, install=install_unit)
             return
         if for_users is None and home.shared_mark.exists():
             raise UsageError(f"{home.root} is a cluster that several users share; add --shared")

@@ -63,12 +63,12 @@ def shared_settings(
         if needing := next((name for name, is_given in given.items() if is_given), ""):
             raise UsageError(f"{needing} is for a cluster that several users share; add --shared")
         return None
-    from kfp_gpuquota.cluster.connect import SHARED_VARIABLE  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.home import HOME_VARIABLE  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.shared.config import (  # noqa: PLC0415
         DEFAULT_JOBS_PER_USER,
         SHARED_HOME,
         SHARED_SOCKET,
+        SHARED_VARIABLE,
         SharedConfig,
     )
 
@@ -80,12 +80,12 @@ def shared_settings(
     return SharedConfig(socket=socket, group=group, admin_group=admin_group, jobs_per_user=most)
 
 
-def show_unit(*, install: bool) -> None:
-    """Print or install the unit of a service with the options of this command."""
+def show_unit(home: Home, shared: SharedConfig, *, install: bool) -> None:
+    """Print or install the unit of a service with the options and places of this command."""
     from kfp_gpuquota.cluster.local.shared import service  # noqa: PLC0415
 
     words = [word for word in sys.argv[1:] if word not in _UNIT_OPTIONS]
-    text = service.unit([*words, "--foreground"])
+    text = service.unit([*words, "--foreground"], home.root, Path(shared.socket))
     if not install:
         echo_data(text.rstrip())
         return
@@ -138,8 +138,8 @@ def stop_shared(socket: Path) -> None:
 
 def who_uses_it(health: Health) -> list[tuple[str, str]]:
     """Return rows for the status: whose cluster it is, where this machine has one that users share."""
-    from kfp_gpuquota.cluster.connect import SHARED_VARIABLE, shared_socket  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.shared.config import SHARED_SOCKET  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import shared_socket  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.shared.config import SHARED_SOCKET, SHARED_VARIABLE  # noqa: PLC0415
 
     if health.shared:
         return [("users", f"shared by users of this machine ({shared_socket() or health.home})")]

@@ -11,6 +11,7 @@ from kfp_gpuquota.api.validation import check_count
 from kfp_gpuquota.errors import InvalidFieldError
 
 SHARED_HOME: Final = Path("/var/lib/gpuquota")
+SHARED_VARIABLE: Final = "GPUQUOTA_SHARED_SOCKET"
 DEFAULT_JOBS_PER_USER: Final = 1000
 MAX_ADDRESS: Final = 90
 """Of a socket's path: the kernel has 108 bytes for it, and the daemon makes it under a longer name."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import pwd
 import shutil
+import stat
 import subprocess
 import threading
 from typing import TYPE_CHECKING, Final
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
 
 _ENTER: Final = 0o001
+_WRITABLE: Final = 0o022
 _REMOVE: Final = ("rm", "-rf", "--")
+_DELETED: Final = ".deleted"
 _BATCH: Final = 100
 _MOST_ARGUMENTS: Final = 5000
 
 
 def open_to_users(home: Home, socket: Path) -> None:
     """Let users pass through the home to what is theirs, and to the socket. Raises StateFileError where they cannot."""
+    _refuse_changeable(home.root, "GPUQUOTA_HOME")
     for parent in home.root.parents:
         if not parent.stat().st_mode & _ENTER:
             raise StateFileError(
@@ -42,10 +46,28 @@ def open_to_users(home: Home, socket: Path) -> None:
     if not socket.parent.exists():
         socket.parent.mkdir()
         socket.parent.chmod(0o755)
+    _refuse_changeable(socket.parent, "GPUQUOTA_SHARED_SOCKET")
     partial = home.socket_file.with_name("socket.link")
     partial.unlink(missing_ok=True)
     partial.symlink_to(socket)
     partial.replace(home.socket_file)
+
+
+def part_of_others(path: Path) -> Path | None:
+    """Return the part of an absolute path that others than root may change or replace; None if there is none."""
+    for part in {lexical: None for place in (path, path.resolve()) for lexical in (place, *place.parents)}:
+        facts = part.lstat()
+        writable = facts.st_mode & _WRITABLE and not facts.st_mode & stat.S_ISVTX and not stat.S_ISLNK(facts.st_mode)
+        if facts.st_uid != 0 or writable:
+            return part
+    return None
+
+
+def _refuse_changeable(path: Path, variable: str) -> None:
+    if (part := part_of_others(path)) is not None:
+        raise StateFileError(
+            f"{path} cannot be shared: others than root can change {part}; choose another directory with {variable}"
+        )
 
 
 def close_to_users(home: Home) -> None:
@@ -80,22 +102,35 @@ def make_owners_directory(home: Home, job: str, uid: int, token: str) -> None:
 class Removals:
     """Deletes jobs' directories in the background: their owners may have made trees of any size and depth in them.
 
-    By rm(1), which follows no link and needs no stack, one process at a time.
+    By rm(1), which follows no link and needs no stack, one process at a time. What is left, since a user still made
+    files in it or the daemon ended, is tried again with the next job and by the next daemon.
     """
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._lock = threading.Lock()
         self._waiting: list[str] = []
+        self._left: list[str] = []
         self._running = False
 
     def add(self, job: str) -> None:
         """Delete a job's directory soon; what its owner still runs may not enter it any more."""
+        found = self._home.job(job)
+        deleted = found.with_name(f"{job}{_DELETED}")
         with contextlib.suppress(FileNotFoundError):
-            os.chown(self._home.owners(job), 0, 0, follow_symlinks=False)
+            found.rename(deleted)
+            os.chown(deleted / self._home.owners(job).name, 0, 0, follow_symlinks=False)
+        self._delete(deleted)
+
+    def resume(self) -> None:
+        """Delete soon what an earlier daemon has left."""
+        self._delete(*self._home.jobs.glob(f"*{_DELETED}"))
+
+    def _delete(self, *directories: Path) -> None:
         with self._lock:
-            self._waiting.append(str(self._home.job(job)))
-            if not self._running:
+            self._waiting += map(str, directories)
+            if self._waiting and not self._running:
+                self._waiting, self._left = self._waiting + self._left, []
                 self._running = True
                 threading.Thread(target=self._remove, daemon=True).start()
 
@@ -115,6 +150,7 @@ class Removals:
                     self._running = False
                     return
             subprocess.run([*_REMOVE, *batch], check=False)
+            self._left += filter(os.path.lexists, batch)
 
 
 def _give(path: Path, uid: int) -> None:

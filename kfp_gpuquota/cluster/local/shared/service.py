@@ -9,7 +9,9 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.local.shared.config import SHARED_HOME, SHARED_SOCKET
+from kfp_gpuquota.cluster.local.home import HOME_VARIABLE
+from kfp_gpuquota.cluster.local.shared.config import SHARED_HOME, SHARED_SOCKET, SHARED_VARIABLE
+from kfp_gpuquota.cluster.local.shared.files import part_of_others
 from kfp_gpuquota.cluster.local.workers.cgroups import DAEMON
 from kfp_gpuquota.errors import UsageError
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 
 UNIT_FILE: Final = Path("/etc/systemd/system/gpuquota.service")
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=./:,@")
-_WRITABLE: Final = 0o022
-_STICKY: Final = 0o1000
 _UNIT: Final = """\
 [Unit]
 Description=GPU quota scheduler for the users of this machine
@@ -29,11 +29,7 @@ After=network.target nss-user-lookup.target remote-fs.target nvidia-persistenced
 [Service]
 Type=notify
 ExecStart={command}
-Environment=GPUQUOTA_HOME={home}
-StateDirectory={state}
-StateDirectoryMode=0711
-RuntimeDirectory={runtime}
-RuntimeDirectoryPreserve=restart
+{places}
 UMask=0077
 Restart=on-failure
 # Jobs outlive the daemon: the next one finds them.
@@ -51,13 +47,18 @@ WantedBy=multi-user.target
 """
 
 
-def unit(words: Iterable[str]) -> str:
-    """Return the unit of a service that runs `gpuquota` with these words."""
+def unit(words: Iterable[str], home: Path = SHARED_HOME, socket: Path = SHARED_SOCKET) -> str:
+    """Return the unit of a service that runs `gpuquota` with these words, for a directory and a socket."""
+    places = [_environment(HOME_VARIABLE, home)]
+    if home == SHARED_HOME:
+        places += [f"StateDirectory={home.name}", "StateDirectoryMode=0711"]
+    if socket == SHARED_SOCKET:
+        places += [f"RuntimeDirectory={socket.parent.name}", "RuntimeDirectoryPreserve=restart"]
+    else:
+        places.append(_environment(SHARED_VARIABLE, socket))
     return _UNIT.format(
         command=" ".join(map(_quoted, [str(Path(sysconfig.get_path("scripts")) / "gpuquota"), *words])),
-        home=SHARED_HOME,
-        state=SHARED_HOME.name,
-        runtime=SHARED_SOCKET.parent.name,
+        places="\n".join(places),
         daemon=DAEMON,
     )
 
@@ -65,13 +66,11 @@ def unit(words: Iterable[str]) -> str:
 def check_installation(paths: Iterable[Path]) -> None:
     """Raise UsageError where a user could change what root is about to run."""
     for path in paths:
-        for part in (path.resolve(), *path.resolve().parents):
-            facts = part.stat()
-            if facts.st_uid != 0 or (facts.st_mode & _WRITABLE and not facts.st_mode & _STICKY):
-                raise UsageError(
-                    f"root would run {path}, and {part} can be changed by others; install kfp-gpuquota as root, for "
-                    "example: python3 -m venv /opt/gpuquota && /opt/gpuquota/bin/pip install 'kfp-gpuquota[cluster]'"
-                )
+        if (part := part_of_others(path)) is not None:
+            raise UsageError(
+                f"root would run {path}, and {part} can be changed by others; install kfp-gpuquota as root, for "
+                "example: python3 -m venv /opt/gpuquota && /opt/gpuquota/bin/pip install 'kfp-gpuquota[cluster]'"
+            )
 
 
 def notify_ready(environment: Mapping[str, str]) -> None:
@@ -88,5 +87,13 @@ def notify_ready(environment: Mapping[str, str]) -> None:
 
 def _quoted(word: str) -> str:
     """Return the word as an ExecStart line has it."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return _escaped(word).replace("$", "$$")
+
+
+def _environment(name: str, value: Path) -> str:
+    return f"Environment={_escaped(f'{name}={value}')}"
+
+
+def _escaped(word: str) -> str:
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return escaped if set(word) <= _PLAIN else f'"{escaped}"'

@@ -78,6 +78,11 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 def back_up(path: Path, target: Path) -> None:
     """Copy the state to `target`, whole and synced, also while a daemon writes. Raises StateFileError, OSError."""
+    if not path.exists():
+        raise StateFileError(
+            f"{path.parent} holds no cluster; name its directory in GPUQUOTA_HOME: that of one which users of this "
+            "machine share is root's, /var/lib/gpuquota"
+        )
     partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     partial.unlink(missing_ok=True)
     try:

@@ -117,6 +117,7 @@ class LocalRuntime:
     ) -> None:
         self._home, self._nodes, self._cgroups = home, nodes, cgroups
         self._shared, self._removals = shared, Removals(home)
+        self._removals.resume()
         self._open_files, self._log_limit = open_files, log_limit
         self._shims = shims.Shims(reports, device_locks)
 
@@ -129,6 +130,8 @@ class LocalRuntime:
         directory = spec.working_directory
         if directory and not Path(directory).is_absolute():
             raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
+        if "\0" in directory:
+            raise InvalidFieldError("working_directory", directory, "a path cannot hold a NUL character")
         if directory and not self._shared:  # with the rights of root it would reveal what the user may not see
             _check_directory(directory)
 
@@ -256,8 +259,8 @@ def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, i
 def _check_directory(directory: str) -> None:
     try:
         found = Path(directory).is_dir()
-    except (OSError, ValueError) as error:  # a part of it may not be entered; a NUL
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InvalidFieldError("working_directory", directory, f"it cannot be used on this machine: {why}") from None
+    except OSError as error:  # a part of it may not be entered
+        rule = f"it cannot be used on this machine: {error.strerror}"
+        raise InvalidFieldError("working_directory", directory, rule) from None
     if not found:
         raise InvalidFieldError("working_directory", directory, "there is no such directory on this machine")
