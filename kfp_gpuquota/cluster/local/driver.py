@@ -27,7 +27,7 @@ from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
 from kfp_gpuquota.cluster.local.workers.sharing import Sharing
-from kfp_gpuquota.cluster.plan_pacing import PlanPacing, RestAfterPlans
+from kfp_gpuquota.cluster.plan_pacing import LONGEST_FORECAST_S, PlanPacing, RestAfterPlans, within
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.decisions import Decisions
@@ -200,7 +200,8 @@ class Driver:
         """Forecast, and again while jobs wait: run times that pass change it as well. It takes a 20th of the time."""
         self._forecast = None
         began, now = self._loop.time(), self._state.clock()
-        found = expected_starts(self._state.scheduler, now, run_times(self._state, now))
+        known, in_time = run_times(self._state, now), within(LONGEST_FORECAST_S)
+        found = expected_starts(self._state.scheduler, now, known, in_time=in_time)
         if note_expected(self._state, found, now):
             self._state.wake()
         if any(queue.waiting for queue in self._state.scheduler.ledger.queues.values()):

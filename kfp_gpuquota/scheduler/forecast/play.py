@@ -46,7 +46,7 @@ class Effort(NamedTuple):
 
 
 def usual_effort(jobs: int) -> Effort:
-    """Return the effort for so many jobs that run or wait: some tenths of a second at most, up to a few thousand."""
+    """Return the effort for so many jobs that run or wait. It bounds no time: jobs of many shapes are more work."""
     plays = max(1, min(8, 400 // max(1, jobs)))
     return Effort(plays, FEW if jobs <= FEW else 10)
 
@@ -68,16 +68,19 @@ class _Run:
     tasks: dict[Task, None] = field(default_factory=dict)
 
 
-def play(state: State, now: float, left_s: Callable[[str], float], cycles: int) -> dict[str, float]:
+def play(
+    state: State, now: float, left_s: Callable[[str], float], cycles: int, in_time: Callable[[], bool]
+) -> dict[str, float]:
     """Return when each waiting job that starts in this play starts, by uid (seconds since the epoch).
 
-    `left_s(uid)` is the run time that a job has left. The state is the same afterwards.
+    `left_s(uid)` is the run time that a job has left. After the first cycle the play ends once `in_time()` is false:
+    then it has those that start first. The state is the same afterwards.
     """
     state.ledger.settle()
     with collector_paused():
         one = _Play(state, now, left_s, cycles)
         try:
-            one.run()
+            one.run(in_time)
         finally:
             one.undo()
     return one.starts
@@ -98,6 +101,7 @@ class _Play:
         self._promised = [job for job in state.promised.values() if not job.active]
         self._filed: dict[Queue, _Filed] = {}
         self._held_by = {host: dict(host.tasks) for host in self._ledger.hosts.values()}
+        self._leaving = dict(self._ledger.leaving)
         self._on_hosts = {job: dict(job.hosts) for job in state.jobs.values() if job.hosts}
         self._cycles, self._waiting, self._batch = cycles, 0, 1
 
@@ -113,12 +117,12 @@ class _Play:
     def _is_deferred(self, job: Job) -> bool:
         return job.deferred_until > self._now
 
-    def run(self) -> None:
-        """Play until every waiting job has started, or nothing ends any more."""
+    def run(self, in_time: Callable[[], bool]) -> None:
+        """Play until every waiting job has started, nothing ends any more, or `in_time()` is false."""
         self._begin_all()
         last, at = self._now + HORIZON_S, self._now
         self._start(at, at)
-        while self._waiting and self._ends and self._ends[0][0] <= last:
+        while self._waiting and self._ends and self._ends[0][0] <= last and in_time():
             times: list[float] = []
             self._freed.clear()
             while self._ends and (len(times) < self._batch or self._shares(at)) and self._ends[0][0] <= last:
@@ -148,6 +152,7 @@ class _Play:
     def undo(self) -> None:
         """Leave everything as it was, also the order of records that are listed."""
         self._ledger.rollback(self._mark)
+        self._ledger.leaving = self._leaving
         for host, tasks in self._held_by.items():
             host.tasks = tasks
         for job, hosts in self._on_hosts.items():

@@ -27,25 +27,35 @@ UNSURE: Final = 0.25
 
 
 def expected_starts(
-    state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort | None = None
+    state: State,
+    now: float,
+    run_time: Callable[[str], RunTime],
+    effort: Effort | None = None,
+    *,
+    in_time: Callable[[], bool] = lambda: True,
 ) -> dict[str, ExpectedStart]:
     """Return when the waiting jobs are expected to start, by uid; those of which it is unknown are left out.
 
-    `run_time(uid)` is what is known of a job. The state is the same afterwards; the cost is bounded by `effort`, by
-    default the usual one.
+    `run_time(uid)` is what is known of a job, `effort` by default the usual one. Once `in_time()` is false no further
+    play begins, and the first one ends: jobs that start later in it are left out. The state is the same afterwards.
     """
     jobs = {uid: run_time(uid) for uid, job in state.jobs.items() if not job.removed}
     plays, cycles = usual_effort(len(jobs)) if effort is None else effort
     spread = {uid: crc32(uid.encode()) / 2**32 for uid in jobs}
     found: dict[str, list[float]] = {}
+    done = 0
     for number in range(plays):
 
         def left_s(uid: str, offset: float = number / plays) -> float:
             return jobs[uid].left((spread[uid] + offset) % 1.0)
 
-        for uid, at in play(state, now, left_s, cycles).items():
+        starts = play(state, now, left_s, cycles, in_time)
+        if done and not in_time():
+            break  # it may have been cut short, and would count as never for most jobs
+        done += 1
+        for uid, at in starts.items():
             found.setdefault(uid, []).append(at)
-    ranges = {uid: _range(starts, plays, now) for uid, starts in found.items() if not state.jobs[uid].active}
+    ranges = {uid: _range(starts, done, now) for uid, starts in found.items() if not state.jobs[uid].active}
     return {uid: between for uid, between in ranges.items() if between is not None}
 
 
