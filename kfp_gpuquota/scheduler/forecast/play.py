@@ -78,17 +78,19 @@ def play(
     """
     state.ledger.settle()
     with collector_paused():
-        one = _Play(state, now, left_s, cycles)
+        one = _Play(state, now, left_s, cycles, in_time)
         try:
-            one.run(in_time)
+            one.run()
         finally:
             one.undo()
     return one.starts
 
 
 class _Play:
-    def __init__(self, state: State, now: float, left_s: Callable[[str], float], cycles: int) -> None:
-        self._ledger, self._left_s, self._now = state.ledger, left_s, now
+    def __init__(
+        self, state: State, now: float, left_s: Callable[[str], float], cycles: int, in_time: Callable[[], bool]
+    ) -> None:
+        self._ledger, self._left_s, self._now, self._in_time = state.ledger, left_s, now, in_time
         self.starts: dict[str, float] = {}
         self._mark = self._ledger.mark()
         self._serial = 0
@@ -117,12 +119,12 @@ class _Play:
     def _is_deferred(self, job: Job) -> bool:
         return job.deferred_until > self._now
 
-    def run(self, in_time: Callable[[], bool]) -> None:
-        """Play until every waiting job has started, nothing ends any more, or `in_time()` is false."""
+    def run(self) -> None:
+        """Play until every waiting job has started, nothing ends any more, or there is no time left."""
         self._begin_all()
         last, at = self._now + HORIZON_S, self._now
         self._start(at, at)
-        while self._waiting and self._ends and self._ends[0][0] <= last and in_time():
+        while self._waiting and self._ends and self._ends[0][0] <= last and self._in_time():
             times: list[float] = []
             self._freed.clear()
             while self._ends and (len(times) < self._batch or self._shares(at)) and self._ends[0][0] <= last:
@@ -183,7 +185,7 @@ class _Play:
 
     def _start(self, now: float, at: float) -> None:
         """Start what can start, in one cycle where ends share cycles, else as plans do: until there is no more."""
-        while self._cycle(now, at) and self._waiting and self._batch == 1:
+        while self._cycle(now, at) and self._waiting and self._batch == 1 and self._in_time():
             pass
 
     def _cycle(self, now: float, at: float) -> bool:
