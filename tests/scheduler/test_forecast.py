@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
@@ -113,6 +114,20 @@ def test_a_forecast_without_time_has_the_jobs_that_start_first() -> None:
     found = expected_starts(one.world.state, one.world.now, run_time, EXACT, in_time=lambda: next(turns, False))
     assert found.keys() == {"job-1"}
     assert not expected_starts(one.world.state, one.world.now, run_time, EXACT, in_time=lambda: False)
+
+
+def test_a_job_that_never_fits_costs_few_cycles_while_usage_decays() -> None:
+    one = reality([("team", 8, 100), *[("team", 8, 30)] * 3, ("team", 64, 10)], {"team": 8}, 300.0)
+    one.world.state.ledger.half_life_s = 3600.0
+    cycles = count()
+
+    def in_time() -> bool:
+        return next(cycles) < 500
+
+    known = {uid: RunTime(left_s=lasts) for uid, lasts in one.lasts.items()}
+    found = expected_starts(one.world.state, one.world.now, lambda uid: known[uid], EXACT, in_time=in_time)
+    assert found.keys() == {"job-1", "job-2", "job-3"}
+    assert next(cycles) < 500
 
 
 def test_a_forecast_leaves_the_order_of_leaving_workers_as_it_was() -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 ACTIONS: Final = ("allocate", "reclaim", "preempt")
 FEW: Final = 50
 """Of so many jobs no two ends share a cycle."""
+LOOKS: Final = 16
+"""Between two changes so many cycles wait for time to pass: usage decays for ever, and a job may never fit."""
 HORIZON_S: Final = 30 * 86_400.0
 """What would start later than this is unknown."""
 
@@ -94,6 +96,7 @@ class _Play:
         self.starts: dict[str, float] = {}
         self._mark = self._ledger.mark()
         self._serial = 0
+        self._again_at, self._looks = inf, 0
         self._ends: list[tuple[float, int, _Run | None]] = []
         self._runs: dict[Job, _Run] = {}
         self._left: dict[str, float] = {}
@@ -170,9 +173,11 @@ class _Play:
     def _end(self, run: _Run | None, at: float) -> bool:
         """Release what the run holds; return whether there was something to do."""
         if run is None:
-            return True
+            self._looks += at == self._again_at
+            return at == self._again_at  # as for drivers, only the newest cycle's time counts
         if run.ends_at != at:
             return False
+        self._looks = 0
         for task in run.tasks:
             if task.node is not None and self._batch > 1:
                 self._freed.update(((task.node, device), at) for device in task.devices)
@@ -207,8 +212,11 @@ class _Play:
             begin = self._began_at(tasks, at)
             self._hold(tasks, begin)
             self._begin(job, tasks, begin)
-        if cycle.again_at is not None and self._batch == 1:
-            self._at(cycle.again_at, None)
+        if started or stopped:
+            self._looks = 0
+        self._again_at = inf if cycle.again_at is None else cycle.again_at
+        if self._again_at < inf and self._batch == 1 and self._looks < LOOKS:
+            self._at(self._again_at, None)
         return bool(started or stopped)
 
     def _began_at(self, tasks: Iterable[Task], at: float) -> float:
