@@ -4,13 +4,17 @@ A plan that was executed leads to another one, and at last to an empty plan. If 
 plans undid each other, the cluster would do nothing else: so after `MAX_PLANS_IN_A_ROW` plans follow with a pause.
 
 Under a stream of requests, each of which asks for a plan, `RestAfterPlans` leaves most of the time to the requests:
-thousands of submissions then share plans.
+thousands of submissions then share plans. A forecast in the event loop ends `within` a time.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX_PLANS_IN_A_ROW: Final = 100
 PAUSE_S: Final = 1.0
@@ -18,6 +22,15 @@ PLANNING_SHARE: Final = 1 / 3
 """The part of the time that planning may use in the long run."""
 BURST_S: Final = 0.2
 """The pause that may be postponed, in seconds: the plans of a few arrivals follow without delay."""
+
+LONGEST_FORECAST_S: Final = 0.5
+"""For so long a forecast may delay the event loop, or for its first cycle, which takes as long as a plan."""
+
+
+def within(longest_s: float) -> Callable[[], bool]:
+    """Return a function that returns whether fewer seconds than that have passed since this call."""
+    until = time.monotonic() + longest_s
+    return lambda: time.monotonic() < until
 
 
 @dataclass

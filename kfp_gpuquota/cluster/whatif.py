@@ -1,4 +1,4 @@
-"""Answers what-if questions about jobs, quotas and nodes with names and sentences. Pure."""
+"""Answers what-if questions about jobs, quotas and nodes with names and sentences."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Reason
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Effect, OtherTeams, Outlook
+from kfp_gpuquota.cluster.plan_pacing import LONGEST_FORECAST_S, within
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.scheduler.forecast import RunTime
 from kfp_gpuquota.scheduler.state.copying import copied
@@ -36,7 +37,7 @@ def outlook(state: scheduler.State, supposed: Supposition, now: float, run_time:
     once, although they would hold the GPUs until the workers have exited.
         Raises NotFoundError for a job or node that does not exist.
     """
-    return _outlook(state, scheduler.what_if(state, list(_events(state, supposed, now)), now, run_time), supposed)
+    return _outlook(state, _answer(state, supposed, now, run_time), supposed)
 
 
 def outlook_for_user(
@@ -56,10 +57,15 @@ def outlook_for_user(
     hidden = {uid for uid, job in own.jobs.items() if job.queue.name not in visible}
     for uid in hidden:
         own.jobs[uid].name = OTHERS  # sentences name jobs, and the plan does not depend on names
-    answer = scheduler.what_if(own, list(_events(own, supposed, now)), now, run_time)
+    answer = _answer(own, supposed, now, run_time)
     found = _outlook(own, answer, supposed)
     effects = {name: _shown(getattr(found, name), visible, hidden) for name in Outlook.__struct_fields__[:-1]}
     return Outlook(**effects, others=_other_teams(own, answer, hidden))
+
+
+def _answer(state: scheduler.State, supposed: Supposition, now: float, run_time: RunTimes | None) -> scheduler.WhatIf:
+    events = list(_events(state, supposed, now))
+    return scheduler.what_if(state, events, now, run_time, in_time=within(LONGEST_FORECAST_S))
 
 
 def _outlook(state: scheduler.State, answer: scheduler.WhatIf, supposed: Supposition) -> Outlook:

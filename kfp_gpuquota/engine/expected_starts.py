@@ -33,7 +33,9 @@ MATERIAL_S: Final = 60.0
 MATERIAL_PART: Final = 0.2
 """An estimate has changed if an end of its range moved by this part of the time until then, and by so many seconds."""
 
-_NUMBER: Final = re.compile(r"([-._]?(\d+|(?=[0-9a-f]*\d)[0-9a-f]{4,}))+$")
+_RUN: Final = r"(?=[0-9a-f]*\d)([0-9a-f]{4,}|\d{1,3})(?![0-9a-f])"
+_NUMBER: Final = re.compile(rf"[-._]?{_RUN}([-._]{_RUN})*$")
+"""Numbers and hashes at the end. No name can be divided into them in two ways, else a search took exponential time."""
 
 Key = tuple[str, str, str]
 
@@ -88,29 +90,31 @@ def _left_s(job: JobRecord, now: float) -> float | None:
     return max(0.0, left - max(0.0, now - progress.at))
 
 
-def note_expected(book: JobBook, played: Mapping[str, ExpectedStart], now: float) -> list[str]:
-    """Record the expected starts that plays gave to waiting jobs; return the uids of those that changed materially."""
-    changed, accuracy = [], book.accuracy
+def note_expected(book: JobBook, played: Mapping[str, ExpectedStart], now: float, most: int | None = None) -> list[str]:
+    """Record the expected starts that plays gave to waiting jobs; return the uids of those that changed materially.
+
+    Of more than `most` that did, only those that start first are recorded.
+    """
+    accuracy = book.accuracy
     waiting = [uid for uid, job in book.jobs.items() if job.status.phase is Phase.PENDING]
     accuracy.keep(waiting)
-    for uid in waiting:
-        old, found = book.expected_starts.get(uid), played.get(uid)
-        new = None if found is None else accuracy.ranged(found, now)
-        if _differ(old, new, now):
-            changed.append(uid)
-            if new is None:
-                del book.expected_starts[uid]
-            else:
-                book.expected_starts[uid] = new
-        if found is not None:
-            accuracy.state(uid, book.expected_starts[uid])
+    new = {uid: accuracy.ranged(played[uid], now) for uid in waiting if uid in played}
+    changed = [uid for uid in waiting if _differ(book.expected_starts.get(uid), new.get(uid), now)]
+    if most is not None and len(changed) > most:
+        changed.sort(key=lambda uid: new[uid].earliest if uid in new else now)
+        del changed[most:]
+    for uid in changed:
+        if uid in new:
+            book.expected_starts[uid] = new[uid]
+        else:
+            del book.expected_starts[uid]
+    for uid in new.keys() & book.expected_starts.keys():
+        accuracy.state(uid, book.expected_starts[uid])
     return changed
 
 
 def _differ(old: ExpectedStart | None, new: ExpectedStart | None, now: float) -> bool:
     if old is None or new is None:
         return old is not new
-    if now > old.latest:
-        return old != new
     ends = ((old.earliest, new.earliest), (old.latest, new.latest))
     return any(abs(a - b) > max(MATERIAL_S, MATERIAL_PART * max(0.0, b - now)) for a, b in ends)

@@ -47,11 +47,17 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 def what_if(
-    state: State, change: Event | Sequence[Event], now: float, run_time: Callable[[str], RunTime] | None = None
+    state: State,
+    change: Event | Sequence[Event],
+    now: float,
+    run_time: Callable[[str], RunTime] | None = None,
+    *,
+    in_time: Callable[[], bool] = lambda: True,
 ) -> WhatIf:
     """Return the effect of one event or several, in order; `state` is not changed. Raises what `State.apply` raises.
 
-    `run_time(uid)` is what is known of a job's run time, for the expected starts; without it these are left out.
+    `run_time(uid)` is what is known of a job's run time, for the expected starts; without it these are left out, as are
+    later ones once `in_time()` is false.
     """
     changed = copied(state)
     for event in change if isinstance(change, Sequence) else (change,):
@@ -65,7 +71,7 @@ def what_if(
         grows=_only(_grows(after), _grows(before)),
         shrinks=_only(_shrinks(after), _shrinks(before)),
         stops=_only(_stops(after), _stops(before)),
-        expected={} if run_time is None else expected_starts(changed, now, run_time),
+        expected=expected_starts(changed, now, run_time, in_time=in_time) if run_time else {},
     )
 
 

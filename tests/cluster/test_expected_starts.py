@@ -70,6 +70,19 @@ def test_jobs_that_still_run_lengthen_the_examples() -> None:
     assert found("a8").examples == (5, 5, 5, 100)  # one that has run for 50 s already
 
 
+def test_the_number_or_hash_at_the_end_of_a_name_does_not_count() -> None:
+    alike = ["fit-7", "fit17", "fit-2024-11-25", "fit-9f1c2ab4e", "fit-550e8400-e29b-41d4-a716-446655440000"]
+    examples = [record(name, ended(100), command=name) for name in alike]
+    other = [record(f"{name}-x", ended(10), command="other") for name in alike]
+    assert run_times(book(*examples, *other, record("fit", WAITING)), NOW)("fit").examples == (100,) * 5
+
+
+def test_a_name_of_many_digits_is_read_in_no_time() -> None:
+    names = ["1" * 60 + "x", "1111-" * 11 + "x", "a1b2" * 15 + "x"]
+    found = run_times(book(*(record(f"{name}y{i}", ended(10)) for name in names for i in range(3))), NOW)
+    assert found(names[0] + "y0").examples == (10, 10, 10)
+
+
 def test_two_jobs_are_no_distribution() -> None:
     found = run_times(book(record("a1", ended(5)), record("a2", ended(5)), record("a3", WAITING)), NOW)
     assert found("a3") == UNKNOWN
@@ -95,6 +108,21 @@ def test_an_estimate_is_replaced_only_by_one_that_differs_materially() -> None:
     assert note_expected(one, {"a1": later}, NOW + 20) == ["a1"]
     assert note_expected(one, {}, NOW + 30) == ["a1"]
     assert one.expected_starts == {}
+
+
+def test_a_job_that_may_start_at_any_moment_is_not_written_with_each_forecast() -> None:
+    one = book(record("a1", WAITING))
+    at_once = [note_expected(one, {"a1": ExpectedStart(earliest=at, latest=at)}, at) for at in range(0, 120, 15)]
+    assert [changed for changed in at_once if changed] == [["a1"], ["a1"]]  # a minute apart
+
+
+def test_of_many_changed_estimates_the_soonest_are_recorded_first() -> None:
+    one = book(*(record(f"a{number}", WAITING) for number in range(5)))
+    found = {f"a{number}": ExpectedStart(earliest=NOW - number, latest=NOW + 900) for number in range(4)}
+    assert note_expected(one, found, NOW, 2) == ["a3", "a2"]
+    assert note_expected(one, found, NOW, 3) == ["a0", "a1"]
+    assert note_expected(one, {uid: found[uid] for uid in ("a1", "a2")}, NOW, 5) == ["a0", "a3"]
+    assert one.expected_starts.keys() == {"a1", "a2"}
 
 
 def test_a_job_that_has_started_has_no_expected_start() -> None:

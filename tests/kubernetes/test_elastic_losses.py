@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes import detached as watches
-from tests.kubernetes.test_restarts import make_node, set_quota
+from tests.kubernetes.test_restarts import make_node, pod_body, set_quota
 from tests.kubernetes.twin_world import World, running
 
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": "low on memory"}
@@ -84,3 +84,27 @@ def test_a_node_whose_kubelet_rejects_a_worker_gets_no_other_of_its_job_and_the_
     sent, status = asyncio.run(after_rejections(nodes))
     assert sorted(sent) == [f"n{index}" for index in range(nodes)]
     assert (status["phase"], status["restarts"]) == ("Pending", 0)
+
+
+async def bound_after_a_rejection() -> list[tuple[str, str]]:
+    """The nodes of two pods of different users, which have no owner; the kubelet has rejected the first one."""
+    world = World()
+    make_node(world, "n0")
+    set_quota(world, "a", 4)
+    set_quota(world, "b", 4)
+    async with running(world) as twin:
+        world.twin = twin
+        bound = []
+        for namespace in ("a", "b"):
+            world.put(watches.PODS, pod_body({}, name="p", namespace=namespace, uid=f"pod-{namespace}"))
+            await twin.settle()
+            world.run_pods(start=False)
+            (pod,) = (one for one in world.objects[watches.PODS].values() if one["metadata"]["namespace"] == namespace)
+            bound.append((namespace, pod["spec"].get("nodeName", "")))
+            world.put(watches.PODS, {**pod, "status": REJECTED})
+            await twin.settle()
+        return bound
+
+
+def test_a_node_that_rejects_a_pod_without_an_owner_is_not_kept_from_other_users() -> None:
+    assert asyncio.run(bound_after_a_rejection()) == [("a", "n0"), ("b", "n0")]

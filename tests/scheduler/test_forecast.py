@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
@@ -101,6 +102,41 @@ def test_a_job_starts_when_those_before_it_have_ended() -> None:
     assert (found["job-2"].earliest, found["job-2"].latest) == (101, 101)
     assert found["job-3"].earliest == 131
     assert found.keys() == {"job-2", "job-3"}
+
+
+def test_a_forecast_without_time_has_the_jobs_that_start_first() -> None:
+    one = reality([("team", 8, 100), *[("team", 8, 30)] * 3], {"team": 8}, inf)
+    turns = iter([True, False])
+
+    def run_time(uid: str) -> RunTime:
+        return RunTime(left_s=one.lasts[uid])
+
+    found = expected_starts(one.world.state, one.world.now, run_time, EXACT, in_time=lambda: next(turns, False))
+    assert found.keys() == {"job-1"}
+    assert not expected_starts(one.world.state, one.world.now, run_time, EXACT, in_time=lambda: False)
+
+
+def test_a_job_that_never_fits_costs_few_cycles_while_usage_decays() -> None:
+    one = reality([("team", 8, 100), *[("team", 8, 30)] * 3, ("team", 64, 10)], {"team": 8}, 300.0)
+    one.world.state.ledger.half_life_s = 3600.0
+    cycles = count()
+
+    def in_time() -> bool:
+        return next(cycles) < 500
+
+    known = {uid: RunTime(left_s=lasts) for uid, lasts in one.lasts.items()}
+    found = expected_starts(one.world.state, one.world.now, lambda uid: known[uid], EXACT, in_time=in_time)
+    assert found.keys() == {"job-1", "job-2", "job-3"}
+    assert next(cycles) < 500
+
+
+def test_a_forecast_leaves_the_order_of_leaving_workers_as_it_was() -> None:
+    one = reality([("team", 4, 100), ("team", 4, 50), ("team", 8, 30)], {"team": 8}, inf)
+    for worker in list(one.world.state.workers):
+        one.world.state.apply(WorkerLeaving(worker, one.world.now))
+    before = take_dump(one.world.state, one.world.now, "")
+    expected_starts(one.world.state, one.world.now, lambda _: RunTime(left_s=9.0), Effort(plays=1, cycles=1000))
+    assert take_dump(one.world.state, one.world.now, "") == before
 
 
 def test_what_waits_for_a_job_of_unknown_run_time_has_no_expected_start() -> None:

@@ -27,7 +27,7 @@ from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
 from kfp_gpuquota.cluster.local.workers.sharing import Sharing
-from kfp_gpuquota.cluster.plan_pacing import PlanPacing, RestAfterPlans
+from kfp_gpuquota.cluster.plan_pacing import LONGEST_FORECAST_S, PlanPacing, RestAfterPlans, within
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.decisions import Decisions
@@ -204,7 +204,7 @@ class Driver:
     def _forecast_step(self, forecast: Forecast, now: float, took_s: float) -> None:
         """Make one play in each turn of the loop, so that requests do not wait for all of them."""
         self._forecast, began = None, self._loop.time()
-        more = forecast.step()
+        more = forecast.step(within(LONGEST_FORECAST_S))
         took_s += self._loop.time() - began
         if more:
             self._forecast = self._loop.call_later(0.0, self._forecast_step, forecast, now, took_s)

@@ -36,6 +36,8 @@ COARSE_ACTIONS: Final = ("allocate",)
 """Where ends share cycles: who may reclaim comes first in the order, and most often gets what the others release."""
 FEW: Final = 50
 """Of so many jobs no two ends share a cycle."""
+LOOKS: Final = 16
+"""Between two changes so many cycles wait for time to pass: usage decays for ever, and a job may never fit."""
 HORIZON_S: Final = 30 * 86_400.0
 """What would start later than this is unknown."""
 
@@ -48,7 +50,7 @@ class Effort(NamedTuple):
 
 
 def usual_effort(jobs: int) -> Effort:
-    """Return the effort for so many jobs that run or wait: some tenths of a second at most, up to a few thousand."""
+    """Return the effort for so many jobs that run or wait. It bounds no time: jobs of many shapes are more work."""
     plays = max(1, min(8, 400 // max(1, jobs)))
     return Effort(plays, FEW if jobs <= FEW else 10)
 
@@ -70,14 +72,17 @@ class _Run:
     tasks: dict[Task, None] = field(default_factory=dict)
 
 
-def play(state: State, now: float, left_s: Callable[[str], float], cycles: int) -> dict[str, float]:
+def play(
+    state: State, now: float, left_s: Callable[[str], float], cycles: int, in_time: Callable[[], bool]
+) -> dict[str, float]:
     """Return when each waiting job that starts in this play starts, by uid (seconds since the epoch).
 
-    `left_s(uid)` is the run time that a job has left. The state is the same afterwards.
+    `left_s(uid)` is the run time that a job has left. After the first cycle the play ends once `in_time()` is false:
+    then it has those that start first. The state is the same afterwards.
     """
     state.ledger.settle()
     with collector_paused():
-        one = _Play(state, now, left_s, cycles)
+        one = _Play(state, now, left_s, cycles, in_time)
         try:
             one.run()
         finally:
@@ -86,11 +91,14 @@ def play(state: State, now: float, left_s: Callable[[str], float], cycles: int) 
 
 
 class _Play:
-    def __init__(self, state: State, now: float, left_s: Callable[[str], float], cycles: int) -> None:
-        self._ledger, self._left_s, self._now = state.ledger, left_s, now
+    def __init__(
+        self, state: State, now: float, left_s: Callable[[str], float], cycles: int, in_time: Callable[[], bool]
+    ) -> None:
+        self._ledger, self._left_s, self._now, self._in_time = state.ledger, left_s, now, in_time
         self.starts: dict[str, float] = {}
         self._mark = self._ledger.mark()
         self._serial = 0
+        self._again_at, self._looks = inf, 0
         self._ends: list[tuple[float, int, _Run | None]] = []
         self._runs: dict[Job, _Run] = {}
         self._left: dict[str, float] = {}
@@ -100,6 +108,7 @@ class _Play:
         self._promised = [job for job in state.promised.values() if not job.active]
         self._filed: dict[Queue, _Filed] = {}
         self._held_by = {host: dict(host.tasks) for host in self._ledger.hosts.values()}
+        self._leaving = dict(self._ledger.leaving)
         self._on_hosts = {job: dict(job.hosts) for job in state.jobs.values() if job.hosts}
         self._cycles, self._waiting, self._batch = cycles, 0, 1
 
@@ -116,11 +125,11 @@ class _Play:
         return job.deferred_until > self._now
 
     def run(self) -> None:
-        """Play until every waiting job has started, or nothing ends any more."""
+        """Play until every waiting job has started, nothing ends any more, or there is no time left."""
         self._begin_all()
         last, at = self._now + HORIZON_S, self._now
         self._start(at, at)
-        while self._waiting and self._ends and self._ends[0][0] <= last:
+        while self._waiting and self._ends and self._ends[0][0] <= last and self._in_time():
             times: list[float] = []
             self._freed.clear()
             while self._ends and (len(times) < self._batch or self._shares(at)) and self._ends[0][0] <= last:
@@ -150,6 +159,7 @@ class _Play:
     def undo(self) -> None:
         """Leave everything as it was, also the order of records that are listed."""
         self._ledger.rollback(self._mark)
+        self._ledger.leaving = self._leaving
         for host, tasks in self._held_by.items():
             host.tasks = tasks
         for job, hosts in self._on_hosts.items():
@@ -165,9 +175,11 @@ class _Play:
     def _end(self, run: _Run | None, at: float) -> bool:
         """Release what the run holds; return whether there was something to do."""
         if run is None:
-            return True
+            self._looks += at == self._again_at
+            return at == self._again_at  # as for drivers, only the newest cycle's time counts
         if run.ends_at != at:
             return False
+        self._looks = 0
         for task in run.tasks:
             if task.node is not None and self._batch > 1:
                 self._freed.update(((task.node, device), at) for device in task.devices)
@@ -180,7 +192,7 @@ class _Play:
 
     def _start(self, now: float, at: float) -> None:
         """Start what can start, in one cycle where ends share cycles, else as plans do: until there is no more."""
-        while self._cycle(now, at) and self._waiting and self._batch == 1:
+        while self._cycle(now, at) and self._waiting and self._batch == 1 and self._in_time():
             pass
 
     def _cycle(self, now: float, at: float) -> bool:
@@ -202,8 +214,11 @@ class _Play:
             begin = self._began_at(tasks, at)
             self._hold(tasks, begin)
             self._begin(job, tasks, begin)
-        if cycle.again_at is not None and self._batch == 1:
-            self._at(cycle.again_at, None)
+        if started or stopped:
+            self._looks = 0
+        self._again_at = inf if cycle.again_at is None else cycle.again_at
+        if self._again_at < inf and self._batch == 1 and self._looks < LOOKS:
+            self._at(self._again_at, None)
         return bool(started or stopped)
 
     def _began_at(self, tasks: Iterable[Task], at: float) -> float:

@@ -28,15 +28,20 @@ UNSURE: Final = 0.25
 
 
 def expected_starts(
-    state: State, now: float, run_time: Callable[[str], RunTime], effort: Effort | None = None
+    state: State,
+    now: float,
+    run_time: Callable[[str], RunTime],
+    effort: Effort | None = None,
+    *,
+    in_time: Callable[[], bool] = lambda: True,
 ) -> dict[str, ExpectedStart]:
     """Return when the waiting jobs are expected to start, by uid; those of which it is unknown are left out.
 
-    `run_time(uid)` is what is known of a job. The state is the same afterwards; the cost is bounded by `effort`, by
-    default the usual one.
+    `run_time(uid)` is what is known of a job, `effort` by default the usual one. Once `in_time()` is false no further
+    play begins, and the first one ends: jobs that start later in it are left out. The state is the same afterwards.
     """
     forecast = Forecast(state, now, run_time, effort)
-    while forecast.step():
+    while forecast.step(in_time):
         pass
     return forecast.starts()
 
@@ -54,23 +59,26 @@ class Forecast:
         self._found: dict[str, list[float]] = {}
         self._played = 0
 
-    def step(self) -> bool:
+    def step(self, in_time: Callable[[], bool]) -> bool:
         """Make one play; return whether there is another one to make."""
         offset = self._played / self._plays
 
         def left_s(uid: str) -> float:
             return self._jobs.get(uid, UNKNOWN).left((self._spread.get(uid, 0.0) + offset) % 1.0)
 
-        for uid, at in play(self._state, self._now, left_s, self._cycles).items():
+        starts = play(self._state, self._now, left_s, self._cycles, in_time)
+        if self._played and not in_time():
+            return False  # it may have been cut short, and would count as never for most jobs
+        for uid, at in starts.items():
             self._found.setdefault(uid, []).append(at)
         self._played += 1
-        return self._played < self._plays
+        return self._played < self._plays and in_time()
 
     def starts(self) -> dict[str, ExpectedStart]:
-        """Return the expected starts after all steps."""
+        """Return the expected starts after these steps."""
         jobs = self._state.jobs
         waiting = {uid: starts for uid, starts in self._found.items() if uid in jobs and not jobs[uid].active}
-        ranges = {uid: _range(starts, self._plays, self._now) for uid, starts in waiting.items()}
+        ranges = {uid: _range(starts, self._played, self._now) for uid, starts in waiting.items()}
         return {uid: between for uid, between in ranges.items() if between is not None}
 
 

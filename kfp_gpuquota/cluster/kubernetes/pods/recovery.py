@@ -181,7 +181,8 @@ class PodRecovery:
 
     def rejected(self, pod: PodView) -> None:
         """Exclude the node whose kubelet rejected a pod for the next pods of its owner, which would fail there, too."""
-        self._exclusions.note(pod)
+        if pod.controller_uid:  # all pods without an owner have the same
+            self._exclusions.note(pod)
         self._recorder.record(pod, "PlaceTaken", f"node {pod.node} rejected it: {pod.rejected}")
 
     def _not_bindable(self, pod: PodView) -> None:
