@@ -10,9 +10,10 @@ _OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202
 
 
 def last_line(text: str, longest: int = 500) -> str:
-    """Return the last line that is not empty, escaped, in at most `longest` characters."""
+    """Return the last line that is not empty, escaped; of a longer one than `longest` characters its beginning."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return visible(lines[-1].strip())[:longest] if lines else ""
+    shown = visible(lines[-1].strip()) if lines else ""
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
 
 
 def visible(text: str) -> str:
