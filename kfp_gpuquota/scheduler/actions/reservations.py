@@ -21,7 +21,7 @@ does not wander: while a host is held only the reserved job starts there, so wha
 one is chosen only when that lacks less.
 
 What is kept is idle until the rest is free. Where jobs wait for hours anyway, keeping it after 5 minutes makes all of
-them wait longer: on Pollux' trace it costs 15 points of utilization, after half an hour 2 (`benchmarks/queue.py`).
+them wait longer: on Pollux' trace it costs 15 points of utilization, after half an hour 2 (`benchmarks/queueing.py`).
 
 Rejected: an expected start, and filling the hole with jobs that end before it (EASY backfill), which needs run times
 that nobody has declared here. Rejected: waiting for workers of jobs that cannot be preempted: sessions have no end.

@@ -1,6 +1,6 @@
 """Whether the queue keeps its word: how long jobs wait, and how right their expected starts are, on real traces.
 
-    python benchmarks/queue.py [--philly philly.csv] [--pollux FOLDER] [--alibaba NODES.csv PODS.csv] [--jobs 1500]
+    python benchmarks/queueing.py [--philly philly.csv] [--pollux FOLDER] [--alibaba NODES.csv PODS.csv] [--jobs 1500]
 
 Without a trace a generated one is used. Each trace is played in simulated time under `gpuquota`, the same without
 reservations, `fifo`, `best-fit` and `backfill` (EASY, with exact run times). The last line is JSON; of several traces
