@@ -228,8 +228,11 @@ class Controlled:
         self.teams.remove(team)
         for job in self.cluster.api.items(jobs_of(team)):
             self.cluster.api.delete(f"{jobs_of(team)}/{job['metadata']['name']}")
-        for name in self.pods(team):
-            self.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{name}", 0)
+        for name, pod in self.pods(team).items():
+            path = f"/api/v1/namespaces/{team}/pods/{name}"
+            if pod["metadata"].get("finalizers"):  # of a test that has failed: its GPUs would be held in all others
+                self.cluster.api.patch(path, {"metadata": {"finalizers": []}})
+            self.cluster.api.delete(path, 0)
         self.cluster.api.delete(f"{QUOTAS}/{team}")
         self.cluster.api.delete(f"/api/v1/namespaces/{team}")
 

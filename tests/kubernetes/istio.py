@@ -91,9 +91,9 @@ def istio(
 
 def _port(admin: Path) -> int:
     """The gateway's port, once it listens; 0 before."""
-    if not admin.exists():
+    if not admin.exists() or not (address := admin.read_text()):
         return 0
-    with urllib.request.urlopen(f"http://{admin.read_text()}/listeners?format=json", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/listeners?format=json", timeout=10) as answer:
         found = json.load(answer).get("listener_statuses", [])
     ports = [each["local_address"]["socket_address"]["port_value"] for each in found if each["name"] == "gateway"]
     return int(ports[0]) if ports else 0

@@ -204,13 +204,14 @@ def test_another_leader_keeps_what_was_promised_until_it_is_carried_out(controll
     (promise,) = quota["status"]["promises"]
     assert promise["job"] == controlled.cluster.api.get(owner)["metadata"]["uid"]
     assert [sorted(one["devices"]) for one in promise["placements"]] == [[0, 1]]
+    for name in ("b0", "b1"):
+        controlled.until(f"/api/v1/namespaces/{borrower}/pods/{name}", is_leaving)
     controlled.kill()
     controlled.start()
     controlled.pod(lender, "later")
     assert controlled.cluster.api.get(f"{QUOTAS}/{lender}")["status"]["promises"] == [promise]
     for name in ("b0", "b1"):
         pod = f"/api/v1/namespaces/{borrower}/pods/{name}"
-        controlled.until(pod, is_leaving)
         controlled.cluster.api.patch(pod, {"metadata": {"finalizers": []}})
     controlled.until_bound(owner)
     controlled.until(f"{QUOTAS}/{lender}", lambda one: not one["status"].get("promises"))
