@@ -1,4 +1,4 @@
-"""Tells the cluster which error ended the script: by the exit code, and by one line of a file that it reads.
+"""Reports to the cluster which error ended the script: by the exit code, and by one line of a file that it reads.
 
 In a container the file is Kubernetes' termination message, elsewhere ELASTIC_ERROR_FILE names it. The cluster shows the
 line as the reason, and does not repeat a job that ended with exit code 2.

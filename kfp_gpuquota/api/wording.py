@@ -46,10 +46,11 @@ def place_of(ordered: Sequence[Queued], index: int) -> str:
     return f"It is number {index + 1} of {len(ordered)} that wait in its project, after {more}{', '.join(before)}."
 
 
-def expected_start_of(expected: ExpectedStart, now: float, zone: tzinfo | None = None) -> str:
+def expected_start_of(expected: ExpectedStart, now: float, zone: tzinfo | None = None, *, accuracy: bool = True) -> str:
     """Return when a waiting job is expected to start: "between 14:10 and 14:40", in the time zone or the local one.
 
-    A time of another day has its date; a range within one minute is one time, and one in the past is "soon".
+    A time of another day has its date; a range within one minute is one time, and one in the past is "soon". With
+    `accuracy` also how many of the latest estimates held, if that is known.
     """
     if expected.latest <= now:
         return "soon"
@@ -60,7 +61,7 @@ def expected_start_of(expected: ExpectedStart, now: float, zone: tzinfo | None =
         return f"{time:%H:%M}" if time.date() == today else f"{time:%a %d %b %H:%M}"
 
     earliest, latest = shown(max(now, expected.earliest)), shown(expected.latest)
-    held = "" if expected.held is None else f" ({expected.held:.0%} of the latest estimates held)"
+    held = "" if expected.held is None or not accuracy else f" ({expected.held:.0%} of the latest estimates held)"
     return (f"at about {latest}" if earliest == latest else f"between {earliest} and {latest}") + held
 
 

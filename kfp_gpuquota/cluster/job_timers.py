@@ -52,7 +52,7 @@ def next_deadline(job: JobRecord, *, lease_until: float | None, keep_s: float | 
 
 
 class JobTimers:
-    """A timer for each job's next deadline. A subclass knows of leases and of ended jobs what the records do not."""
+    """A timer for each job's next deadline. A subclass adds rules for leases and ended jobs."""
 
     def __init__(self, store: Store, decisions: Decisions) -> None:
         self._store, self._decisions = store, decisions

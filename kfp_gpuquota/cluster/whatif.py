@@ -33,9 +33,9 @@ RunTimes = Callable[[str], RunTime]
 def outlook(state: scheduler.State, supposed: Supposition, now: float, run_time: RunTimes | None = None) -> Outlook:
     """Return the effect of the supposition on the next plan; `state` is not changed.
 
-        With `run_time` also when jobs that would wait are expected to start. Jobs that would lose workers are listed at
-    once, although they would hold the GPUs until the workers have exited.
-        Raises NotFoundError for a job or node that does not exist.
+    With `run_time` also when jobs that would wait are expected to start. Jobs that would lose workers are listed at
+    once, although they would hold the GPUs until the workers have exited. Raises NotFoundError for a job or node that
+    does not exist.
     """
     return _outlook(state, _answer(state, supposed, now, run_time), supposed)
 

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Occurrence, Phase, Progress, Reason, ReasonCode
-from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.engine.records import KILLED_ABOVE, Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-KILLED_ABOVE = 128
 USAGE_ERROR = 2
 """The exit code of a script that uses its libraries or its arguments wrongly, as it would again after a restart."""
 INCIDENT_S = 10.0

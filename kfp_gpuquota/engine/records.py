@@ -15,6 +15,10 @@ from kfp_gpuquota.api.quantity import as_number
 SHOWN_ENDED: Final = 20
 
 
+KILLED_ABOVE: Final = 128
+"""A shell's: the exit code of a process that a signal ended is this and the signal's number."""
+
+
 class Intent(StrEnum):
     """What happens to a job after its last worker has exited."""
 

@@ -1,4 +1,4 @@
-"""EASY backfill, as most batch systems do it: a policy to compare with, which knows when each running job ends.
+"""EASY backfill, as most batch systems do it: a policy to compare with, which is given the end of each running job.
 
 Jobs start in the order of their arrival. The first that does not fit gets the earliest time at which it will, from the
 ends of those that run. Another one starts before it if it has ended by then, or if the first one fits beside it then.

@@ -244,8 +244,8 @@ def test_bodies_that_a_user_does_not_finish_do_not_fill_the_memory(shared_cluste
 def test_a_user_without_an_account_runs_nothing(shared_cluster: SharedCluster, users: Users) -> None:
     client = cast("Client", shared_cluster.client)
     client.change_members("vision", MembersChange(add=(f"@{people.ACCESS}",)))
-    ghost = people.Person("ghost", 54321, 54321, users.anna.groups, Path("/"))
-    ((status, answer),) = ghost.ask(shared_cluster.socket, [job("ghosts")])
+    stranger = people.Person("stranger", 54321, 54321, users.anna.groups, Path("/"))
+    ((status, answer),) = stranger.ask(shared_cluster.socket, [job("unknown")])
     assert (status, answer["error"]["code"]) == (403, "forbidden")
     assert "has no account on this machine" in answer["error"]["message"]
 

@@ -91,17 +91,15 @@ def progress_text(job: Job) -> str:
     return f"step {progress.step}{total}"
 
 
-def expected_start_text(job: Job) -> str:
-    """Return when a waiting job is expected to start, "unknown" where it cannot be known; "" for any other job."""
+def expected_start_text(job: Job, *, accuracy: bool = True) -> str:
+    """Return when a waiting job is expected to start, "unknown" where it cannot be known; "" for any other job.
+
+    With `accuracy` also how right past estimates were.
+    """
     if job.status.phase is not Phase.PENDING:
         return ""
     expected = job.status.expected_start
-    return "unknown" if expected is None else expected_start_of(expected, time.time())
-
-
-def expected_start_cell(job: Job) -> str:
-    """Return the same without how right past estimates were."""
-    return expected_start_text(job).partition(" (")[0]
+    return "unknown" if expected is None else expected_start_of(expected, time.time(), accuracy=accuracy)
 
 
 def phase_text(phase: Phase) -> str:
@@ -141,7 +139,7 @@ def _wide_row(job: Job) -> list[object]:
     nodes = sorted({worker.node for worker in held})
     spec = job.spec
     sizes = (spec.smallest, spec.largest, spec.effective_priority)
-    return [*sizes, expected_start_cell(job), ",".join(nodes), _devices(held, nodes), job.uid]
+    return [*sizes, expected_start_text(job, accuracy=False), ",".join(nodes), _devices(held, nodes), job.uid]
 
 
 def _devices(workers: Sequence[Worker], nodes: Sequence[str]) -> str:

@@ -211,7 +211,7 @@ class Driver:
             return
         if note_expected(self._state, forecast.starts(), now):
             self._state.wake()
-        if any(queue.waiting for queue in self._state.scheduler.ledger.queues.values()):
+        if self._state.scheduler.ledger.has_waiting:
             self._forecast_in(max(FORECAST_EVERY_S, 20 * took_s))
 
     def _plan_again(self, delay_s: float | None) -> None:
@@ -384,10 +384,8 @@ class Driver:
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
-        job, lost = (
-            self._state.jobs[record.worker.job_uid],
-            msgspec.structs.replace(record, lost_with=lost_with, error=self.runtime.last_error(record.worker)),
-        )
+        job, error = self._state.jobs[record.worker.job_uid], self.runtime.last_error(record.worker)
+        lost = msgspec.structs.replace(record, lost_with=lost_with, error=error)
         why = self.sharing.why_ended(worker) or self.runtime.why_ended(job.spec, record.worker)
         try:
             self.decisions.worker_ended(lost, code, at=self.runtime.ended_at(record.worker), why=why)

@@ -297,10 +297,10 @@ class Bridge:
                 await host.actor.stop.remote(worker, kill=self._stopping[worker])
             number, why = await host.actor.wait_end.remote(worker)
             state = "ended"
-        said = await host.actor.release.remote(worker)
+        reported = await host.actor.release.remote(worker)
         self._hosts.release(host)
         if state == "ended":
-            return _end(worker, number, why, said)
+            return _end(worker, number, why, reported)
         return messages.WorkerNotStarted(worker=worker, why=why)
 
     async def _ended_by_agent(
@@ -318,12 +318,12 @@ class Bridge:
         if state == "running":
             await agent.stop.remote(worker, kill=self._stopping.get(worker, wanted.start))
             number, lost = await agent.wait_end.remote(worker)
-        said = await agent.release.remote(worker)
+        reported = await agent.release.remote(worker)
         if state == "never" and never is not None:
             return never
         if state == "never" or (state == "running" and wanted.start):
             return messages.WorkerLost(worker=worker, why=why)
-        return _end(worker, number, lost, said)
+        return _end(worker, number, lost, reported)
 
     async def _ensured(self, actor: Any, wanted: messages.Follow, *, start: bool) -> tuple[str, int, str]:
         return await actor.ensure.remote(self._hosts.epoch, msgspec.to_builtins(wanted.task), start=start)  # type: ignore[no-any-return]

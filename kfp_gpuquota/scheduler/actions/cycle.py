@@ -119,7 +119,7 @@ class Cycle:
         half_life_s = self.ledger.half_life_s
         if half_life_s is None:
             return None
-        if any(queue.waiting for queue in self.ledger.queues.values()):
+        if self.ledger.has_waiting:
             self._too_early(self.now + half_life_s / usage.LOOKS_PER_HALF_LIFE)
         return lambda queue: usage.used_by(queue, self.now, half_life_s)
 

@@ -37,7 +37,7 @@ COARSE_ACTIONS: Final = ("allocate",)
 FEW: Final = 50
 """Of so many jobs no two ends share a cycle."""
 LOOKS: Final = 16
-"""Between two changes so many cycles wait for time to pass: usage decays for ever, and a job may never fit."""
+"""Between two changes so many cycles wait for time to pass: usage decays without end, and a job may never fit."""
 HORIZON_S: Final = 30 * 86_400.0
 """What would start later than this is unknown."""
 

@@ -122,6 +122,11 @@ class Ledger:
         return [queue for queue in self.queues.values() if queue.parent is None and queue.pool == pool]
 
     @property
+    def has_waiting(self) -> bool:
+        """Return whether a job waits in any queue."""
+        return any(queue.waiting for queue in self.queues.values())
+
+    @property
     def pools(self) -> list[str]:
         """The node pools that have queues."""
         return sorted({queue.pool for queue in self.queues.values()})

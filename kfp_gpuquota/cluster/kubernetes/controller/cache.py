@@ -234,7 +234,7 @@ class Snapshot:
     def _note_more(self, node: str | None) -> None:
         """Record that a node has more resources left, and plan if jobs wait."""
         self._note_less(node)
-        if self._outdated and any(queue.waiting for queue in self.state.ledger.queues.values()):
+        if self._outdated and self.state.ledger.has_waiting:
             self._wake()
 
     # Quotas

@@ -80,7 +80,7 @@ class StartForecast:
         self._again = False
         loop = asyncio.get_running_loop()
         self._earliest = loop.time() + EVERY_S
-        if (state := self._state()) is not None and (_waits(state) or self._book.expected_starts):
+        if (state := self._state()) is not None and (state.ledger.has_waiting or self._book.expected_starts):
             self._task = loop.create_task(self._forecast(state))
 
     async def _forecast(self, state: scheduler.State) -> None:
@@ -108,7 +108,3 @@ class StartForecast:
         for uid in changed:
             if uid in book.runtime_states:
                 book.changed(uid)
-
-
-def _waits(state: scheduler.State) -> bool:
-    return any(queue.waiting for queue in state.ledger.queues.values())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.control_characters import last_line
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.engine.records import KILLED_ABOVE
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod, Terminated
 
-SIGNALLED: Final = 128  # a shell's: a process that a signal ended has this and its number
-KILLED: Final = SIGNALLED + 9
+KILLED: Final = KILLED_ABOVE + signal.SIGKILL
 
 
 _TROUBLE: Final = frozenset(
@@ -57,7 +58,7 @@ def last_error(pod: Pod) -> str:
     in one line.
     """
     ended = _terminated(pod) if pod.status.phase == "Failed" else None
-    if ended is None or not ended.exit_code or (ended.exit_code > SIGNALLED and "\n" in ended.message.strip()):
+    if ended is None or not ended.exit_code or (ended.exit_code > KILLED_ABOVE and "\n" in ended.message.strip()):
         return ""
     return last_line(ended.message)
 
@@ -76,8 +77,9 @@ def lost_with(pod: Pod) -> str:
 def rejected_with(pod: Pod) -> str:
     """Return why its kubelet did not take a pod that was bound to its node; "" if it did.
 
-    kube-scheduler and kubelet disagree where the kubelet knows more: a device that has just failed, a static pod that
-    came first, GPUs that are not on one NUMA node. Such a pod has failed with a reason, and no container has a status.
+    kube-scheduler and kubelet disagree on what kube-scheduler does not see: a device that has just failed, a static
+    pod that came first, GPUs that are not on one NUMA node. Such a pod has failed with a reason, and no container has
+    a status.
     """
     status = pod.status
     if status.phase != "Failed" or not status.reason or status.container_statuses or status.init_container_statuses:

@@ -42,12 +42,10 @@ def resize(
 ) -> Write:
     """Return the patch that sets a group's `replicas`, and the pods that KubeRay deletes for it."""
     group = cluster.spec.worker_group_specs[index]
-    path = f"/spec/workerGroupSpecs/{index}"
-    operations: list[dict[str, Any]] = [
-        {"op": "test", "path": f"{path}/groupName", "value": group.group_name},
-        {"op": "test", "path": f"{path}/replicas", "value": group.replicas},
-        {"op": "replace", "path": f"{path}/replicas", "value": replicas},
-        {"op": "add", "path": f"{path}/scaleStrategy", "value": {"workersToDelete": list(workers_to_delete)}},
+    deleted = {"workersToDelete": list(workers_to_delete)}
+    operations = [
+        *_replaced(index, group, "replicas", group.replicas, replicas),
+        {"op": "add", "path": f"/spec/workerGroupSpecs/{index}/scaleStrategy", "value": deleted},
     ]
     return _cluster_patch(cluster, operations, notes, Lane.RELEASE if replicas < group.replicas else Lane.CREATE)
 
@@ -55,13 +53,18 @@ def resize(
 def bound(cluster: RayCluster, index: int, most: int, notes: dict[str, SizeNote]) -> Write:
     """Return the patch that sets a group's `maxReplicas`, to which Ray's autoscaler shrinks it."""
     group = cluster.spec.worker_group_specs[index]
-    path = f"/spec/workerGroupSpecs/{index}"
-    operations: list[dict[str, Any]] = [
-        {"op": "test", "path": f"{path}/groupName", "value": group.group_name},
-        {"op": "test", "path": f"{path}/maxReplicas", "value": group.max_replicas},
-        {"op": "replace", "path": f"{path}/maxReplicas", "value": most},
-    ]
+    operations = _replaced(index, group, "maxReplicas", group.max_replicas, most)
     return _cluster_patch(cluster, operations, notes, Lane.RELEASE)
+
+
+def _replaced(index: int, group: WorkerGroup, field: str, before: object, after: object) -> list[dict[str, Any]]:
+    """Return the operations that replace a field of a group, if it is still the same group with the same value."""
+    path = f"/spec/workerGroupSpecs/{index}"
+    return [
+        {"op": "test", "path": f"{path}/groupName", "value": group.group_name},
+        {"op": "test", "path": f"{path}/{field}", "value": before},
+        {"op": "replace", "path": f"{path}/{field}", "value": after},
+    ]
 
 
 def suspension(job: RayJob, reason: str | None) -> Write:

@@ -24,10 +24,10 @@ class UserAccess:
         self._cluster, self._config = cluster, config
 
     def cluster_for(self, request: web.Request, begin: Callable[[], None]) -> GuardedCluster:
-        """Return the cluster for whoever sent the request. Raises UnauthorizedError where that is no longer known."""
+        """Return the cluster as the request's sender may use it. Raises UnauthorizedError if the sender has left."""
         connected = request.transport.get_extra_info("socket") if request.transport else None
         if connected is None:
-            raise UnauthorizedError("the connection has ended, so that nobody knows whose request it was")
+            raise UnauthorizedError("the connection has ended, and the user who sent the request cannot be determined")
         caller = caller_of(connected)
         group = self._config.admin_group
         admin = caller.uid == ROOT or (group != "" and caller.is_in(group))

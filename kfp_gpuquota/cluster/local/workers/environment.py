@@ -12,7 +12,7 @@ from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.sharing import memory_directory, simulated_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from kfp_gpuquota.api import Device, JobSpec, Node, Worker
     from kfp_gpuquota.cluster.local.home import Home
@@ -36,13 +36,15 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
     hints = environment_of(held, threads_per_slot(tuple(nodes.values())))
     if not held:  # a job without GPUs has the cores that it asked for
         hints = {**hints, "OMP_NUM_THREADS": str(max(1, int(job.spec.cpu or 1)))}
-    files = home.job(job.uid) if job.owner is None else home.owners(job.uid)
-    reports = home.worker(job.uid, worker.id) if job.owner is None else files
-    report = "report.jsonl" if job.owner is None else f"report-{worker.id}.jsonl"
-    inherited = INHERITED if job.owner is None else OF_THE_MACHINE
+    if job.owner is None:
+        files, directory = home.job(job.uid), home.worker(job.uid, worker.id)
+        base, report = _of_the_daemon(INHERITED), directory / "report.jsonl"
+        error = {"ELASTIC_ERROR_FILE": str(directory / shims.ERROR_FILE)}
+    else:  # root opens nothing in the owner's directory, so that an error's line is only in the log
+        files, base, error = home.owners(job.uid), LOGIN | _of_the_daemon(OF_THE_MACHINE), {}
+        report = files / f"report-{worker.id}.jsonl"
     return {
-        **({} if job.owner is None else LOGIN),
-        **{name: os.environ[name] for name in inherited if name in os.environ},
+        **base,
         "PYTHONUNBUFFERED": "1",
         **{name: value for name, value in hints.items() if name != "CUDA_VISIBLE_DEVICES"},
         **job.spec.environment,
@@ -60,9 +62,13 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         "ELASTIC_TOKEN_FILE": str(files / home.job_token_file(job.uid).name),
         "ELASTIC_WORKER_ID": worker.id,
         "ELASTIC_CHECKPOINT_DIR": str(files / home.checkpoints(job.uid).name),
-        "ELASTIC_REPORT_FILE": str(reports / report),
-        **({} if job.owner else {"ELASTIC_ERROR_FILE": str(reports / shims.ERROR_FILE)}),
+        "ELASTIC_REPORT_FILE": str(report),
+        **error,
     }
+
+
+def _of_the_daemon(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _sharing(home: Home, worker: Worker, held: tuple[Device, ...]) -> dict[str, str]:

@@ -24,13 +24,12 @@ import msgspec
 from kfp_gpuquota.api.control_characters import last_line
 from kfp_gpuquota.cluster.local.home import make_private
 from kfp_gpuquota.cluster.local.workers import shim
-from kfp_gpuquota.engine.records import Owner
+from kfp_gpuquota.engine.records import KILLED_ABOVE, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
-EXIT_SIGNAL: Final = 128  # a shell's: a process that a signal ended has this and its number
-EXIT_SHIM_LOST: Final = EXIT_SIGNAL + signal.SIGKILL
+EXIT_SHIM_LOST: Final = KILLED_ABOVE + signal.SIGKILL
 ERROR_FILE: Final = "error.txt"
 WORKER_ID_VARIABLE: Final = "ELASTIC_WORKER_ID"
 _SHIM = Path(shim.__file__)
@@ -235,7 +234,7 @@ def last_error(directory: Path) -> str:
     That is Kubernetes' termination message with `FallbackToLogsOnError`. A signal's cause is not in the log.
     """
     reported = last_line(_end_of(directory / ERROR_FILE))
-    by_itself = 0 < exit_code(directory) <= EXIT_SIGNAL
+    by_itself = 0 < exit_code(directory) <= KILLED_ABOVE
     return reported or (last_line(_end_of(directory / "log")) if by_itself else "")
 
 
