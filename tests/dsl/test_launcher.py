@@ -302,6 +302,20 @@ def test_a_daemon_that_is_killed_and_started_again_does_not_disturb_the_step(
     assert (code, step.result.read_text(), len(_names(cluster))) == (0, "42\n", 1), log
 
 
+def test_a_step_that_starts_while_the_cluster_is_unavailable_waits_for_it(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    later = tmp_path / "later.sock"
+    token = cluster.home.token_file
+    away = {"GPUQUOTA_URL": f"unix://{later}", "GPUQUOTA_TOKEN_FILE": str(token)}
+    step = Step(cluster, tmp_path, 'echo 42 > "$0"', environment=away)
+    launcher = step.start()
+    launcher.read_until("this step waits for the cluster")
+    later.symlink_to(cluster.home.socket_file)
+    code, log = launcher.wait()
+    assert (code, step.result.read_text(), len(_names(cluster))) == (0, "42\n", 1), log
+
+
 def test_the_log_of_the_worker_that_failed_is_shown_when_another_one_was_followed(
     cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:

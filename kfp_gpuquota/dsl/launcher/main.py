@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
 
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.wire import Lease
@@ -31,19 +32,21 @@ from kfp_gpuquota.dsl.worker import start
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
     from types import FrameType
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.api.wire import JobList
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
     from kfp_gpuquota.dsl.launcher.staging import Staging
     from kfp_gpuquota.dsl.launcher.worker_location import WorkerLocation
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
+T = TypeVar("T")
+
 LONG_POLL_S: Final = 20.0
-# A restart or an upgrade of the cluster takes less than this; the job keeps running meanwhile.
+# A restart or an upgrade of the cluster takes less than this; a job that was submitted keeps running meanwhile.
 CLUSTER_TIMEOUT_S: Final = 600.0
+_SAID_AFTER_S: Final = 5.0
 _LOG_ENDS_WITHIN_S: Final = 60.0
 _NO_DEVICES: Final = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
 TERMINATION_LOG: Final = Path("/dev/termination-log")
@@ -126,9 +129,9 @@ def log_line(text: str) -> None:
 def _run(step: Step) -> int:
     if step.on_cpu:
         return _run_on_cpu(step)
-    client = connect()
+    client = connect(retry_for_s=_SAID_AFTER_S)
     lease = Lease(holder=os.environ.get("KFP_POD_UID") or uuid.uuid4().hex, duration_s=step.lease_s)
-    location = worker_location(client)
+    location = _answered(lambda: worker_location(client))
     step = location.with_identity(step)
     held = _CurrentLease()
     location.watch_run(held.end)
@@ -181,7 +184,7 @@ def _run_here(step: Step) -> NoReturn:
 
 def _job_of(client: ClusterApi, location: WorkerLocation, step: Step, lease: Lease, held: _CurrentLease) -> Job | None:
     """Run the step's job, publish its outputs, and return its final state; None where a new job must be started."""
-    job, staging = claim(client, location, step, lease, log_line)
+    job, staging = _answered(lambda: claim(client, location, step, lease, log_line))
     keeper = held.keep(LeaseKeeper(connect, lease, job.spec, log_line))
     try:
         job = _followed(client, location, job, step, keeper)
@@ -205,7 +208,7 @@ def _is_lost(location: WorkerLocation, job: Job, staging: Staging) -> bool:
     reason = job.status.reason
     if job.status.phase is Phase.CANCELLED:
         return reason is not None and reason.code is ReasonCode.LEASE_ENDED
-    return job.status.phase is Phase.SUCCEEDED and not location.has_outputs(job, staging)
+    return job.status.phase is Phase.SUCCEEDED and not _answered(lambda: location.has_outputs(job, staging))
 
 
 def _followed(client: ClusterApi, location: WorkerLocation, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
@@ -232,10 +235,11 @@ def _followed(client: ClusterApi, location: WorkerLocation, job: Job, step: Step
 
 def _states(client: ClusterApi, job: Job, step: Step) -> Iterator[Job]:
     """Yield each new state of a job up to the final one, and its present state at each lease renewal."""
-    after: int | None = None
+    project, name, after = job.spec.project, job.spec.name, None
+    long_poll_s = min(LONG_POLL_S, step.lease_s / RENEWALS)
     while not job.status.phase.final:
-        wait_s = min(LONG_POLL_S, step.lease_s / RENEWALS)
-        listed = _list_with_retries(client, job, after, wait_s)
+        wait_s = 0.0 if after is None else long_poll_s
+        listed = _answered(partial(client.list_jobs, project, name=name, after=after, timeout_s=wait_s))
         after = listed.revision
         found = next((each for each in listed.jobs if each.uid == job.uid), None)
         if found is None:
@@ -244,17 +248,16 @@ def _states(client: ClusterApi, job: Job, step: Step) -> Iterator[Job]:
         yield job
 
 
-def _list_with_retries(client: ClusterApi, job: Job, after: int | None, wait_s: float) -> JobList:
-    """Return a list with only this job; while the cluster is unavailable, retry for CLUSTER_TIMEOUT_S seconds."""
+def _answered(call: Callable[[], T]) -> T:
+    """Return what a call returns; while the cluster is unavailable, repeat it for CLUSTER_TIMEOUT_S seconds."""
     give_up_at = time.monotonic() + CLUSTER_TIMEOUT_S
     while True:
         try:
-            timeout_s = 0.0 if after is None else wait_s
-            return client.list_jobs(job.spec.project, name=job.spec.name, after=after, timeout_s=timeout_s)
-        except ClusterUnavailableError:
+            return call()
+        except ClusterUnavailableError as error:
             if time.monotonic() > give_up_at:
                 raise
-            log_line("the cluster does not answer; the job keeps running, and this step waits for it")
+            log_line(f"this step waits for the cluster, and a job that it has submitted keeps running: {error.message}")
 
 
 def _failure_log(client: ClusterApi, job: Job, followed: Container[str]) -> list[str]:
@@ -263,7 +266,7 @@ def _failure_log(client: ClusterApi, job: Job, followed: Container[str]) -> list
     if job.status.phase is not Phase.FAILED or not failed:
         return []
     first = min(failed, key=lambda worker: worker.finished_at or 0.0)
-    return tail(client, job, first)
+    return _answered(lambda: tail(client, job, first))
 
 
 def _exit_code(job: Job) -> int:

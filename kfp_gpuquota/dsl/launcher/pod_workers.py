@@ -19,7 +19,13 @@ from kfp_gpuquota.dsl.launcher.run_watch import RunWatch
 from kfp_gpuquota.dsl.spec import step_pod
 from kfp_gpuquota.dsl.spec.pod_template import PROGRAM, worker_template
 from kfp_gpuquota.dsl.worker import start as worker
-from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, JobFailedError, UsageError
+from kfp_gpuquota.errors import (
+    AlreadyExistsError,
+    ClusterUnavailableError,
+    GpuQuotaError,
+    JobFailedError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +89,8 @@ class PodWorkers:
         """
         from kfp_gpuquota.dsl.launcher.relay import Relay  # noqa: PLC0415 (imported while the workers' pods start)
 
+        if self._relay is not None:  # of an attempt to serve the job that the API server did not answer
+            self._relay.close()
         staging.create(step.argv, {})  # the workers' environment is in their pod template
         token = self._client.secret_value(job.spec.project, secret_name(job.spec.name), "token")
         self._relay = Relay(
@@ -189,10 +197,12 @@ class PodWorkers:
 
 
 def own_pod(client: KubernetesClient) -> Json:
-    """Return the pod in which this launcher runs. Raises UsageError where it may not be read."""
+    """Return the pod in which this launcher runs. Raises UsageError if it may not be read, ClusterUnavailableError."""
     name, namespace = os.environ.get(POD_NAME) or os.environ.get("HOSTNAME", ""), client.namespace
     try:
         return client.calls.get(join("/api/v1/namespaces", namespace, "pods", name))
+    except ClusterUnavailableError:
+        raise
     except GpuQuotaError as error:
         raise UsageError(
             f"this step runs on Kubernetes, but its own pod {name!r} in namespace {namespace!r} cannot be read "
