@@ -159,8 +159,9 @@ class Bench:
     def worker_released(self, _job_uid: str, _worker: str, _step: int) -> None:
         """Do nothing: the worker exits by itself."""
 
-    def kill_requested(self, _job_uid: str, worker: str, _why: str) -> None:
-        """Kill the worker's process."""
+    def kill_requested(self, _job_uid: str, worker: str, why: str) -> None:
+        """Kill the worker's process, which no benchmark expects."""
+        print(f"{worker} is killed: {why}", file=sys.stderr)
         self.kill(worker)
 
     def progress_reported(self, _job_uid: str, _worker: str, _progress: Progress) -> None:

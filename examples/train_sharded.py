@@ -4,7 +4,7 @@
     gpuquota submit sharded -g 2 --elastic -- python examples/train_sharded.py
 
 Parameters, gradients and optimizer state lie in shards over the workers, and are resharded in memory when workers come
-or go. A worker that is lost takes its shards with it: the others go back to the last checkpoint.
+or go. The shards of a worker that is lost come from their copies in the memory of another worker.
 """
 
 from __future__ import annotations

@@ -165,13 +165,15 @@ class Member:
     def shard(self, state: TrainingState, wrapping: Wrapping, *, every_s: float, keep: int) -> Sharding:
         """Hold the state in shards from now on."""
         from elastic_runtime.sharded.keeper import ShardKeeper  # noqa: PLC0415
+        from elastic_runtime.sharded.mirror import Mirror  # noqa: PLC0415
         from elastic_runtime.sharded.sharding import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
 
         directory = self._environment.checkpoint_dir
         if directory and self._preemption is None:
             self._preemption = Preemption(self._on_preempted)
         keeper = ShardKeeper(directory, self.reporter, every_s=every_s, keep=keep)
-        self._saving.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._preempted)
+        mirror = Mirror(self._environment.mirror if self._coordinator is not None else 0)
+        self._saving.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._preempted, mirror)
         return self._saving.sharding
 
     @property

@@ -33,6 +33,7 @@ class Environment:
     error_file: str = ""
     ca_file: str = ""
     memory_dir: str = ""
+    mirror: int = 1  # with shard=: after so many steps a worker's shards are copied to another one; 0: never
     static: tuple[int, int] | None = None  # (rank, world size) where torchrun fixed them
     rehearse: str = ""  # ELASTIC_REHEARSE, where it is not "0": everything else is as if it were not set
 
@@ -43,7 +44,8 @@ class Environment:
         """
         given = os.environ if variables is None else variables
         if (rehearse := given.get("ELASTIC_REHEARSE", "0")) not in {"", "0"}:
-            return cls(worker_id="second" if ":" in rehearse else "first", rehearse=rehearse)
+            worker = "second" if ":" in rehearse else "first"
+            return cls(worker_id=worker, rehearse=rehearse, mirror=0)  # lost shards come from a checkpoint there
         environment = cls(
             job_name=given.get("JOB_NAME", "local"),
             worker_id=given.get("ELASTIC_WORKER_ID", "local"),
@@ -54,6 +56,7 @@ class Environment:
             error_file=given.get("ELASTIC_ERROR_FILE", ""),
             ca_file=given.get("ELASTIC_CA_FILE", ""),
             memory_dir=given.get("ELASTIC_MEMORY_DIR", ""),
+            mirror=_mirror(given.get("ELASTIC_MIRROR", "1")),
             static=_static(given),
         )
         if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
@@ -136,6 +139,14 @@ def _line(variable: str, file: str) -> str:
         return Path(file).read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
         raise OSError(f"{variable} names the file {file!r}, which cannot be read: {error.strerror}") from error
+
+
+def _mirror(value: str) -> int:
+    if value in {"off", "0"}:
+        return 0
+    if not value.isdecimal():
+        raise SettingsError(f"ELASTIC_MIRROR is {value!r}, but it must be a number of steps, or off")
+    return int(value)
 
 
 def _static(given: Mapping[str, str]) -> tuple[int, int] | None:

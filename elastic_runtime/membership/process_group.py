@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 POLL = timedelta(milliseconds=10)
 LOOK_EVERY_S = 0.0002
+_SWAP = 1 << 20
+"""The first tag of `Group.swap`; those of `send` and `receive` are below."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Far above any honest wait (a peer that evaluates); silent peers are the coordinator's to find."""
 
@@ -60,6 +62,27 @@ class Interrupt:
     def clear(self) -> None:
         """Reset the interrupt, so that waits continue."""
         self.is_set = False
+
+
+class Transfer:
+    """Sends and receives that a thread of its own waits for: gloo closes the connection where one is waited for in
+    turns. `start` gets the event that calls the thread away.
+    """
+
+    def __init__(self, start: Callable[[threading.Event], Iterable[dist.Work]]) -> None:
+        self.ended, self.called_away = threading.Event(), threading.Event()
+        self.errors: list[BaseException] = []
+        self._start = start
+        background.start(self._run, "elastic-transfer")
+
+    def _run(self) -> None:
+        try:
+            for work in self._start(self.called_away):
+                work.wait()
+        except BaseException as error:  # noqa: BLE001  (raised in the loop's thread)
+            self.errors.append(error)
+        finally:
+            self.ended.set()
 
 
 class Group:
@@ -191,28 +214,32 @@ class Group:
                     if self._interrupt.is_set:
                         raise CollectiveError("the coordinator ended this generation")
 
-    def _in_thread(self, start: Callable[[threading.Event], Iterable[dist.Work]]) -> None:
-        """Wait in a thread of its own: gloo closes the connection where a send or receive is waited for in turns."""
-        ended, called_away = threading.Event(), threading.Event()
-        errors: list[BaseException] = []
+    def swap(self, sent: Sequence[torch.Tensor], to: int, received: Sequence[torch.Tensor], source: int) -> Transfer:
+        """Start to send tensors to one rank and to receive from another, beside the loop; `finish` waits for it.
 
-        def transfer() -> None:
-            try:
-                for work in start(called_away):
-                    work.wait()
-            except BaseException as error:  # noqa: BLE001  (raised in the loop's thread)
-                errors.append(error)
-            finally:
-                ended.set()
+        Between two ranks only one at a time. The tensors must stay as they are until it has ended.
+        """
 
-        background.start(transfer, "elastic-transfer")
-        while not ended.wait(POLL.total_seconds()):
+        def start(_: threading.Event) -> Iterator[dist.Work]:
+            lane = self._lanes[1]
+            works = [lane.recv([tensor], source, _SWAP + tag) for tag, tensor in enumerate(received)]
+            works += [lane.send([tensor], to, _SWAP + tag) for tag, tensor in enumerate(sent)]
+            return iter(works)
+
+        return Transfer(start)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait for a transfer. Raises CollectiveError if a peer was lost, or the generation was ended meanwhile."""
+        while not transfer.ended.wait(POLL.total_seconds()):
             if self._interrupt.is_set:
-                called_away.set()
+                transfer.called_away.set()
                 raise CollectiveError("the coordinator ended this generation")
         with _lost_peers_reported():
-            for error in errors:
+            for error in transfer.errors:
                 raise error
+
+    def _in_thread(self, start: Callable[[threading.Event], Iterable[dist.Work]]) -> None:
+        self.finish(Transfer(start))
 
     def _done(self, work: Pending) -> bool:
         if self._polls:

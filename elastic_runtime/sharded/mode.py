@@ -127,7 +127,8 @@ class ShardedReducer:
         self._sharding.link.check()
 
     def reduce(self) -> None:
-        """Sum the tail over the workers."""
+        """Sum the tail over the workers, once the copies of their shards are whole."""
+        self._sharding.end_step()
         group = self._sharding.link.group
         if group.size > 1:
             group.wait([group.all_reduce(self._whole_tail)])
@@ -160,6 +161,12 @@ class ShardedMode(Mode):
     def _make_reducer(self, tail_size: int) -> ShardedReducer:
         self._reducer = ShardedReducer(self._sharding, tail_size)
         return self._reducer
+
+    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+        """Begin a micro-batch; with a step's first one another worker gets a copy of this worker's shards."""
+        super().begin(micro, step, first=first)
+        if first:
+            self._sharding.begin_step(self._streams.saved)
 
     def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, and whether it wants a checkpoint or was asked to leave."""

@@ -4,11 +4,9 @@ On entry to a generation the workers first exchange what they hold. The result i
 group with this rank's parts in it:
 
     all parts exist on members or leaving workers     resharding in memory (`transfer`)
-    a part is lost with its worker                    all return to the newest complete checkpoint
+    a part is lost with its worker                    its copy in another worker's memory (`mirror`), else all return
+                                                      to the newest complete checkpoint
     no worker holds state, the training begins        a checkpoint, or else rank 0's model, cut into parts
-
-Rejected: redundant copies of each shard on a second worker, which would recover from a loss without a checkpoint but
-double the memory that sharding is used to save.
 """
 
 from __future__ import annotations
@@ -16,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_runtime.errors import CheckpointError, CollectiveError
-from elastic_runtime.sharded import files
+from elastic_runtime.sharded import files, mirror
 from elastic_runtime.sharded.comms import Link
 from elastic_runtime.sharded.files import Saved
 from elastic_runtime.sharded.state import Parts, own_parts, places, received_parts, shared_parts, take_apart
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from elastic_runtime.membership.process_group import Group
     from elastic_runtime.sharded.keeper import ShardKeeper
+    from elastic_runtime.sharded.mirror import Mirror, Source
     from elastic_runtime.sharded.wrap import Wrapping
     from elastic_runtime.state.random_streams import RandomStreams
     from elastic_runtime.state.training_state import TrainingState
@@ -52,7 +52,8 @@ class _Holding:
     """The state that one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: none.
 
     `bridged`: the old group is complete, and leaving workers send their parts. `whole`: no trained state, but the
-    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0.
+    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `node`: a number
+    of its machine, with the bytes of memory that are free there, and within the worker's own limit; -1: no mirror.
     """
 
     step: int
@@ -64,18 +65,22 @@ class _Holding:
     whole: int
     began: int
     save: int
+    node: int
+    free_on_node: int
+    free_in_limit: int
 
 
 @dataclass
 class _Move:
     """From `ranks` old ranks, of which new rank r was `held[r]`, or none (-1). `tree`: the state as this rank holds it,
-    `whole` where it is not sharded yet.
+    `whole` where it is not sharded yet. `source`: the copies from which the state comes instead.
     """
 
     held: list[int]
     ranks: int
-    tree: dict[str, Any] | None
-    whole: bool
+    tree: dict[str, Any] | None = None
+    whole: bool = False
+    source: Source | None = None
 
 
 class Sharding:
@@ -88,8 +93,11 @@ class Sharding:
         streams: RandomStreams,
         keeper: ShardKeeper,
         is_preempted: Callable[[], bool],
+        mirror: Mirror,
     ) -> None:
         self.wrapping, self.keeper, self.is_preempted = wrapping, keeper, is_preempted
+        self._mirror = mirror
+        self._mirrors: bool | None = None  # whether copies are made; None: not known yet
         self._state, self._streams = state, streams
         self._fingerprint = state.fingerprint()  # later, names may be of unsharded parameters of another type
         self.device = next(state.model.parameters()).device
@@ -131,6 +139,7 @@ class Sharding:
         group, self._old_group = self._old_group, None
         if group is None or self._held is None:
             return
+        self._mirror.leave_generation()
         parts = take_apart(self._state.capture(), {})
         resharding = Resharding(parts.sharded, group.size, held, self.device)
         try:
@@ -143,28 +152,36 @@ class Sharding:
 
         Raises CollectiveError where a member was lost, CheckpointError where a shard is and no checkpoint is there.
         """
+        self._mirror.leave_generation()
         old_group, self._old_group = self._old_group, None
         if not self._wrapped and self._initial is None:
             self._initial = self._state.capture()
         holdings = self._exchange_holdings(group, bridged=old_group is not None)
+        received = self._enter(group, number, holdings, old_group)
+        self._start_mirror(group, number, holdings)
+        return received
+
+    def _enter(self, group: Group, number: int, holdings: list[_Holding], old_group: Group | None) -> bool:
         newest = max(each.number for each in holdings)
         held = [each.old if each.number == newest > 0 else -1 for each in holdings]
         if _complete(holdings, held):
             ranks = max(each.ranks for each in holdings if each.number == newest)
             self._initial = None
             fresh = held[group.rank] < 0
-            move = _Move(held, ranks, None if fresh else self._state.capture(), whole=False)
-            self._move(group, number, move, old_group)
+            self._move(group, number, _Move(held, ranks, None if fresh else self._state.capture()), old_group)
             return fresh
-        fresh = not any(each.began for each in holdings)
+        fresh, before = not any(each.began for each in holdings), holdings[group.rank].step
+        if not fresh and (source := self._copies(group)) is not None:
+            return self._restore_copies(group, number, source, before)
         saved = self._restore(group, number)
         if saved is not None:
-            self._report_restored(number, saved, holdings[group.rank].step, fresh=fresh)
+            self._mirror.forget_all_but(None)
+            self._report_restored(number, saved, before, fresh=fresh)
             return group.rank > 0
         if not fresh or not holdings[0].whole:
             raise CheckpointError(
-                f"generation {number}: a worker was lost, its shards of the model with it, and there is no checkpoint; "
-                "set ELASTIC_CHECKPOINT_DIR, or lower checkpoint_every_s"
+                f"generation {number}: a worker was lost, its shards of the model with it, and there is neither a copy "
+                "of them nor a checkpoint; set ELASTIC_CHECKPOINT_DIR, or lower checkpoint_every_s"
             )
         first = self._initial if group.rank == 0 else None
         self._move(group, number, _Move([0] + [-1] * (group.size - 1), 1, first, whole=True), None)
@@ -174,7 +191,11 @@ class Sharding:
         number, old, ranks = self._held or (0, -1, 0)
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
-        mine = _Holding(step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number())
+        node = mirror.node_number() if self._mirror.every else -1
+        free = mirror.free_memory()
+        mine = _Holding(
+            step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number(), node, *free
+        )
         rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
         holdings = [_Holding(*row) for row in rows]
         self._save_in_time, self._saved_in_time = holdings[0].save, -1
@@ -182,14 +203,16 @@ class Sharding:
         check_same(group, source, [each.fingerprint for each in holdings], OTHER_MODEL)
         return holdings
 
-    def _move(self, group: Group, number: int, move: _Move, old_group: Group | None) -> None:
-        """Bring the parts of the old ranks to those of the new group."""
+    def _move(self, group: Group, number: int, move: _Move, old_group: Group | None) -> dict[str, Any]:
+        """Bring the parts of the old ranks to those of the new group; return the state as this rank has it now."""
         mesh = self._rewrap(group, number)
-        parts = self._share_structure(group, move)
-        moving = Resharding(parts.sharded, move.ranks, move.held, self.device)
-        parts.shards = moving.run(group, old_group, move.held[group.rank], parts.shards)
-        self._take(parts, mesh)
+        parts, shards = self._share_structure(group, move)
+        provided = move.source.provided if move.source else None
+        moving = Resharding(parts.sharded, move.ranks, move.held, self.device, provided)
+        parts.shards = moving.run(group, old_group, shards)
+        tree = self._take(parts, mesh)
         self._hold(group, number)
+        return tree
 
     def _rewrap(self, group: Group, number: int) -> DeviceMesh:
         """From here on this worker holds nothing, until it holds its part of the new layout."""
@@ -205,18 +228,23 @@ class Sharding:
     def _hold(self, group: Group, number: int) -> None:
         self._held, self._began, self._initial = (number, group.rank, group.size), True, None
 
-    def _share_structure(self, group: Group, move: _Move) -> Parts:
-        """All but the shards: from the first rank that holds some to those that hold none."""
+    def _share_structure(self, group: Group, move: _Move) -> tuple[Parts, dict[int, list[torch.Tensor]]]:
+        """All but the shards: from the first rank that holds some to those that hold none. And the shards that this
+        rank has, by old rank.
+        """
         source = next(rank for rank, old in enumerate(move.held) if old >= 0)
         tree, move.tree = move.tree, None  # its shards are given up one after another
-        if tree is None:
-            return received_parts(receive_state(group, source))
-        parts = take_apart(tree, self._places(tree) if move.whole else {})
+        parts, shards = self._mirror.part(move.source.copied) if move.source else (None, {})
+        if tree is not None:
+            parts = take_apart(tree, self._places(tree) if move.whole else {})
+            shards = {move.held[group.rank]: parts.shards}
+        if parts is None:
+            return received_parts(receive_state(group, source)), {}
         if group.rank == source:
             shared = shared_parts(parts)
             for rank in [rank for rank, old in enumerate(move.held) if old < 0]:
                 send_state(group, rank, shared)
-        return parts
+        return parts, shards
 
     def _places(self, tree: dict[str, Any]) -> dict[str, int]:
         return places(tree, self.wrapping.aliases, self.wrapping.dims, self.wrapping.order)
@@ -231,6 +259,74 @@ class Sharding:
         self._state.model.load_state_dict(others, strict=False)
         self._state.load_parts(tree)
         return tree
+
+    # The mirror
+
+    def begin_step(self, streams: dict[str, Any]) -> None:
+        """Copy this worker's part for another worker, if it is due. `streams`: random, of the step's beginning."""
+        capture = lambda: take_apart({**self._state.capture(), "streams": streams}, {})  # noqa: E731
+        self._mirror.begin_step(self._state.position.step, capture)
+
+    def end_step(self) -> None:
+        """Before the step's sum: wait for the copies. Raises CollectiveError if a peer was lost."""
+        self._mirror.end_step(self._state.position.step)
+
+    def _start_mirror(self, group: Group, number: int, holdings: list[_Holding]) -> None:
+        """Have copies made in this generation, if all workers want them and have memory. All decide alike."""
+        if group.size == 1 or any(each.node < 0 for each in holdings):
+            return
+        size = sum(parameter.numel() * parameter.element_size() for parameter in self.wrapping.parameters().values())
+        need = mirror.needed(size, group.size)
+        workers = Counter(each.node for each in holdings)
+        free = min(min(each.free_on_node // workers[each.node], each.free_in_limit) for each in holdings)
+        has_room = free >= need or self._mirrors is True  # what is in use for it is not free
+        if has_room != self._mirrors and group.rank == 0:
+            self._report_mirror(need, free, has_room=has_room)
+        self._mirrors = has_room
+        if has_room:
+            self._mirror.enter(group, number, [each.node for each in holdings])
+
+    def _report_mirror(self, need: int, free: int, *, has_room: bool) -> None:
+        if has_room:
+            steps = "step" if self._mirror.every == 1 else f"{self._mirror.every} steps"
+            _log.info("each worker's shards are copied to another worker every %s: %s of memory", steps, _mib(need))
+        else:
+            _log.warning(
+                "the workers' shards are not copied to other workers: the copies need %s of host memory on each, and "
+                "%s are free; a lost worker costs the steps since the last checkpoint (ELASTIC_MIRROR=off ends this)",
+                _mib(need),
+                _mib(free),
+            )
+
+    def _copies(self, group: Group) -> Source | None:
+        """Return the copies from which the state can be restored, if they are not older than the newest checkpoint."""
+        directory = self.keeper.directory
+        saved = next(iter(files.whole_ones(directory)), None) if directory and group.rank == 0 else None
+        row = [saved.step if saved else -1, *(number for copied in self._mirror.held() for number in copied)]
+        first, *rest = zip(*group.all_gather(torch.tensor(row, dtype=torch.int64)).tolist(), strict=True)
+        width = len(mirror.Copied._fields)
+        table = [
+            [mirror.Copied(*numbers[i : i + width]) for i in range(0, len(numbers), width)]
+            for numbers in zip(*rest, strict=True)
+        ]
+        source = mirror.choose(table)
+        return source if source is not None and source.copied.step >= first[0] else None
+
+    def _restore_copies(self, group: Group, number: int, source: Source, before: int) -> bool:
+        step, _, ranks, *_ = source.copied
+        tree = self._move(group, number, _Move(source.held, ranks, source=source), None)
+        self._mirror.forget_all_but(source.copied)
+        received = source.held[group.rank] < 0
+        if not received:
+            self._streams.load(tree["streams"])
+        _log.warning(
+            "generation %d: a worker was lost; its shards of the model come from the copies of step %d: %d steps are "
+            "repeated",
+            number,
+            step,
+            max(before - step, 0),
+        )
+        return received
 
     # Checkpoints
 
@@ -334,6 +430,10 @@ def _complete(holdings: list[_Holding], held: list[int]) -> bool:
     if not holders or len({each.step for each in holders}) > 1:
         return False
     return len(holders) == holders[0].ranks or all(each.bridged for each in holders)
+
+
+def _mib(size: int) -> str:
+    return f"{max(1, size >> 20)} MiB"
 
 
 def _new_number() -> int:

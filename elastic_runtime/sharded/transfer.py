@@ -16,7 +16,7 @@ import torch
 from elastic_runtime.sharded.layout import Cut, Range, Sharded, batches, providers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from elastic_runtime.membership.process_group import Group
 
@@ -25,11 +25,22 @@ if TYPE_CHECKING:
 
 
 class Resharding:
-    """From `old_size` ranks to those of a new generation. `held[r]`: the old rank of new rank r, -1 where it is new."""
+    """From `old_size` ranks to those of a new generation. `held[r]`: the old rank of new rank r, -1 where it is new.
 
-    def __init__(self, tensors: Sequence[Sharded], old_size: int, held: Sequence[int], device: torch.device) -> None:
+    `provided[r]`: the old ranks whose parts new rank r provides; by default its own, and those of ranks that leave, in
+    turn.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Sharded],
+        old_size: int,
+        held: Sequence[int],
+        device: torch.device,
+        provided: list[list[int]] | None = None,
+    ) -> None:
         self._tensors, self._old_size, self._held, self._device = tensors, old_size, held, device
-        self._provided = providers(old_size, held)
+        self._provided = providers(old_size, held) if provided is None else provided
         self._bridge = {old: rank for rank, olds in enumerate(self._provided) for old in olds}
 
     @property
@@ -43,19 +54,22 @@ class Resharding:
             self._bring(old_group, old_rank, batch, shards)
 
     def run(
-        self, group: Group, old_group: Group | None, old_rank: int, shards: list[torch.Tensor]
+        self, group: Group, old_group: Group | None, shards: Mapping[int, list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return the new parts of a rank that stays or joins. Its old ones, `shards`, are emptied meanwhile.
+        """Return the new parts of a rank that stays or joins. `shards`: the parts that it has, by old rank; the lists
+        are emptied meanwhile.
 
         Raises CollectiveError if a peer is lost; the old parts are then no longer available.
         """
         new = [self._allocate(tensor, group) for tensor in self._tensors]
+        own = self._held[group.rank]
         for batch in batches(self._tensors):
-            pieces = self._bring(old_group, old_rank, batch, shards) if old_group else {}
+            pieces = self._bring(old_group, own, batch, shards.get(own, [])) if old_group else {}
             self._exchange(group, batch, shards, pieces, new)
             for cut in batch:
-                if old_rank >= 0 and cut.stop == self._tensors[cut.index].size:
-                    shards[cut.index] = torch.empty(0)
+                if cut.stop == self._tensors[cut.index].size:
+                    for parts in shards.values():
+                        parts[cut.index] = torch.empty(0)
         return new
 
     def _allocate(self, tensor: Sharded, group: Group) -> torch.Tensor:
@@ -82,7 +96,12 @@ class Resharding:
         }
 
     def _exchange(
-        self, group: Group, batch: list[Cut], shards: list[torch.Tensor], pieces: Pieces, new: list[torch.Tensor]
+        self,
+        group: Group,
+        batch: list[Cut],
+        shards: Mapping[int, list[torch.Tensor]],
+        pieces: Pieces,
+        new: list[torch.Tensor],
     ) -> None:
         """Exchange all new parts over the new group."""
         sent = [
@@ -116,12 +135,12 @@ class Resharding:
         cut: Cut,
         old: int,
         span: Range,
-        shards: list[torch.Tensor],
+        shards: Mapping[int, list[torch.Tensor]],
         pieces: Pieces,
     ) -> torch.Tensor:
         brought = pieces.get((cut, old))
         if brought is None:
-            return self._slice(cut.index, shards[cut.index], span, old)
+            return self._slice(cut.index, shards[old][cut.index], span, old)
         tensor = self._tensors[cut.index]
         start = max(cut.start, tensor.part(old, self._old_size)[0])
         return brought.narrow(tensor.dim, span[0] - start, span[1] - span[0])

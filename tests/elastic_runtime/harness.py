@@ -29,7 +29,7 @@ from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
     import multiprocessing
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kfp_gpuquota.api import Progress
     from kfp_gpuquota.server.membership.service import MembershipService
@@ -76,7 +76,9 @@ class Cluster:
         checkpoints: bool = False,
         limits: Limits = LIMITS,
         relayed: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._environment = dict(environment or {})  # of each worker
         self._ports: set[int] = set()  # of its coordinators
         self._before = threads_and_sockets(self._ports)
         self.directory, self.plan = directory, plan or Plan()
@@ -292,6 +294,7 @@ class Cluster:
         if worker in self.processes:
             return
         environment = {
+            **self._environment,
             "JOB_NAME": JOB,
             "ELASTIC_COORDINATOR": self._address(worker),
             "ELASTIC_TOKEN_FILE": f"{self.directory}/token",

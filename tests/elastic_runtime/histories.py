@@ -45,7 +45,8 @@ class Word:
 class History:
     """`trained`: workers:N at the beginning (2), stream (an iterable dataset), exact (its reduction), loaders:N
     (processes of each loader), saved (checkpoints), evaluates (together, again and again), delays:SEED (see delays.py),
-    sharded (by FSDP2, with checkpoints, and none of the words before but workers). `actions`: methods of `play.Play`.
+    sharded (by FSDP2, with checkpoints, and none of the words before but workers), mirror:N (shards are copied to
+    another worker every N steps; 1). `actions`: methods of `play.Play`.
     """
 
     trained: tuple[Word, ...]
@@ -135,7 +136,8 @@ _REPLICATED: list[st.SearchStrategy[list[Word]]] = [
     st.sampled_from([[], [Word("evaluates")]]),
     _DELAYS,
 ]
-_SHARDED: list[st.SearchStrategy[list[Word]]] = [st.just([Word("sharded")]), _WORKERS, _DELAYS]
+_MIRROR = st.sampled_from([[], [], [Word("mirror", (3,))], [Word("mirror", (0,))]])
+_SHARDED: list[st.SearchStrategy[list[Word]]] = [st.just([Word("sharded")]), _WORKERS, _MIRROR, _DELAYS]
 
 
 @st.composite

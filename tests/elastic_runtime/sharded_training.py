@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import runpy
+import signal
 import time
 import weakref
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import elastic_runtime
+from elastic_runtime.sharded.transfer import Resharding
 from elastic_runtime.state.packing import pack
 from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, Record, backpropagate, digest
 
@@ -133,12 +135,36 @@ def _with_grad(gradient: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def train(plan: Plan, index: int, directory: Path, gate: Gate | None, clip: Clip = Clip(), long_step: int = -1) -> None:
+def die_in_the_transfer(number: int) -> None:
+    """This process ends in the transfer of this number, between two of its batches."""
+    exchange, seen = Resharding._exchange, []
+
+    def counted(self: Resharding, *arguments: Any) -> None:
+        seen.append(self)
+        if len(seen) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        exchange(self, *arguments)
+
+    Resharding._exchange = counted  # type: ignore[method-assign, assignment]
+
+
+def train(
+    plan: Plan,
+    index: int,
+    directory: Path,
+    gate: Gate | None,
+    clip: Clip = Clip(),
+    long_step: int = -1,
+    dies_in_transfer: int = 0,
+) -> None:
     """As `training.train`. `plan.options["sharded"]`: "" for none.
 
-    The forward pass of `long_step` never ends, on the first two workers: they are in the middle of it.
+    The forward pass of `long_step` never ends, on the first two workers: they are in the middle of it. The second
+    worker dies in the transfer of this number.
     """
     torch.set_num_threads(1)
+    if index == 1 and dies_in_transfer:
+        die_in_the_transfer(dies_in_transfer)
     options = dict(plan.options)
     wrap = {"": None, "plain": shard, "mixed": shard_mixed, "two types": shard_two_types}[
         options.pop("sharded", "plain")

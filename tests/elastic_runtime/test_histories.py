@@ -73,7 +73,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 def play(history: History, directory: Path, reference: dict[str, Any]) -> None:
     """All of it, and what must hold at the end."""
-    with Cluster(directory, history.plan, checkpoints=history.saves, relayed=True) as cluster:
+    mirror = {"ELASTIC_MIRROR": str(history.number("mirror", 1))}
+    with Cluster(directory, history.plan, checkpoints=history.saves, relayed=True, environment=mirror) as cluster:
         played = Play(cluster)
         played.begin(history.number("workers", 2), sharded=history.has("sharded"))
         for word in history.actions:

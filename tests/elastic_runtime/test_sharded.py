@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PLAN = Plan(body=train, epochs=2)
+UNMIRRORED = {"ELASTIC_MIRROR": "off"}
 
 
 def undisturbed(plan: Plan, directory: Path) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def test_a_lost_shard_takes_all_back_to_the_last_checkpoint_and_says_so(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
     plan = replace(PLAN, options={"checkpoint_every_s": 1e-9})
-    with Cluster(tmp_path, plan, checkpoints=True) as cluster:
+    with Cluster(tmp_path, plan, checkpoints=True, environment=UNMIRRORED) as cluster:
         cluster.start(0, 1, 2)
         until(lambda: files.whole_ones(f"{tmp_path}/checkpoints"), "a whole checkpoint")
         cluster.kill("w1")
@@ -93,12 +94,62 @@ def test_a_lost_shard_takes_all_back_to_the_last_checkpoint_and_says_so(
 def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_the_remedy(tmp_path: Path) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
         cluster.start(0, 1, 2)
-        cluster.kill("w2")
+        for victim in ("w1", "w2"):  # the copies of one are with the other
+            cluster.kill(victim)
         cluster.let_go()
-        for worker in ("w0", "w1"):
-            cluster.processes[worker].join(60)
-            assert cluster.processes[worker].exitcode == 1, cluster.logs()
-        assert "there is no checkpoint; set ELASTIC_CHECKPOINT_DIR" in cluster.logs()
+        cluster.processes["w0"].join(60)
+        assert cluster.processes["w0"].exitcode == 1, cluster.logs()
+        assert "neither a copy of them nor a checkpoint; set ELASTIC_CHECKPOINT_DIR" in cluster.logs()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_lost_worker_costs_no_step_without_a_checkpoint(
+    tmp_path: Path, reference: dict[str, Any], victim: int
+) -> None:
+    with Cluster(tmp_path, PLAN) as cluster:
+        cluster.start(0, 1, 2)
+        cluster.kill(f"w{victim}")
+        cluster.let_go()
+        commit = cluster.wait_for_size(2)
+        cluster.wait_for_end(*{0, 1, 2} - {victim})
+        cluster.check_result(reference)
+        logs = cluster.logs()
+    assert commit.lost_steps == 0
+    assert "its shards of the model come from the copies of step 5: 0 steps are repeated" in logs
+
+
+def test_copies_of_every_third_step_cost_at_most_three_steps_and_survive_changes_of_size(
+    tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    with Cluster(tmp_path, PLAN, environment={"ELASTIC_MIRROR": "3"}) as cluster:
+        cluster.start(0, 1)
+        cluster.resize(0, 1, 2, up_to=11)
+        cluster.wait_until_at(11, 0, 1, 2)
+        cluster.kill("w1")
+        cluster.hold_at(20)
+        lost = cluster.wait_for_size(2)
+        cluster.target(0, 2, 3)
+        cluster.wait_for_size(3)
+        cluster.wait_until_at(20, 0, 2, 3)
+        cluster.kill("w0")
+        cluster.let_go()
+        last = cluster.wait_for_size(2)
+        cluster.wait_for_end(2, 3)
+        cluster.check_result(reference)
+    assert 2 <= lost.lost_steps <= 3
+    assert last.lost_steps <= 3
+
+
+def test_a_worker_that_dies_during_a_change_of_size_costs_a_step(tmp_path: Path, reference: dict[str, Any]) -> None:
+    body = partial(train, dies_in_transfer=2)
+    with Cluster(tmp_path, replace(PLAN, body=body)) as cluster:
+        cluster.start(0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.let_go()
+        cluster.wait_for_end(0, 2)
+        cluster.check_result(reference)
+        assert "1 steps are repeated" in cluster.logs()
 
 
 def test_an_evicted_sharded_job_saves_and_goes_on_at_another_size_and_unsharded(

@@ -18,7 +18,7 @@ from elastic_runtime.sharded import files
 from elastic_runtime.sharded.mode import clip_shards_
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import AT_CLIPPING, Clip, train
-from tests.elastic_runtime.test_sharded import undisturbed
+from tests.elastic_runtime.test_sharded import UNMIRRORED, undisturbed
 from tests.elastic_runtime.test_transfer import both
 from tests.elastic_runtime.training import Plan, Points
 from tests.polling import until
@@ -49,7 +49,7 @@ def test_a_peer_that_dies_in_the_middle_of_it_takes_all_back_to_the_checkpoint_a
 ) -> None:
     body = partial(train, clip=Clip(stops=7))
     plan = Plan(body=body, epochs=2, options={"checkpoint_every_s": 1e-9})
-    with Cluster(tmp_path, plan, checkpoints=True) as cluster:
+    with Cluster(tmp_path, plan, checkpoints=True, environment=UNMIRRORED) as cluster:
         cluster.start(0, 1, 2)
         until(lambda: files.whole_ones(f"{tmp_path}/checkpoints"), "a whole checkpoint")
         cluster.let_go()

@@ -1,0 +1,276 @@
+"""Copies of each worker's shards in the memory of another worker, so that a lost worker costs no step.
+
+At the beginning of a step a worker copies its part of the state to host memory and sends the copy to the rank that
+mirrors it, while the step computes. It takes part in the step's sum only when both copies, its own and the one that it
+receives, are whole. So where any worker has begun step s + 1, all have the copies of step s, and two generations of
+copies, of which the older one is overwritten, always hold a step of which every worker's part exists:
+
+    all survivors are in step s, its copies are whole     the step is repeated
+    a copy of step s is not whole, or steps differ        the step before is repeated, too
+
+A worker and the one that mirrors it are on different nodes where no node has more than half of the workers. Where both
+are lost, the training returns to its last checkpoint. Memory: two copies of two workers' parts.
+
+Rejected: only the other worker's part, without an own copy. Workers that have applied the step when others learn of the
+loss could not go back.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from elastic_runtime.errors import CollectiveError
+from elastic_runtime.sharded.state import Parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from elastic_runtime.membership.process_group import Group, Transfer
+    from elastic_runtime.sharded.layout import Sharded
+
+SLOTS = 2
+STATE_PER_PARAMETER = 3
+"""Bytes of state for each byte of a parameter: itself and the two moments of the usual optimizers."""
+_PIECE = 32 << 20
+_ALIGNMENT = 64
+
+_log = logging.getLogger("elastic_runtime")
+
+
+class Copied(NamedTuple):
+    """One slot: the parts of a step's beginning that a worker holds. Of ranks `own` and `ward`; -1: of none."""
+
+    step: int = -1
+    generation: int = 0
+    ranks: int = 0
+    own: int = -1
+    ward: int = -1
+
+
+@dataclass(frozen=True)
+class Source:
+    """The copies from which a state is restored: `held[r]` is the own old rank of new rank r (-1: none), `provided[r]`
+    the old ranks whose parts it provides.
+    """
+
+    copied: Copied
+    held: list[int]
+    provided: list[list[int]]
+
+
+def choose(table: Sequence[Sequence[Copied]]) -> Source | None:
+    """Return the newest step of which every old rank's part is held by one of these workers, or None."""
+    versions = {(each.step, each.generation, each.ranks) for row in table for each in row if each.own >= 0}
+    for version in sorted(versions, reverse=True):
+        rows = [next((each for each in row if each[:3] == version), Copied()) for row in table]
+        owners = {each.own: rank for rank, each in enumerate(rows) if each.own >= 0}
+        wards = {each.ward: rank for rank, each in enumerate(rows) if each.ward >= 0}
+        providers = wards | owners
+        if len(providers) == version[2]:
+            provided: list[list[int]] = [[] for _ in rows]
+            for old, rank in sorted(providers.items()):
+                provided[rank].append(old)
+            return Source(Copied(*version), [each.own for each in rows], provided)
+    return None
+
+
+def mirrors_of(nodes: Sequence[int]) -> list[int]:
+    """Return for each rank the rank that mirrors it; `nodes[r]` is a number of rank r's node.
+
+    Each rank mirrors one other. In a circle in the order of the nodes, the rank that is as many further as the largest
+    node has ranks is on another node, unless that node has more than half of them.
+    """
+    circle = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
+    shift = max(Counter(nodes).values()) % len(nodes) or 1
+    found = [0] * len(nodes)
+    for place, rank in enumerate(circle):
+        found[rank] = circle[(place + shift) % len(circle)]
+    return found
+
+
+@dataclass
+class _Slot:
+    """`memory` holds the own shards, `mirrored` those of the ward."""
+
+    copied: Copied = field(default_factory=Copied)
+    own: Parts | None = None
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    mirrored: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    transfer: Transfer | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the ward's part has arrived, and the own one at the rank that mirrors it."""
+        return self.copied.ward >= 0 and self.transfer is None
+
+    def give_up(self) -> None:
+        """Keep the own copy only. Data in flight may still be read from, and arrive in, the present memory."""
+        self.copied, self.transfer = self.copied._replace(ward=-1), None
+        self.memory = self.mirrored = torch.empty(0, dtype=torch.uint8)
+
+
+class Mirror:
+    """This worker's copies of its own shards and of those of one other rank, its ward.
+
+    `every`: how many steps after the last copies the next ones are made; 0: there are none.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._slots = [_Slot() for _ in range(SLOTS)]
+        self._group: Group | None = None
+        self._number = 0
+        self._to = self._ward = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of host memory that the copies occupy."""
+        return sum(slot.memory.nbytes + slot.mirrored.nbytes for slot in self._slots)
+
+    # The generations
+
+    def leave_generation(self) -> None:
+        """Before a change of members: wait for a transfer, unless a peer was lost. No copies are made until `enter`."""
+        try:
+            self._settle()
+        except CollectiveError:
+            for slot in self._slots:
+                if slot.transfer is not None:
+                    slot.give_up()
+        self._group = None
+
+    def enter(self, group: Group, number: int, nodes: Sequence[int]) -> None:
+        """Make copies among the members of this generation from now on; `nodes[r]` is the number of rank r's node."""
+        to = mirrors_of(nodes)
+        self._group, self._number = group, number
+        self._to, self._ward = to[group.rank], to.index(group.rank)
+
+    # Each step
+
+    def begin_step(self, step: int, capture: Callable[[], Parts]) -> None:
+        """Copy and send this worker's part of the state, if it is due. `capture` returns it, as it is."""
+        group = self._group
+        if group is None or any(slot.transfer for slot in self._slots):
+            return
+        newest = max(slot.copied for slot in self._slots)
+        known = newest.generation == self._number
+        if known and (newest.step == step or step % self.every):
+            return
+        slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
+        self._copy(slot, step, capture(), group)
+
+    def end_step(self, step: int) -> None:
+        """Before a step's sum: wait for the copies if other workers may overwrite the older ones after it, or if there
+        are no older ones.
+
+        Raises CollectiveError if a peer was lost.
+        """
+        if self._group is None:
+            return
+        if (step + 1) % self.every == 0 or not any(slot.is_whole for slot in self._slots):
+            self._settle()
+
+    def _settle(self) -> None:
+        for slot in self._slots:
+            if slot.transfer is not None and self._group is not None:
+                self._group.finish(slot.transfer)
+                slot.transfer = None
+
+    def _copy(self, slot: _Slot, step: int, parts: Parts, group: Group) -> None:
+        rank, ranks, kinds = group.rank, group.size, parts.sharded
+        slot.copied, slot.own = Copied(), None
+        slot.memory = _room(slot.memory, kinds, rank, ranks)
+        slot.mirrored = _room(slot.mirrored, kinds, self._ward, ranks)
+        shards = _shards(slot.memory, kinds, rank, ranks)
+        for copy, shard in zip(shards, parts.shards, strict=True):
+            copy.copy_(shard)
+        replicated = [tensor.detach().to("cpu", copy=True) for tensor in parts.replicated]
+        slot.own = Parts(parts.skeleton, parts.kinds, shards, replicated)
+        slot.copied = Copied(step, self._number, ranks, rank, self._ward)
+        slot.transfer = group.swap(_pieces(slot.memory), self._to, _pieces(slot.mirrored), self._ward)
+
+    # Recovery
+
+    def held(self) -> list[Copied]:
+        """Return what each slot holds."""
+        return [slot.copied for slot in self._slots]
+
+    def part(self, copied: Copied) -> tuple[Parts | None, dict[int, list[torch.Tensor]]]:
+        """Return (the own part of this step without its shards, the shards that are held of it by old rank)."""
+        slot = next((slot for slot in self._slots if slot.copied[:3] == copied[:3]), None)
+        if slot is None or slot.own is None:
+            return None, {}
+        own, held = slot.own, slot.copied
+        shards = {held.own: list(own.shards)}
+        if held.ward >= 0:
+            shards[held.ward] = _shards(slot.mirrored, own.sharded, held.ward, held.ranks)
+        return Parts(own.skeleton, own.kinds, [], [tensor.clone() for tensor in own.replicated]), shards
+
+    def forget_all_but(self, copied: Copied | None) -> None:
+        """Drop the copies of other steps: the training has gone back to this one, or to a checkpoint (None)."""
+        self._slots = [slot if copied and slot.copied[:3] == copied[:3] else _Slot() for slot in self._slots]
+
+
+def _layout(kinds: Iterable[Sharded], rank: int, ranks: int) -> tuple[list[tuple[int, int, tuple[int, ...]]], int]:
+    """Return ((start, bytes, shape) of each shard in one memory, the size of all)."""
+    found, start = [], 0
+    for kind in kinds:
+        shape = kind.local_shape(kind.part(rank, ranks))
+        size = torch.Size(shape).numel() * kind.dtype.itemsize
+        found.append((start, size, shape))
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return found, start
+
+
+def _room(memory: torch.Tensor, kinds: list[Sharded], rank: int, ranks: int) -> torch.Tensor:
+    """Return memory for a rank's shards: what there is if it fits, else new one."""
+    size = _layout(kinds, rank, ranks)[1]
+    return memory if memory.numel() == size else torch.zeros(size, dtype=torch.uint8)
+
+
+def _shards(memory: torch.Tensor, kinds: list[Sharded], rank: int, ranks: int) -> list[torch.Tensor]:
+    layout, _ = _layout(kinds, rank, ranks)
+    return [
+        memory[start : start + size].view(kind.dtype).view(shape)
+        for (start, size, shape), kind in zip(layout, kinds, strict=True)
+    ]
+
+
+def _pieces(memory: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.split(memory, _PIECE)) if memory.numel() else []
+
+
+# Whether there is memory for it
+
+
+def node_number() -> int:
+    """Return a number of the machine on which this process runs, also from within a container; 0: unknown."""
+    try:
+        return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    except OSError:
+        return 0
+
+
+def free_memory() -> tuple[int, int]:
+    """Return the bytes of host memory that are available on this machine, and within this process's own limit."""
+    machine = limit = 1 << 62
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        own = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        limit = int((own / "memory.max").read_text()) - int((own / "memory.current").read_text())
+    except (OSError, ValueError, StopIteration):
+        pass  # no such limit, or not Linux
+    return machine, max(limit, 0)
+
+
+def needed(parameter_bytes: int, ranks: int) -> int:
+    """Return the bytes of host memory that the copies take on each worker: two, of two workers' parts."""
+    return 2 * SLOTS * STATE_PER_PARAMETER * parameter_bytes // ranks
