@@ -55,10 +55,10 @@ class Loop(Protocol):
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch."""
 
-    def begin(self, micro_batch: MicroBatch) -> int:
+    def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """The loop gets this micro-batch next; return the iteration's number."""
 
-    def end(self) -> bool:
+    def end_iteration(self) -> bool:
         """The loop is done with it; False where what follows is to be planned again."""
 
     def abandon_iteration(self, iteration: int | None = None) -> None:
@@ -124,7 +124,7 @@ class ElasticLoader:
         epoch = loop.position.epoch
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
-                iteration = loop.begin(micro_batch)
+                iteration = loop.begin_iteration(micro_batch)
                 for second in self.seconds:
                     second.advance()
                 try:
@@ -132,7 +132,7 @@ class ElasticLoader:
                 except GeneratorExit:
                     loop.abandon_iteration(iteration)
                     raise
-                if not loop.end():
+                if not loop.end_iteration():
                     break
 
     def start_processes(self) -> None:

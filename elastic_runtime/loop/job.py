@@ -20,14 +20,13 @@ from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.loop.assembly import JobBuilder
 from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.member import Member
-from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
-from elastic_runtime.loop.step import PLAIN, BackwardOptions
+from elastic_runtime.loop.optimizer_guards import guard_class, guard_method, watch_unprepared_optimizers
 from elastic_runtime.loop.uncaught import note_on_lightning
-from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
 from elastic_runtime.process.last_error import report_errors
 from elastic_runtime.process.metric_rows import MetricRows
 from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes
+from elastic_runtime.reduction.backward_pass import Loss
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
@@ -223,7 +222,7 @@ class Job:
         session.loader = builder.loader(loaders, session, batch, plan, state)
         for each in optimizers:
             around = partial(self._at_lr, each, batch) if batch.bounds else None
-            guard_method(each, "step", session.may_step, around, session.closures.step)
+            guard_method(each, "step", session.may_step, around, session.closure_steps.step)
         for part in schedulers:
             guard_class(part, ("step",), session.may_act)
         if scaler is not None:
@@ -363,10 +362,11 @@ class Job:
         `retain_graph`, `create_graph` and `inputs` are those of `torch.Tensor.backward`. What is summed over all
         workers has no graph: a gradient that is differentiated once more (a penalty) is one of `torch.autograd.grad`.
         """
-        options = PLAIN
+        given = Loss(loss, weight, reduction)
         if retain_graph is not None or create_graph or inputs is not None:
-            options = BackwardOptions(retain_graph, create_graph, inputs)
-        self._prepared.backward(loss, weight, reduction, options, more=more)
+            options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+            given.options = {name: value for name, value in options.items() if value}
+        self._prepared.run_pass(given, more=more)
 
     def skip(self) -> None:
         """This micro-batch counts for nothing, in place of `backward` (a loss that is not finite, a broken sample).

@@ -34,19 +34,20 @@ _EXCHANGED = frozenset({*_NARROW, torch.float32, torch.float64, torch.int64, tor
 
 
 class RowGather:
-    """The exchanges of one iteration's rows. `used`: an iteration of this training had one."""
+    """The exchanges of one iteration's rows. `used`: an iteration of this training had one.
+
+    `outstanding`: those of its forward passes that a backward pass has to answer.
+    """
 
     def __init__(self, member: Member, mode: Mode) -> None:
         self._member, self._mode = member, mode
         self.used = False
         self._failed: CollectiveError | None = None
-        self._outstanding = 0
+        self.outstanding = 0
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Begin an iteration."""
-        self._failed, self._outstanding = None, 0
-        if self.used:
-            self._mode.reducer.held = False
+        self._failed, self.outstanding = None, 0
 
     def check(self) -> None:
         """Raise CollectiveError if an exchange of this iteration failed."""
@@ -98,8 +99,7 @@ class RowGather:
     def _exchanged(self, rows: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         if not (rows.requires_grad and torch.is_grad_enabled()):
             return exchange.gather(rows)
-        self._outstanding += 1
-        self._mode.reducer.held = True
+        self.outstanding += 1
         found: torch.Tensor = _Rows.apply(rows, exchange, self)
         return found
 
@@ -123,13 +123,12 @@ class RowGather:
 
     def returned(self) -> None:
         """Note that the gradients of one gathering are exchanged: after the last, buckets may be summed."""
-        self._outstanding = max(0, self._outstanding - 1)  # with retain_graph=True there are more
-        self._mode.reducer.held = self._outstanding > 0
+        self.outstanding = max(0, self.outstanding - 1)  # with retain_graph=True there are more
 
     @property
     def late_scale(self) -> float:
         """By what this worker's gradients are multiplied only after its backward pass."""
-        return self._mode.reducer.scale
+        return self._mode.reducer.current.scale
 
 
 class _Exchange:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.loop.closures import Closures
+from elastic_runtime.loop.passes import ClosureSteps
+from elastic_runtime.loop.step_states import StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import Rounds
 from elastic_runtime.loop.uncaught import explain_errors, note_on_lightning
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
     from elastic_runtime.data.loader import ElasticLoader
     from elastic_runtime.loop.member import Member
-    from elastic_runtime.loop.step import BackwardOptions, GlobalStep, Observer
+    from elastic_runtime.loop.step import GlobalStep, Observer
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.plan.position import Position
     from elastic_runtime.process.device_memory import MemoryFollower
+    from elastic_runtime.reduction.backward_pass import Loss
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
     from elastic_runtime.validation.new_parameters import NewParameters
@@ -44,10 +46,10 @@ MOST_WATCHED = 64
 class Watch(Protocol):
     """Looks at a loop's first iterations for what would be wrong on several workers."""
 
-    def begin(self, samples: int) -> None:
+    def before_iteration(self, samples: int) -> None:
         """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """A backward pass of the job's begins."""
 
     def end(self) -> None:
@@ -72,12 +74,12 @@ class Session:
         self._released = False
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._at_exit: Callable[[], None] | None = None
-        self._counted = self._moved = False  # in this iteration: its step, early; the membership
+        self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self.watches: list[Watch] = []
         self._iteration = 0  # its number: micro-batches of different steps may be one object
         self.rounds = Rounds(state, member, self._recover_between_steps)
-        self.closures = Closures(step, self)
+        self.closure_steps = ClosureSteps(step, self)
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
 
     def compare(self, scheduler: object) -> None:
@@ -127,13 +129,13 @@ class Session:
     def reached(self) -> Position:
         """The position of the training after this iteration."""
         micro = self._step.micro
-        ahead = micro is not None and self._step.complete and not self._counted
+        ahead = micro is not None and self._step.complete and not self._step.counted
         return self.position.after_step(micro.step_samples) if micro and ahead else self.position
 
     @property
     def steps_before(self) -> int:
         """Global steps applied before this iteration; outside of one, so far."""
-        return self.position.step - self._counted
+        return self.position.step - self._step.counted
 
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
@@ -242,7 +244,7 @@ class Session:
             )
         self.abandon_iteration()
         self._epoch_start.enter()
-        self._catching_up, self._step.first = False, True
+        self._catching_up = False
         self._change_membership()
         self._remember()
 
@@ -304,32 +306,31 @@ class Session:
 
     # Iterations
 
-    def begin(self, micro_batch: MicroBatch) -> int:
+    def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """The loop gets this micro-batch next; return the iteration's number."""
         if self.watches:
             self._watch(micro_batch)
         self._step.begin(micro_batch, self.loader.stamp)
-        self._counted = self._catching_up = self._state.resumed = False
+        self._catching_up = self._state.resumed = False
         self._iteration += 1
         return self._iteration
 
     def _watch(self, micro_batch: MicroBatch) -> None:
         """Let the first iterations be looked at."""
         for watch in self.watches:
-            watch.begin(micro_batch.size)
+            watch.before_iteration(micro_batch.size)
         if self._iteration > MOST_WATCHED:
             for watch in self.watches:
                 watch.end()
             self.watches.clear()
 
-    def backward(
-        self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
-    ) -> None:
+    def run_pass(self, loss: Loss, *, more: bool) -> None:
         """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
         for watch in self.watches:
-            watch.backward()
+            watch.before_backward()
+        evaluating = self.closure_steps.evaluating
         try:
-            self._step.backward(loss, weight, reduction, options, more=more)
+            self._step.run_pass(loss, more=more or evaluating, evaluation=evaluating)
         except CollectiveError as error:
             self._repeat_step(error)
 
@@ -390,17 +391,14 @@ class Session:
             self._repeat_step(others)
         return True
 
-    def end(self) -> bool:
+    def end_iteration(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned again."""
         step = self._step
-        micro, step.micro = step.micro, None
-        counted, self._counted = self._counted, False
+        micro, counted, repeated = step.micro, step.counted, step.repeated
         changed, self._moved = self._moved, False
-        if step.repeat:
-            step.repeat, step.first = False, True
-            step.clear()
+        step.end()
+        if repeated:
             return False
-        step.check_ended()
         if not counted:
             if micro is None or not micro.last:
                 return True
@@ -421,16 +419,12 @@ class Session:
         """
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
-        micro, self._catching_up = self._step.micro, False
+        self._catching_up = False
+        micro, counted = self._step.micro, self._step.counted
         if micro is None:
             return
-        if not self._step.settled:
-            raise LoopError("job.repeat within a step: call it where job.applied, after optimizer.step()")
-        self._step.micro = None
-        if self._counted:
-            self._step.count()
-        else:
-            self._counted = True
+        self._step.pause()
+        if not counted:
             self._count(micro)
 
     def _recover_between_steps(self, error: CollectiveError) -> None:
@@ -442,36 +436,29 @@ class Session:
         """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
         it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
+        if iteration is not None and iteration != self._iteration:
+            return
         step, micro = self._step, self._step.micro
-        if micro is not None and iteration is not None and iteration != self._iteration:
-            return
-        counted, self._counted = self._counted, False
-        if micro is None:
-            return
-        step.micro = None
-        self.without_gradients = step.computed and not step.complete
-        if step.complete and not counted:
+        counts = step.complete and not step.counted
+        if micro is not None:
+            self.without_gradients = step.state in {StepState.COMPUTED, StepState.REPEATED}
+        step.abandon()
+        if counts and micro is not None:
             self._count(micro)
-        elif step.begun:
-            step.forget()
-        if step.repeat:
-            step.clear()
-            step.repeat = False
 
     def _count(self, micro: MicroBatch) -> None:
         """A step is over."""
-        self._step.count()
         self._state.position = self.position.after_step(micro.step_samples)
         self._report_progress()
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Return to the step's beginning, and continue with the workers that are left."""
-        self._step.forget()
+        self._step.revert()
         self._step.agreed, self._state.awaited = None, False
         self._recover(error)
         if self._state.awaited:
             self._step.take_over()
-            self._counted = self._moved = self._catching_up = True
+            self._moved = self._catching_up = True
         else:
             self._step.show_zeros()
         self._remember()

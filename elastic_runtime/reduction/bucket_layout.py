@@ -131,8 +131,8 @@ class Layout:
             handle.remove()
         self._handles = []
 
-    def begin(self, *, first: bool) -> None:
-        """The next iteration, which may be the `first` of its step."""
+    def begin_pass(self, *, first: bool) -> None:
+        """Begin a backward pass, which may be the `first` of its sum."""
         self.iteration += 1
         self.step += first
         for bucket in self.buckets:
@@ -159,7 +159,7 @@ class Layout:
         """Which slots got a gradient in this step."""
         return [slot.touched == self.step for slot in self.slots]
 
-    def hand_out(self, factor: float = 1.0, *, all_used: bool = False) -> None:
+    def distribute(self, factor: float = 1.0, *, all_used: bool = False) -> None:
         """Set each `grad` to `factor` times its view, or to None if no worker used it (`all_used`: all are used)."""
         if factor != 1.0:
             torch._foreach_mul_([slot.view for slot in self.slots], factor)

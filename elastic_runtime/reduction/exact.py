@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from elastic_runtime.membership.process_group import Group, Pending
-    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.backward_pass import Pass
 
 _NOTHING = -0.0
 """x + -0.0 is x to the bit for every x; x + 0.0 is not where x is -0.0."""
@@ -41,7 +41,6 @@ class ExactReducer(BucketReducer):
         self._pushes: Iterator[Push] = iter(())
         self._push = Push(0, ())
         self._launched = 0
-        self._ghost = False
         super().__init__(parameters, tail_size)
 
     def _lay_out(self) -> None:
@@ -49,15 +48,16 @@ class ExactReducer(BucketReducer):
         self._exchanges = [Exchange(bucket) for bucket in self._layout.buckets]
         self._forget_rows()
 
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """Begin a shard. A ghost's gradients are dropped."""
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:
+        """Begin a shard's pass. A ghost's gradients are dropped."""
+        self.current, micro, first = begun, begun.micro, begun.first
         if first:
             self._begin_step()
             self._group = group if group is not None and group.size > 1 else None
             self._plan_step(micro.step_shards)
             self._launched = 0
-        self._push, self._ghost, self._last = next(self._pushes), micro.ghost, micro.last
-        self._layout.begin(first=first)
+        self._push = next(self._pushes)
+        self._layout.begin_pass(first=first)
 
     def _plan_step(self, leaves: int) -> None:
         rank, size = (self._group.rank, self._group.size) if self._group is not None else (0, 1)
@@ -66,10 +66,10 @@ class ExactReducer(BucketReducer):
         self._nodes = tuple(plan.nodes for plan in plans)
         self._merges = joint_plan(self._nodes, leaves)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Add nothing for each parameter without a gradient, at its place in the tree."""
         for bucket in self._layout.buckets:
-            if self._ghost or not bucket.complete:
+            if self.current.micro.ghost or not bucket.complete:
                 self._gather(bucket)
 
     def reduce(self) -> None:
@@ -78,9 +78,9 @@ class ExactReducer(BucketReducer):
         if self._group is not None:
             self._reduce_over(self._group)
 
-    def hand_out(self, factor: float) -> None:
+    def distribute(self, factor: float) -> None:
         """Set each `grad` to `factor` times its view of the summed bucket."""
-        self._layout.hand_out(factor)
+        self._layout.distribute(factor)
 
     @property
     def in_flight(self) -> bool:
@@ -115,7 +115,7 @@ class ExactReducer(BucketReducer):
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.fired = self._layout.iteration
         slot.parameter.grad = None
-        if not self._ghost:
+        if not self.current.micro.ghost:
             slot.touched = self._layout.step
             self._collect(slot, gradient)
 

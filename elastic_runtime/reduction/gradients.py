@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.reduction.backward_pass import NO_PASS, Pass
 from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
 from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from elastic_runtime.membership.process_group import Group, Pending
-    from elastic_runtime.plan.batches import MicroBatch
 
 
 class GradientReducer(Protocol):
@@ -35,14 +35,8 @@ class GradientReducer(Protocol):
     def passive(self) -> bool:
         """Whether nothing is done to this step's gradients: `factor` is 1 then."""
 
-    scale: float
-    """The factor for the gradients of a backward pass when they are gathered."""
-
-    expects: bool
-    """Whether a backward pass of the job's is under way. Gradients that come at another time are strays."""
-
-    held: bool
-    """Whether complete buckets wait for the end of the backward pass: other collectives come before them."""
+    current: Pass
+    """The backward pass in force. Gradients that arrive while it does not run are strays."""
 
     on_stray: Callable[[str], None]
     """Called with the parameter's name where a stray gradient arrives, which stays where it is."""
@@ -53,11 +47,11 @@ class GradientReducer(Protocol):
     def release(self) -> None:
         """Leave the model's backward passes alone, until the next `attach`."""
 
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """The next backward pass is this micro-batch's, and the `first` of its step."""
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:
+        """Collect the gradients of this backward pass next."""
 
-    def end(self) -> None:
-        """The backward pass of the micro-batch is over."""
+    def end_pass(self) -> None:
+        """Collect what is missing of its gradients: the backward pass is over."""
 
     def reduce(self) -> None:
         """Sum the gradients and the tail over all workers, after the last micro-batch of a step.
@@ -65,7 +59,7 @@ class GradientReducer(Protocol):
         Raises CollectiveError if a peer was lost; the gradients are then dropped, and the buffers replaced.
         """
 
-    def hand_out(self, factor: float) -> None:
+    def distribute(self, factor: float) -> None:
         """Set every `grad` to `factor` times the sum over all workers, or to None if no worker has one."""
 
     @property
@@ -88,10 +82,7 @@ class BucketReducer:
 
     _layout: Layout
     _group: Group | None = None
-    _last = True
-    scale = 1.0
-    expects = True
-    held = False
+    current = NO_PASS
     _uncleared: frozenset[str] = frozenset()
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
@@ -135,7 +126,7 @@ class BucketReducer:
 
     def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Pass a gradient on. LoopError for two gradients of one parameter in one iteration."""
-        if not self.expects:
+        if not self.current.running:
             self.on_stray(slot.name)
             return
         if slot.name in self._uncleared:
@@ -157,7 +148,7 @@ class BucketReducer:
         bucket.gradients.append(gradient)
         if bucket.complete:
             self._gather(bucket)
-            if self._last and self._group is not None and not self.held:
+            if self._group is not None and self.current.micro.last and not self.current.held:
                 self._launch_ready(self._group)
 
     def _gather(self, bucket: Bucket) -> None:
@@ -179,20 +170,20 @@ class FastReducer(BucketReducer):
         self._works: list[Pending] = []
         self._launched = 0
         self._all_used = False  # by this worker, in this step: no other worker's flags are needed
-        self._ghost = self._passive = False
+        self._passive = False
 
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """Begin a micro-batch. A ghost's gradients count as zero."""
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:
+        """Begin a micro-batch's pass. A ghost's gradients count as zero."""
+        self.current, micro, first = begun, begun.micro, begun.first
         if first:
             self._begin_step()
         self._group = group if group is not None and group.size > 1 else None
-        self._last, self._ghost = micro.last, micro.ghost
         self._passive = self._group is None and first and micro.last and not micro.ghost
-        self._layout.begin(first=first)
+        self._layout.begin_pass(first=first)
         if first:
             self._launched = 0
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Gather the gradients of buckets that are not complete."""
         for bucket in self._layout.buckets:
             if not bucket.complete:
@@ -213,12 +204,12 @@ class FastReducer(BucketReducer):
         if self._group is not None:
             self._reduce_over(self._group)
 
-    def hand_out(self, factor: float) -> None:
+    def distribute(self, factor: float) -> None:
         """Set each `grad` to `factor` times its view of the summed bucket."""
         if self._passive:
             self._layout.fill_kept()
         else:
-            self._layout.hand_out(factor, all_used=self._all_used)
+            self._layout.distribute(factor, all_used=self._all_used)
 
     @property
     def in_flight(self) -> bool:
@@ -242,19 +233,19 @@ class FastReducer(BucketReducer):
 
     def _gather(self, bucket: Bucket) -> None:
         """Write the bucket's gradients into it: copied if they are the step's first, else added."""
-        step = self._layout.step
+        step, scale, ghost = self._layout.step, self.current.scale, self.current.micro.ghost
         gradients, bucket.gradients = bucket.gradients, []
         pairs = list(zip(bucket.arrived, gradients, strict=True))
         fresh = [(slot.view, gradient) for slot, gradient in pairs if slot.touched != step]
-        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not self._ghost]
-        if fresh and self._ghost:
+        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not ghost]
+        if fresh and ghost:
             torch._foreach_zero_([view for view, _ in fresh])
         elif fresh:
             torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])
-            if self.scale != 1.0:
-                torch._foreach_mul_([view for view, _ in fresh], self.scale)
+            if scale != 1.0:
+                torch._foreach_mul_([view for view, _ in fresh], scale)
         if more:
-            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more], alpha=self.scale)
+            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more], alpha=scale)
         for slot in bucket.arrived:
             slot.touched = step
             slot.parameter.grad = None

@@ -71,12 +71,12 @@ class Mode:
         self._buffers.save()
         self._streams.save()
 
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+    def begin_micro_batch(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """Prepare for a micro-batch; `first`: of its step."""
 
-    def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
+    def end_pass(self, micro: MicroBatch) -> None:  # noqa: ARG002
         """End the backward pass of a micro-batch."""
-        self.reducer.end()
+        self.reducer.end_pass()
 
     def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, for the sum over all workers. `alone`: there is no other one."""
@@ -134,15 +134,15 @@ class ExactMode(Mode):
         """Save the buffers; random streams are a function of the step."""
         self._buffers.save()
 
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+    def begin_micro_batch(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """Begin a shard with the step's buffers and its own random streams."""
         if not first:
             self._buffers.restore()
         self._streams.reseed(mix_seed(self._seed, step, micro.shard))
 
-    def end(self, micro: MicroBatch) -> None:
+    def end_pass(self, micro: MicroBatch) -> None:
         """End a shard; the buffers of the first one are what the step leaves behind."""
-        super().end(micro)
+        super().end_pass(micro)
         if micro.shard == 0 and not micro.ghost:
             self._buffers.keep()
 

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.reduction.backward_pass import NO_PASS, Pass
 from elastic_runtime.reduction.gradients import ignore
 from elastic_runtime.reduction.step_modes import Mode
 from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
@@ -81,9 +82,7 @@ _OWN = 2
 class ShardedReducer:
     """FSDP sums the gradients by its own hooks; this sums the tail. Nothing is scaled, and strays are not noticed."""
 
-    scale = 1.0
-    expects = True
-    held = False
+    current = NO_PASS
     kept: frozenset[str] = frozenset()
 
     def __init__(self, sharding: Sharding, tail_size: int) -> None:
@@ -114,15 +113,16 @@ class ShardedReducer:
     def release(self) -> None:
         """Do nothing: FSDP's hooks belong to its wrapping."""
 
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:  # noqa: ARG002
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:  # noqa: ARG002
         """Make FSDP reduce the gradients after the last micro-batch only. LoopError for those of an earlier step."""
-        if first and (found := self._leftovers.look(self._sharding.wrapping.parameters().items())):
+        self.current = begun
+        if begun.first and (found := self._leftovers.look(self._sharding.wrapping.parameters().items())):
             raise uncleared(min(found))
         for module in self._sharding.wrapping.modules:
-            module.set_requires_gradient_sync(micro.last, recurse=False)
-            module.set_is_last_backward(micro.last)
+            module.set_requires_gradient_sync(begun.micro.last, recurse=False)
+            module.set_is_last_backward(begun.micro.last)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Raise CollectiveError if one of FSDP's collectives has failed since the step's beginning."""
         self._sharding.link.check()
 
@@ -132,7 +132,7 @@ class ShardedReducer:
         if group.size > 1:
             group.wait([group.all_reduce(self._whole_tail)])
 
-    def hand_out(self, factor: float) -> None:
+    def distribute(self, factor: float) -> None:
         """Multiply the gradients, which FSDP has summed, by `factor`."""
         if factor != 1.0:
             torch._foreach_mul_(self._gradients(), factor)

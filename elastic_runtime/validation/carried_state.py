@@ -48,7 +48,7 @@ class CarriedState:
         self._before: dict[int, StorageWeakRef] = {}  # in the one before
         self._handles: list[RemovableHandle] = []
 
-    def begin(self, samples: int) -> None:
+    def before_iteration(self, samples: int) -> None:
         """Another iteration begins, over so many samples."""
         if not self._left:
             self.end()
@@ -59,7 +59,7 @@ class CarriedState:
         self._found = self._found + 1 if self._carries else 0
         self._size, self._before, self._given, self._carries = samples, self._given, {}, False
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """Do nothing: what is looked for happens before."""
 
     def end(self) -> None:

@@ -33,14 +33,14 @@ class ChangedParameters:
         self._trained_before: dict[str, list[float]] = {}
         self._set: set[str] = set()  # trained ones that changed in the first iteration
 
-    def begin(self, samples: int) -> None:  # noqa: ARG002
+    def before_iteration(self, samples: int) -> None:  # noqa: ARG002
         """Another iteration begins."""
         self._before = self._samples(trained=False) if self._left else {}
         looks = self._left == LOOKS_AT or (self._left == LOOKS_AT - 1 and self._set)
         self._trained_before = self._samples(trained=True) if looks else {}
         self._left = max(0, self._left - 1)
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """A backward pass begins. LoopError for a parameter that was changed by hand."""
         before, self._before = self._before, {}
         if before:

@@ -28,7 +28,7 @@ class OptimizerAttributes:
         self._left = LOOKS_AT if self._optimizers else 0
         self._before: list[dict[str, Any]] = []
 
-    def begin(self, samples: int) -> None:  # noqa: ARG002
+    def before_iteration(self, samples: int) -> None:  # noqa: ARG002
         """Compare what the last iteration has changed."""
         if not self._left:
             return
@@ -44,7 +44,7 @@ class OptimizerAttributes:
                 )
         self._before = now
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """Do nothing: what is looked for happens afterwards."""
 
     def end(self) -> None:

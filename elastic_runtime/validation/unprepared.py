@@ -73,7 +73,7 @@ class LoaderWatch:
         self._models, self._left, self._iteration = list(models), LOOKS_AT, 0
         self._runs: dict[int, tuple[object, int, int]] = {}  # by iterator: (it, its last iteration, how many in a row)
 
-    def begin(self, samples: int) -> None:  # noqa: ARG002
+    def before_iteration(self, samples: int) -> None:  # noqa: ARG002
         """Note that another iteration begins."""
         self._iteration += 1
         if not self._left:
@@ -83,7 +83,7 @@ class LoaderWatch:
         _watching.add(self)
         _install()
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """Do nothing: what is looked for happens before."""
 
     def end(self) -> None:

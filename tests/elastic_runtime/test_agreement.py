@@ -17,6 +17,7 @@ from elastic_runtime.errors import CollectiveError, ModelMismatchError, UsageErr
 from elastic_runtime.plan.batches import MicroBatch
 from elastic_runtime.plan.position import Position
 from elastic_runtime.process.timing import Phases
+from elastic_runtime.reduction.backward_pass import Pass
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import Share, StepMetadata
@@ -183,13 +184,11 @@ def test_the_gradients_of_a_share_are_scaled_where_they_are_summed() -> None:
     """A loss that was scaled down before the backward pass gave gradients below what float16 holds."""
     model = nn.Linear(4, 1, bias=False).half()
     reducer = FastReducer(model.named_parameters(), 1)
-    reducer.scale = 1 / 64
-    reducer.begin(None, MicroBatch(0, 1, 64, last=False), first=True)
-    model(torch.full((1, 4), 1e-7).half()).float().sum().backward()
-    reducer.end()
-    reducer.begin(None, MicroBatch(1, 2, 64, last=True), first=False)
-    model(torch.full((1, 4), 1e-7).half()).float().sum().backward()
-    reducer.end()
+    for micro in (MicroBatch(0, 1, 64, last=False), MicroBatch(1, 2, 64, last=True)):
+        begun = Pass(micro, first=not micro.last, scale=1 / 64)
+        reducer.begin_pass(None, begun)
+        begun.backpropagate(model(torch.full((1, 4), 1e-7).half()).float().sum())
+        reducer.end_pass()
     summed = reducer._layout.slots[0].view
     assert summed.flatten().tolist() == pytest.approx([2 * 1.19e-7 / 64] * 4, rel=0.01)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic_runtime.plan.batches import MicroBatch
+from elastic_runtime.reduction.backward_pass import Pass
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import Share, StepMetadata
@@ -215,10 +216,11 @@ def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
     model = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
     reducer = FastReducer(model.named_parameters(), 1)
     for k, value in enumerate((256.0, 1.0, 1.0)):
-        reducer.begin(None, MicroBatch(k, k + 1, 3, last=k == 2), first=k == 0)
-        model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
+        begun = Pass(MicroBatch(k, k + 1, 3, last=k == 2), first=k == 0)
+        reducer.begin_pass(None, begun)
+        begun.backpropagate(model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum())
     reducer.reduce()
-    reducer.hand_out(1.0)
+    reducer.distribute(1.0)
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.bfloat16
     assert model.weight.grad.flatten().tolist() == [258.0] * 4
@@ -227,11 +229,11 @@ def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
 def test_channels_last_parameters_get_gradients_of_their_own_layout() -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     reducer = FastReducer(model.named_parameters(), 1)
-    reducer.begin(None, MicroBatch(0, 2, 4, last=False), first=True)
-    model(torch.randn(2, 3, 8, 8)).sum().backward()
-    reducer.begin(None, MicroBatch(2, 4, 4, last=True), first=False)
-    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    for micro in (MicroBatch(0, 2, 4, last=False), MicroBatch(2, 4, 4, last=True)):
+        begun = Pass(micro, first=not micro.last)
+        reducer.begin_pass(None, begun)
+        begun.backpropagate(model(torch.randn(2, 3, 8, 8)).sum())
     reducer.reduce()
-    reducer.hand_out(1.0)
+    reducer.distribute(1.0)
     assert model.weight.grad is not None
     assert model.weight.grad.stride() == model.weight.stride()

@@ -1,9 +1,16 @@
-"""Several backward passes in one iteration, each followed by an optimizer's step: a GAN's critic, then its generator.
+"""Several backward passes in one iteration, each followed by an optimizer's step: a GAN's critic, then its generator;
+and optimizers that compute the gradients as often as they need (`optimizer.step(closure)`, as LBFGS does).
 
 Each pass is summed over the workers separately, but only the last one ends the step: if a worker is lost before that,
 all workers return to the step's beginning, including those that have applied a pass. The state is therefore copied
 before the first pass is applied. Rejected: each pass as a separate step. A worker that takes over a peer's state
 between two of them would have to enter its loop in the middle of an iteration.
+
+Each evaluation of a closure is such a pass. Invariant: all workers evaluate equally often, because everything that the
+optimizer decides on is the same to the bit on all of them: the summed gradients, and the loss, which is the global
+batch's and comes with the same sum. Workers that differ nevertheless (devices of two kinds) are detected by the stamps
+of their passes. If a worker is lost in an evaluation, the state of the step's beginning is restored, and the optimizer
+is left by an exception, which passes through its own code only: otherwise it would continue to write to the parameters.
 """
 
 from __future__ import annotations
@@ -18,16 +25,21 @@ from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.torch_internals import forget_unscaled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_runtime.loop.session import Session
+    from elastic_runtime.loop.step import GlobalStep
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.reduction.step_modes import Mode
     from elastic_runtime.state.training_state import TrainingState
 
 
-class Passes:
-    """The backward passes of the current iteration. `done`: how many are summed, with others to come."""
+class SummedPasses:
+    """The backward passes of the current iteration that are summed, with others to come; `done` is their number."""
 
     def __init__(self, state: TrainingState) -> None:
         self.done = 0
+        self.applied = False  # an optimizer acted on one of them
         self.used = False  # an iteration of this training had several
         self._state = state
         self._copies = Copies(device=None)
@@ -63,7 +75,7 @@ class Passes:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._aside = []
 
-    def complete_one(self) -> None:
+    def add_one(self) -> None:
         """A pass is summed, and about to be applied; others follow."""
         if not self.done:
             skeleton, tensors = pack(self._state.capture())
@@ -82,4 +94,56 @@ class Passes:
 
     def forget(self) -> None:
         """The iteration is over."""
-        self.done, self._before, self._aside = 0, None, []
+        self.done, self.applied, self._before, self._aside = 0, False, None, []
+
+
+class _StepLost(Exception):  # noqa: N818  (no error: the iteration is going to be repeated)
+    """The step is repeated, or others have applied it."""
+
+
+class ClosureSteps:
+    """Runs `optimizer.step(closure)` in place of job.backward and `optimizer.step()`."""
+
+    def __init__(self, step: GlobalStep, session: Session) -> None:
+        self._step, self._session = step, session
+        self.evaluating = False  # an optimizer computes gradients by a closure
+
+    def step(self, act: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        """Return what the optimizer returns, of the global batch; 0 in an iteration that is repeated.
+
+        LoopError where the iteration has had its backward pass already.
+        """
+        step, session = self._step, self._session
+        if session.released:
+            return act(closure)
+        if session.catching_up or step.repeated:
+            return torch.zeros(())
+        if step.micro is None or not step.untouched:
+            raise LoopError(
+                "optimizer.step(closure) stands alone in an iteration of the prepared loader's loop, with one "
+                "job.backward(loss) in the closure; leave out the job.backward before it, or call optimizer.step()"
+            )
+        self.evaluating = True
+        try:
+            found = act(lambda: self._evaluate(closure))
+        except _StepLost:
+            return torch.zeros(())
+        finally:
+            self.evaluating = False
+        session.may_step()
+        session.end_evaluations()
+        return found
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """The loss of the global batch at the parameters of now, whose gradients are there then."""
+        before = self._step.evaluations
+        value = closure()
+        if self._step.repeated or self._session.catching_up:
+            raise _StepLost
+        if self._step.evaluations != before + 1:
+            raise LoopError(
+                "the closure of optimizer.step(closure) calls job.backward(loss), in place of loss.backward(), exactly "
+                "once"
+            )
+        loss = self._step.loss
+        return torch.full_like(value.detach(), loss) if isinstance(value, torch.Tensor) else loss
