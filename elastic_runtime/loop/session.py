@@ -329,10 +329,15 @@ class Session:
         for watch in self.watches:
             watch.before_backward()
         evaluating = self.closure_steps.evaluating
+        self._repeating(partial(self._step.run_pass, loss, more=more or evaluating, evaluation=evaluating))
+
+    def _repeating(self, act: Callable[[], Result]) -> Result | None:
+        """Do a part of the step; None if a peer is lost in it, and the step is going to be repeated."""
         try:
-            self._step.run_pass(loss, more=more or evaluating, evaluation=evaluating)
+            return act()
         except CollectiveError as error:
             self._repeat_step(error)
+            return None
 
     @property
     def catching_up(self) -> bool:
@@ -346,17 +351,11 @@ class Session:
 
     def end_evaluations(self) -> None:
         """End a step of evaluations; repeat it if a peer is lost."""
-        try:
-            self._step.end_evaluations()
-        except CollectiveError as error:
-            self._repeat_step(error)
+        self._repeating(self._step.end_evaluations)
 
     def skip(self) -> None:
         """Skip the iteration as `Job.skip` does; repeat the step if a peer is lost."""
-        try:
-            self._step.skip()
-        except CollectiveError as error:
-            self._repeat_step(error)
+        self._repeating(self._step.skip)
 
     @property
     def batch_start(self) -> int:
@@ -377,19 +376,12 @@ class Session:
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""
-        try:
-            return self._step.clip_grad_norm_(parameters, clipping)
-        except CollectiveError as error:
-            self._repeat_step(error)
-        return torch.tensor(0.0)
+        norm = self._repeating(partial(self._step.clip_grad_norm_, parameters, clipping))
+        return torch.tensor(0.0) if norm is None else norm
 
     def out_of_memory(self, error: BaseException | None) -> bool:
         """Whether the iteration did not fit, and is going to be repeated in halves."""
-        try:
-            return self._step.out_of_memory(error)
-        except CollectiveError as others:
-            self._repeat_step(others)
-        return True
+        return self._repeating(partial(self._step.out_of_memory, error)) is not False
 
     def end_iteration(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned again."""

@@ -76,7 +76,7 @@ class GlobalStep:
         self._losses = StepLosses(whole=mode.name == "exact")
         self._pass = NO_PASS
         self._earlier = SummedPasses(state)
-        self._rows = RowGather(member, mode)
+        self._rows = RowGather(member, mode, limit)
         self.loss = 0.0  # of the global batch, in the last pass that was summed
         self._unapplied = UnappliedSteps()
         self.observer: Observer | None = None  # of a rehearsal
@@ -228,15 +228,13 @@ class GlobalStep:
             raise LoopError("job.gather_batch comes in an iteration of the prepared loader's loop, before job.backward")
         if self.repeated:
             return rows.new_zeros((self.micro.step_samples, *rows.shape[1:]))
-        return self._rows.whole(rows, self.micro, largest_share, self._limit.now if self._limit is not None else None)
+        return self._rows.whole(rows, self.micro, largest_share)
 
     def gather_statistics(self, row: torch.Tensor, largest_share: int) -> torch.Tensor | None:
         """Return one row of each worker; None where this worker's own count, or nothing does."""
         if self.micro is None or self.state not in OPEN:
             return None
-        return self._rows.one_of_each(
-            row, self.micro, largest_share, self._limit.now if self._limit is not None else None
-        )
+        return self._rows.one_of_each(row, self.micro, largest_share)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip the summed gradients, and return their norm; 0 if the step is not complete."""

@@ -51,7 +51,7 @@ class ShardedObserver(Observer):
         self._last = -1  # the step that began last, which may be repeated
         directory = orders.directory / "checkpoints"
         directory.mkdir(mode=0o700, exist_ok=True)
-        sharding.keeper.directory = str(directory)
+        sharding.checkpoints.directory = str(directory)
         self._records.write("sharded")
 
     def between_steps(self) -> None:
@@ -94,7 +94,7 @@ class ShardedObserver(Observer):
         """Write the parts, and compare what is read from them for a job of one worker."""
         self._sharding.save_now()
         try:
-            newest = files.load_newest(self._sharding.keeper.directory)
+            newest = files.load_newest(self._sharding.checkpoints.directory)
         except ElasticError as error:
             self._records.write("unsaved", step=step, message=str(error))
             return

@@ -280,7 +280,7 @@ class Events:
             return
         self._stop = None
         if self._life.crashes:
-            session._member._saving.settle()
+            session._member._checkpoints.settle()
             os.kill(os.getpid(), signal.SIGKILL)
         if self._life.alone:
             os.kill(os.getpid(), signal.SIGTERM)
