@@ -17,11 +17,11 @@ from torch.utils.data import IterableDataset
 from elastic_runtime.data.loader import check
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.loop.assembly import JobBuilder
+from elastic_runtime.loop.error_notes import note_on_lightning
 from elastic_runtime.loop.global_steps import GlobalSteps
+from elastic_runtime.loop.job_builder import JobBuilder
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method, watch_unprepared_optimizers
-from elastic_runtime.loop.uncaught import note_on_lightning
 from elastic_runtime.plan.position import Position
 from elastic_runtime.process.last_error import report_errors
 from elastic_runtime.process.metric_rows import MetricRows
@@ -101,12 +101,12 @@ class Job:
     @property
     def rank(self) -> int:
         """This worker's rank now; it may change at each step. LoopError before the loop begins."""
-        return self._member.place[0]
+        return self._member.rank_and_size[0]
 
     @property
     def world_size(self) -> int:
         """The number of workers that train now. LoopError before the loop begins."""
-        return self._member.place[1]
+        return self._member.rank_and_size[1]
 
     @property
     def is_leader(self) -> bool:
@@ -286,7 +286,7 @@ class Job:
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
 
-        `start`: where a training begins whose script has loaded a checkpoint of its own, saved after so many epochs. A
+        `start`: the number of epochs after which a checkpoint was saved that the script has loaded by itself. A
         checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
 
         Left by `break`, at the same place on every worker, the training has finished when the process ends well.
@@ -371,7 +371,7 @@ class Job:
     def skip(self) -> None:
         """This micro-batch counts for nothing, in place of `backward` (a loss that is not finite, a broken sample).
 
-        The step's mean is over what the other micro-batches and workers have; the rest of the iteration is as ever.
+        The step's mean is over what the other micro-batches and workers have; the rest of the iteration stays as it is.
         Where all are skipped, optimizer, scheduler and scaler do nothing in that step. Not with shard=: LoopError.
         """
         self._prepared.skip()
@@ -388,7 +388,7 @@ class Job:
 
         It acts where a global step is complete. Elsewhere, and where a peer is lost in the middle of it (the step is
         going to be repeated then), there are no gradients: it returns 0, as torch does for none. With a GradScaler,
-        `scaler.unscale_(optimizer)` comes before it, as ever.
+        `scaler.unscale_(optimizer)` comes before it, as in torch.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         how = Clipping(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
@@ -432,20 +432,20 @@ class Job:
         """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
         lost, which `job.repeat` ensures.
         """
-        return self._prepared.rounds.all_reduce(tensor)
+        return self._prepared.synchronized_calls.all_reduce(tensor)
 
     def all_gather(self, value: Result) -> list[Result]:
         """Return copies of each worker's `value`, by rank: any object that can be pickled. Tensors may have any shapes
         and arrive on the CPU. CollectiveError if a worker is lost, which `job.repeat` handles.
         """
-        return self._prepared.rounds.all_gather(value)
+        return self._prepared.synchronized_calls.all_gather(value)
 
     def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of the step's whole global batch, in its order; gradients flow back to each row's worker.
 
         For losses that compare all samples of a batch (contrastive ones): `rows` has one row for each sample of this
         iteration, shape (samples, ...), and the result is (global batch, ...) at every size. This iteration's own rows
-        begin at `job.batch_start`. The loss is the mean over the own rows, as ever, and job.backward sums up.
+        begin at `job.batch_start`. The loss is the mean over the own rows, as always, and job.backward sums up.
 
         In every iteration, before job.backward, and equally often on all workers. It needs a step's whole share in one
         iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=: UsageError. Rows of integers

@@ -142,7 +142,7 @@ class Member:
         return self._coordinator is None or self._generations.adopted is not None
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Return (rank, world size). LoopError before they are determined."""
         if self._environment.static:
             return self._environment.static
@@ -207,7 +207,7 @@ class Member:
 
     def report_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
         """Report this worker's step time and, on rank 0, the progress of the training."""
-        rank, workers = self.place
+        rank, workers = self.rank_and_size
         self.reporter.times(position.step, workers, force=force)
         if rank == 0:
             self.reporter.progress(position.step, position.epoch, total_steps, force=force)
@@ -242,7 +242,7 @@ class Member:
             self._settle(state, self._next(after=0), "join")
         if self._preemption:
             self._preemption.save_by(
-                lambda: self._checkpoints.in_time(state, mode, self.stable_state, leader=self.place[0] == 0)
+                lambda: self._checkpoints.in_time(state, mode, self.stable_state, leader=self.rank_and_size[0] == 0)
             )
             self._preemption.soft = True
 
@@ -279,7 +279,7 @@ class Member:
         Under torchrun there is none: rank 0 saves the state of the step's beginning, and all workers are restarted.
         """
         if self._environment.static:
-            if self.place[0] == 0 and not self.sharding:
+            if self.rank_and_size[0] == 0 and not self.sharding:
                 self._checkpoints.now(state)
             self.leave_if_preempted(state)
             raise error or CollectiveError("this process was asked to end")
@@ -378,7 +378,7 @@ class Member:
             cause=cause,
             generation=generation.number,
             members=generation.members,
-            rank=self.place[0],
+            rank=self.rank_and_size[0],
             step=state.position.step,
             pause_ms=pause_ms,
             lost_steps=lost,
@@ -411,7 +411,7 @@ class Member:
             generation.group.publish()
         self._generations.adopt(generation)
         if received and not self._holds_state:
-            self.streams.reseed(mix_seed(self._seed, state.position.step, self.place[0]))
+            self.streams.reseed(mix_seed(self._seed, state.position.step, self.rank_and_size[0]))
         self._holds_state = True
 
     def _give_up(self, generation: Generation, state: TrainingState, error: CollectiveError) -> None:
@@ -436,7 +436,7 @@ class Member:
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
         self._note_leaving()
         if generation is not None:
-            if not generation.members and (self.place[0] == 0 or self.sharding):
+            if not generation.members and (self.rank_and_size[0] == 0 or self.sharding):
                 self._checkpoints.now(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
             fields = {"generation": generation.number, "members": generation.members}
@@ -449,7 +449,7 @@ class Member:
 
     def save_if_due(self, state: TrainingState) -> None:
         """Between two steps: save a checkpoint if one is due."""
-        self._checkpoints.if_due(state, leader=self.place[0] == 0)
+        self._checkpoints.if_due(state, leader=self.rank_and_size[0] == 0)
 
     # The coordinator
 

@@ -8,9 +8,10 @@ between two of them would have to enter its loop in the middle of an iteration.
 
 Each evaluation of a closure is such a pass. Invariant: all workers evaluate equally often, because everything that the
 optimizer decides on is the same to the bit on all of them: the summed gradients, and the loss, which is the global
-batch's and comes with the same sum. Workers that differ nevertheless (devices of two kinds) are detected by the stamps
-of their passes. If a worker is lost in an evaluation, the state of the step's beginning is restored, and the optimizer
-is left by an exception, which passes through its own code only: otherwise it would continue to write to the parameters.
+batch's and comes with the same sum. Workers that differ nevertheless (devices of two kinds) are detected by the
+checksums of their passes. If a worker is lost in an evaluation, the state of the step's beginning is restored, and the
+optimizer is left by an exception, which passes through its own code only: otherwise it would continue to write to the
+parameters.
 """
 
 from __future__ import annotations

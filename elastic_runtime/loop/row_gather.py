@@ -61,7 +61,7 @@ class RowGather:
         `rows` has one row for each sample of this worker's share. `largest_share`: the samples of a step of one worker.
         """
         group, shares = self._shares(micro, largest_share, "job.gather_batch")
-        if rows.ndim == 0 or (not micro.ghost and rows.shape[0] != micro.size):
+        if rows.ndim == 0 or (not micro.padding and rows.shape[0] != micro.size):
             raise UsageError(
                 f"job.gather_batch got a tensor of shape {tuple(rows.shape)} in an iteration with {micro.size} samples "
                 "of this worker; its first dimension must be these samples"
@@ -82,7 +82,7 @@ class RowGather:
         self.used = True
         if group is None:
             return None
-        if micro.ghost:
+        if micro.padding:
             row = torch.cat([row[:, :-1], torch.zeros_like(row[:, -1:])], dim=1)
         return self._exchanged(row, _Exchange(group, [1] * len(shares), self._attempt))
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.loop.error_notes import explain_errors, note_on_lightning
 from elastic_runtime.loop.passes import ClosureSteps
 from elastic_runtime.loop.step_states import StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
-from elastic_runtime.loop.synchronized_calls import Rounds
-from elastic_runtime.loop.uncaught import explain_errors, note_on_lightning
+from elastic_runtime.loop.synchronized_calls import SynchronizedCalls
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Watch(Protocol):
     """Looks at a loop's first iterations for what would be wrong on several workers."""
 
     def before_iteration(self, samples: int) -> None:
-        """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
+        """Another iteration begins, over `samples` samples. What is found raises LoopError where it happens."""
 
     def before_backward(self) -> None:
         """A backward pass of the job's begins."""
@@ -78,13 +78,13 @@ class Session:
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self.watches: list[Watch] = []
         self._iteration = 0  # its number: micro-batches of different steps may be one object
-        self.rounds = Rounds(state, member, self._recover_between_steps)
+        self.synchronized_calls = SynchronizedCalls(state, member, self._recover_between_steps)
         self.closure_steps = ClosureSteps(step, self)
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
 
     def compare(self, scheduler: object) -> None:
         """Compare the numbers of one more scheduler with those of the other workers."""
-        self._mode.tail.agreement.schedulers.append(scheduler)
+        self._mode.metadata.agreement.schedulers.append(scheduler)
 
     def observe(self, observer: Observer) -> None:
         """Attach a rehearsal's observer."""
@@ -96,9 +96,9 @@ class Session:
         return self._state.position
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Return (rank, world size)."""
-        return self._member.place
+        return self._member.rank_and_size
 
     @property
     def training(self) -> bool:
@@ -184,7 +184,7 @@ class Session:
         self._total_steps, self.last_step = total_steps, last_step
         if self._member.coordinated and not self.started:
             self.loader.start_processes()
-            self._state.sample_stamp = self.loader.sample_stamp()
+            self._state.sample_checksum = self.loader.sample_checksum()
             self._warm_up()
         self.started = True
         explain_errors(self)
@@ -231,12 +231,12 @@ class Session:
         if found is not NOTHING:
             return found
         self.pause()
-        result = self.rounds.run(work)
+        result = self.synchronized_calls.run(work)
         self._epoch_start.note(result)
         return result
 
     def enter_epoch(self) -> None:
-        """The loop begins to iterate, perhaps in the middle of an epoch. LoopError outside `job.epochs`."""
+        """The loop begins to iterate, possibly in the middle of an epoch. LoopError outside `job.epochs`."""
         if not self.started:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
@@ -258,7 +258,7 @@ class Session:
         """End the training: wait for all workers, so that one which is a step behind can still receive the state."""
         self._catching_up = False
         step = self.position.step
-        while not self._member.all_here(self._state, self._mode.tail.agreement):
+        while not self._member.all_here(self._state, self._mode.metadata.agreement):
             self._member.recover(self._state, None)
             if self.position.step < step:
                 return  # a shard was lost, and the steps since the checkpoint are to be trained again
@@ -310,7 +310,7 @@ class Session:
         """The loop gets this micro-batch next; return the iteration's number."""
         if self.watches:
             self._watch(micro_batch)
-        self._step.begin(micro_batch, self.loader.stamp)
+        self._step.begin(micro_batch, self.loader.order_checksum)
         self._catching_up = self._state.resumed = False
         self._iteration += 1
         return self._iteration
@@ -362,7 +362,7 @@ class Session:
         """The place of this iteration's first sample in the step's global batch. LoopError outside of an iteration."""
         if self._step.micro is None:
             raise LoopError("job.batch_start is known in an iteration of the prepared loader's loop")
-        return 0 if self._step.micro.ghost else self._step.micro.start  # a ghost has copies of the first samples
+        return 0 if self._step.micro.padding else self._step.micro.start  # padding has copies of the first samples
 
     def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather as `Job.gather_batch` does."""

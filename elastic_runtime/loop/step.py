@@ -22,7 +22,7 @@ from elastic_runtime.loop.step_states import (
 )
 from elastic_runtime.process.device_memory import free_cache, is_out_of_memory
 from elastic_runtime.reduction.backward_pass import NO_PASS, Loss, Pass, StepLosses
-from elastic_runtime.reduction.step_metadata import STAMPS, Share
+from elastic_runtime.reduction.step_metadata import CHECKSUMS, Share
 from elastic_runtime.validation.leftover_gradients import UnappliedSteps
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class Observer(Protocol):
         """The gradients of a step are summed over all workers. CollectiveError: repeat the step."""
 
     def between_steps(self) -> None:
-        """A step is about to begin, perhaps for the second time."""
+        """A step is about to begin, possibly for the second time."""
 
 
-_STAMP_OF_PASS = (11, 7)
-"""By whether it is its iteration's last: workers that are in different passes of a step do not add up to one stamp."""
+_CHECKSUM_OF_PASS = (11, 7)
+"""By whether it is its iteration's last: workers in different passes of a step do not add up to one checksum."""
 _RETRYABLE = OPEN | {StepState.COMPUTED, StepState.REPEATED}
 
 
@@ -71,7 +71,7 @@ class GlobalStep:
         self.state = StepState.BETWEEN_STEPS
         self.micro: MicroBatch | None = None  # of the current iteration
         self.agreed: Generation | None = None  # on a switch, once the step is over
-        self._stamp = 0
+        self._order_checksum = 0
         self._samples = 0
         self._losses = StepLosses(whole=mode.name == "exact")
         self._pass = NO_PASS
@@ -143,8 +143,8 @@ class GlobalStep:
         if self.state is StepState.SUMMED:
             self._change(StepTrigger.ACTED)
 
-    def begin(self, micro_batch: MicroBatch, order_stamp: int) -> None:
-        """The loop gets this micro-batch next. `order_stamp`: equal for workers with the same order of samples."""
+    def begin(self, micro_batch: MicroBatch, order_checksum: int) -> None:
+        """The loop gets this micro-batch next. `order_checksum`: equal for workers with the same order of samples."""
         if self._shows_zeros:
             self.clear()
         self._mode.begin_micro_batch(micro_batch, self._training.position.step, first=self.first)
@@ -154,7 +154,7 @@ class GlobalStep:
         if self._limit is not None:
             self._limit.note(micro_batch.size)
         self._rows.reset()
-        self.micro, self._stamp = micro_batch, order_stamp
+        self.micro, self._order_checksum = micro_batch, order_checksum
         self._change(StepTrigger.BEGUN)
 
     def run_pass(self, loss: Loss, *, more: bool, evaluation: bool = False) -> None:
@@ -391,22 +391,22 @@ class GlobalStep:
         """Sum a pass's gradients; all workers read the same decisions from the sum's metadata."""
         member, mode, micro = self._member, self._mode, ended.micro
         vote = member.vote() if ended.last else None
-        rank, workers = member.place
-        mode.fill_tail(self._share(ended, vote), leader=rank == 0, alone=workers == 1)
+        rank, workers = member.rank_and_size
+        mode.fill_metadata(self._share(ended, vote), leader=rank == 0, alone=workers == 1)
         member.check()
         mode.reducer.reduce()
         member.stable_state.end()
         keeps = rank == 0 or not ended.last  # between two passes a graph may still need the buffers as they are
-        agreed = mode.take_tail(micro, leader=keeps, workers=workers, group=member.group)
-        factor = self._losses.final(micro.step_samples, mode.tail.weight)
+        agreed = mode.read_metadata(micro, leader=keeps, workers=workers, group=member.group)
+        factor = self._losses.final(micro.step_samples, mode.metadata.weight)
         if not ended.last:
             self._earlier.add_one()
-            self._samples, self.loss = 0, factor * mode.tail.loss
+            self._samples, self.loss = 0, factor * mode.metadata.loss
             self._losses.reset()
             self._distribute(factor)
             self._change(StepTrigger.EARLIER_SUMMED)
             return
-        member.reporter.clock.summed(mode.tail.busy_s / workers)
+        member.reporter.clock.summed(mode.metadata.busy_s / workers)
         self._distribute(factor)
         if self.observer:
             self.observer.summed()
@@ -424,10 +424,11 @@ class GlobalStep:
 
     def _share(self, ended: Pass, vote: Generation | None) -> Share:
         distance = vote.number - self._member.generation if vote else 0
-        stamp = self._training.position.step + self._stamp + _STAMP_OF_PASS[ended.last] * (self._earlier.done + 1)
+        number = self._training.position.step
+        checksum = number + self._order_checksum + _CHECKSUM_OF_PASS[ended.last] * (self._earlier.done + 1)
         busy_s = self._member.reporter.clock.ready() if ended.last else 0.0
-        step = self._training.position.step if self._member.place[1] > 1 else -1
-        return Share(self._samples, distance, self._losses.weight, busy_s, stamp % STAMPS, step, ended.loss)
+        step = number if self._member.rank_and_size[1] > 1 else -1
+        return Share(self._samples, distance, self._losses.weight, busy_s, checksum % CHECKSUMS, step, ended.loss)
 
 
 def _half(state: TrainingState, scaler: torch.amp.GradScaler | None) -> bool:

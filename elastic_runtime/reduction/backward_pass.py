@@ -104,10 +104,10 @@ class StepLosses:
     def factor(self, micro: MicroBatch, loss: Loss, *, passive: bool) -> float:
         """Return the factor of this micro-batch's loss. `passive`: the gradients are not scaled afterwards."""
         if loss.reduction == "sum":
-            return 0.0 if micro.ghost else 1.0
+            return 0.0 if micro.padding else 1.0
         if passive:
             return 1.0
-        counted = 0.0 if micro.ghost else micro.size if loss.weight is None else float(loss.weight)
+        counted = 0.0 if micro.padding else micro.size if loss.weight is None else float(loss.weight)
         self.weight += counted
         return counted / micro.step_samples
 

@@ -35,13 +35,13 @@ _NOTHING = -0.0
 class ExactReducer(BucketReducer):
     """Sums along the tree. Its memory: one copy of the gradients more for each level that a worker adds up itself."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
         self._nodes: tuple[tuple[Node, ...], ...] = ()  # of each rank
         self._merges: tuple[tuple[int, int], ...] = ()
         self._pushes: Iterator[Push] = iter(())
         self._push = Push(0, ())
         self._launched = 0
-        super().__init__(parameters, tail_size)
+        super().__init__(parameters, metadata_size)
 
     def _lay_out(self) -> None:
         super()._lay_out()
@@ -49,7 +49,7 @@ class ExactReducer(BucketReducer):
         self._forget_rows()
 
     def begin_pass(self, group: Group | None, begun: Pass) -> None:
-        """Begin a shard's pass. A ghost's gradients are dropped."""
+        """Begin a shard's pass. The gradients of padding are dropped."""
         self.current, micro, first = begun, begun.micro, begun.first
         if first:
             self._begin_step()
@@ -69,12 +69,12 @@ class ExactReducer(BucketReducer):
     def end_pass(self) -> None:
         """Add nothing for each parameter without a gradient, at its place in the tree."""
         for bucket in self._layout.buckets:
-            if self.current.micro.ghost or not bucket.complete:
+            if self.current.micro.padding or not bucket.complete:
                 self._gather(bucket)
 
     def reduce(self) -> None:
         """Exchange this worker's partial sums, and finish the tree."""
-        self._fill_tails()
+        self._fill_metadata()
         if self._group is not None:
             self._reduce_over(self._group)
 
@@ -115,7 +115,7 @@ class ExactReducer(BucketReducer):
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.fired = self._layout.iteration
         slot.parameter.grad = None
-        if not self.current.micro.ghost:
+        if not self.current.micro.padding:
             slot.touched = self._layout.step
             self._collect(slot, gradient)
 
@@ -142,15 +142,15 @@ class ExactReducer(BucketReducer):
         return views, [torch.full((), _NOTHING, dtype=view.dtype, device=view.device).expand_as(view) for view in views]
 
     def _gradients_of(self, row: int, index: int) -> torch.Tensor:
-        """A bucket of a partial sum, without tail and padding. Shape: (elements,)."""
+        """A bucket of a partial sum, without metadata and padding. Shape: (elements,)."""
         last = self._layout.buckets[index].slots[-1]
         return self._row(row)[index][: last.start + numbers(last.parameter)]
 
-    def _fill_tails(self) -> None:
+    def _fill_metadata(self) -> None:
         """The numbers ride in this rank's first partial sum; the others carry nothing."""
         self._layout.used.copy_(self._layout.present(self._layout.touched()))
         for row in self._rows[1:]:
-            self._layout.tail_of(row[-1]).fill_(_NOTHING)
+            self._layout.metadata_of(row[-1]).fill_(_NOTHING)
 
     # Over the ranks
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class GradientReducer(Protocol):
-    """Sums the gradients of a step over a group, together with a tail of numbers."""
+    """Sums the gradients of a step over a group, together with metadata."""
 
     @property
-    def tail(self) -> torch.Tensor:
-        """The caller's numbers, to be filled in before `reduce` and read after it. Shape: (tail_size,)."""
+    def metadata(self) -> torch.Tensor:
+        """The caller's numbers, to be filled in before `reduce` and read after it. Shape: (metadata_size,)."""
 
     @property
     def passive(self) -> bool:
@@ -54,7 +54,7 @@ class GradientReducer(Protocol):
         """Collect what is missing of its gradients: the backward pass is over."""
 
     def reduce(self) -> None:
-        """Sum the gradients and the tail over all workers, after the last micro-batch of a step.
+        """Sum the gradients and the metadata over all workers, after the last micro-batch of a step.
 
         Raises CollectiveError if a peer was lost; the gradients are then dropped, and the buffers replaced.
         """
@@ -85,8 +85,8 @@ class BucketReducer:
     current = NO_PASS
     _uncleared: frozenset[str] = frozenset()
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        self._parameters, self._tail_size = list(parameters), tail_size
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
+        self._parameters, self._metadata_size = list(parameters), metadata_size
         self.on_stray: Callable[[str], None] = ignore
         self._leftovers = Leftovers()
         self._lay_out()
@@ -104,9 +104,9 @@ class BucketReducer:
         self._layout.unhook()
 
     @property
-    def tail(self) -> torch.Tensor:
-        """The caller's numbers, at the end of the last bucket. Shape: (tail_size,)."""
-        return self._layout.tail
+    def metadata(self) -> torch.Tensor:
+        """The caller's numbers, at the end of the last bucket. Shape: (metadata_size,)."""
+        return self._layout.metadata
 
     @property
     def kept(self) -> frozenset[str]:
@@ -121,7 +121,7 @@ class BucketReducer:
         self._layout.keep()
 
     def _lay_out(self) -> None:
-        self._layout = Layout(self._parameters, self._tail_size)
+        self._layout = Layout(self._parameters, self._metadata_size)
         self._layout.hook(self._receive)
 
     def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -165,20 +165,20 @@ def ignore(_name: str) -> None:
 class FastReducer(BucketReducer):
     """Sums by all-reduce: equal to one worker's sum within rounding."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        super().__init__(parameters, tail_size)
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
+        super().__init__(parameters, metadata_size)
         self._works: list[Pending] = []
         self._launched = 0
         self._all_used = False  # by this worker, in this step: no other worker's flags are needed
         self._passive = False
 
     def begin_pass(self, group: Group | None, begun: Pass) -> None:
-        """Begin a micro-batch's pass. A ghost's gradients count as zero."""
+        """Begin a micro-batch's pass. The gradients of padding count as zero."""
         self.current, micro, first = begun, begun.micro, begun.first
         if first:
             self._begin_step()
         self._group = group if group is not None and group.size > 1 else None
-        self._passive = self._group is None and first and micro.last and not micro.ghost
+        self._passive = self._group is None and first and micro.last and not micro.padding
         self._layout.begin_pass(first=first)
         if first:
             self._launched = 0
@@ -233,12 +233,12 @@ class FastReducer(BucketReducer):
 
     def _gather(self, bucket: Bucket) -> None:
         """Write the bucket's gradients into it: copied if they are the step's first, else added."""
-        step, scale, ghost = self._layout.step, self.current.scale, self.current.micro.ghost
+        step, scale, padding = self._layout.step, self.current.scale, self.current.micro.padding
         gradients, bucket.gradients = bucket.gradients, []
         pairs = list(zip(bucket.arrived, gradients, strict=True))
         fresh = [(slot.view, gradient) for slot, gradient in pairs if slot.touched != step]
-        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not ghost]
-        if fresh and ghost:
+        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not padding]
+        if fresh and padding:
             torch._foreach_zero_([view for view, _ in fresh])
         elif fresh:
             torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])

@@ -80,26 +80,26 @@ _OWN = 2
 
 
 class ShardedReducer:
-    """FSDP sums the gradients by its own hooks; this sums the tail. Nothing is scaled, and strays are not noticed."""
+    """FSDP sums the gradients by its own hooks; this sums the metadata. Strays are not noticed."""
 
     current = NO_PASS
     kept: frozenset[str] = frozenset()
 
-    def __init__(self, sharding: Sharding, tail_size: int) -> None:
+    def __init__(self, sharding: Sharding, metadata_size: int) -> None:
         self._sharding = sharding
         self.on_stray: Callable[[str], None] = ignore
-        self._whole_tail = torch.zeros(tail_size + _OWN, device=sharding.device)
-        self.own = self._whole_tail[-_OWN:]
+        self._whole_metadata = torch.zeros(metadata_size + _OWN, device=sharding.device)
+        self.own = self._whole_metadata[-_OWN:]
         self._leftovers = Leftovers()
 
     @property
-    def tail(self) -> torch.Tensor:
-        """The caller's numbers. Shape: (tail_size,)."""
-        return self._whole_tail[:-_OWN]
+    def metadata(self) -> torch.Tensor:
+        """The caller's numbers. Shape: (metadata_size,)."""
+        return self._whole_metadata[:-_OWN]
 
     @property
     def passive(self) -> bool:
-        """Never: a step always has a sum of its tail."""
+        """Never: a step always has a sum of its metadata."""
         return False
 
     @property
@@ -127,10 +127,10 @@ class ShardedReducer:
         self._sharding.link.check()
 
     def reduce(self) -> None:
-        """Sum the tail over the workers."""
+        """Sum the metadata over the workers."""
         group = self._sharding.link.group
         if group.size > 1:
-            group.wait([group.all_reduce(self._whole_tail)])
+            group.wait([group.all_reduce(self._whole_metadata)])
 
     def distribute(self, factor: float) -> None:
         """Multiply the gradients, which FSDP has summed, by `factor`."""
@@ -157,21 +157,21 @@ class ShardedMode(Mode):
         self._sharding = sharding
         super().__init__(buffers, streams, self._make_reducer)
 
-    def _make_reducer(self, tail_size: int) -> ShardedReducer:
-        self._reducer = ShardedReducer(self._sharding, tail_size)
+    def _make_reducer(self, metadata_size: int) -> ShardedReducer:
+        self._reducer = ShardedReducer(self._sharding, metadata_size)
         return self._reducer
 
-    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
+    def fill_metadata(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, and whether it wants a checkpoint or was asked to leave."""
-        super().fill_tail(share, leader=leader, alone=alone)
+        super().fill_metadata(share, leader=leader, alone=alone)
         save = self._sharding.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_preempted()], dtype=torch.float32))
 
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
+    def read_metadata(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums, and agree on a checkpoint or the end."""
         save, preempted = self._reducer.own.tolist()
         self._sharding.agreed(save=int(save), preempted=preempted > 0)
-        return super().take_tail(micro, leader=leader, workers=workers, group=group)
+        return super().read_metadata(micro, leader=leader, workers=workers, group=group)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip by the norm over all shards. CollectiveError if a peer is lost."""

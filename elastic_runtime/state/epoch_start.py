@@ -230,7 +230,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksum(tensor: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a checksum of all elements, or of so many of them. Shape: ()."""
+    """Return a checksum of all elements, or of `parts` of them. Shape: ()."""
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
     bits = flat(own.detach()).view(_BITS[own.element_size()])

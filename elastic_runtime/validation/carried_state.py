@@ -49,7 +49,7 @@ class CarriedState:
         self._handles: list[RemovableHandle] = []
 
     def before_iteration(self, samples: int) -> None:
-        """Another iteration begins, over so many samples."""
+        """Another iteration begins, over `samples` samples."""
         if not self._left:
             self.end()
             return

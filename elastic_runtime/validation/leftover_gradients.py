@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _FIRST, _EVERY = 8, 64
-"""Reading a gradient waits for its device, so the first steps are looked at, and then one in so many."""
+"""Reading a gradient waits for its device, so the first steps are looked at, and then one in `_EVERY`."""
 
 
 class Leftovers:

@@ -182,7 +182,7 @@ def test_numpys_stream_goes_back_whatever_was_drawn_between_two_steps(draws: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_buffers_travel_in_the_tail_and_stay_exact(dtype: torch.dtype) -> None:
+def test_buffers_travel_in_the_metadata_and_stay_exact(dtype: torch.dtype) -> None:
     leader, other = nn.BatchNorm1d(4).to(dtype), nn.BatchNorm1d(4).to(dtype)
     leader.num_batches_tracked.fill_((1 << 60) + 12_345)  # type: ignore[union-attr]
     leader.register_buffer("below_zero", torch.tensor([-1, -(1 << 62) - 7]))
@@ -203,12 +203,12 @@ def test_buffers_travel_in_the_tail_and_stay_exact(dtype: torch.dtype) -> None:
     ("votes", "agreed"), [([3, 3, 3], True), ([3, 0, 3], False), ([2, 3, 4], False), ([0, 0, 0], False)]
 )
 def test_only_a_unanimous_vote_is_an_agreement(votes: list[int], agreed: bool) -> None:
-    tails = [StepMetadata(FollowedBuffers([])) for _ in votes]
-    sections = [torch.zeros(tail.size) for tail in tails]
-    for tail, section, vote in zip(tails, sections, votes, strict=True):
-        tail.fill(section, Share(5, vote), leader=False)
+    of_workers = [StepMetadata(FollowedBuffers([])) for _ in votes]
+    sections = [torch.zeros(metadata.size) for metadata in of_workers]
+    for metadata, section, vote in zip(of_workers, sections, votes, strict=True):
+        metadata.fill(section, Share(5, vote), leader=False)
     total = torch.stack(sections).sum(0)
-    answers = {tail.take(total, keeps=False, samples=15, workers=len(votes)) for tail in tails}
+    answers = {metadata.take(total, keeps=False, samples=15, workers=len(votes)) for metadata in of_workers}
     assert answers == {agreed}
 
 
