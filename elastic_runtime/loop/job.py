@@ -23,9 +23,8 @@ from elastic_runtime.loop.job_builder import JobBuilder
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method, watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
-from elastic_runtime.process.last_error import report_errors
 from elastic_runtime.process.metric_rows import MetricRows
-from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes
+from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes, report_errors
 from elastic_runtime.reduction.backward_pass import Loss
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.loop.step_states import StepState
 from elastic_runtime.state.copies import Copies
 from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.torch_internals import forget_unscaled
@@ -117,9 +118,9 @@ class ClosureSteps:
         step, session = self._step, self._session
         if session.released:
             return act(closure)
-        if session.catching_up or step.repeated:
+        if session.catching_up or step.state is StepState.REPEATED:
             return torch.zeros(())
-        if step.micro is None or not step.untouched:
+        if step.micro is None or step.state not in {StepState.STARTED, StepState.CONTINUED}:
             raise LoopError(
                 "optimizer.step(closure) stands alone in an iteration of the prepared loader's loop, with one "
                 "job.backward(loss) in the closure; leave out the job.backward before it, or call optimizer.step()"
@@ -139,7 +140,7 @@ class ClosureSteps:
         """The loss of the global batch at the parameters of now, whose gradients are there then."""
         before = self._step.evaluations
         value = closure()
-        if self._step.repeated or self._session.catching_up:
+        if self._step.state is StepState.REPEATED or self._session.catching_up:
             raise _StepLost
         if self._step.evaluations != before + 1:
             raise LoopError(

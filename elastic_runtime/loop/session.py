@@ -11,14 +11,14 @@ import atexit
 import sys
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.error_notes import explain_errors, note_on_lightning
 from elastic_runtime.loop.passes import ClosureSteps
-from elastic_runtime.loop.step_states import StepState
+from elastic_runtime.loop.step_states import ACTING, COMPLETE, COUNTED, UNCOUNTED, StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import SynchronizedCalls
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
@@ -35,25 +35,13 @@ if TYPE_CHECKING:
     from elastic_runtime.reduction.backward_pass import Loss
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
+    from elastic_runtime.validation.loop_watch import LoopWatch
     from elastic_runtime.validation.new_parameters import NewParameters
 
 
 Result = TypeVar("Result")
 MOST_WATCHED = 64
 """Iterations, after which nothing is looked for any more."""
-
-
-class Watch(Protocol):
-    """Looks at a loop's first iterations for what would be wrong on several workers."""
-
-    def before_iteration(self, samples: int) -> None:
-        """Another iteration begins, over `samples` samples. What is found raises LoopError where it happens."""
-
-    def before_backward(self) -> None:
-        """A backward pass of the job's begins."""
-
-    def end(self) -> None:
-        """Remove the hooks."""
 
 
 class Session:
@@ -76,7 +64,7 @@ class Session:
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
-        self.watches: list[Watch] = []
+        self.watches: list[LoopWatch] = []
         self._iteration = 0  # its number: micro-batches of different steps may be one object
         self.synchronized_calls = SynchronizedCalls(state, member, self._recover_between_steps)
         self.closure_steps = ClosureSteps(step, self)
@@ -113,7 +101,7 @@ class Session:
     @property
     def applied(self) -> bool:
         """Whether this iteration completes a global step."""
-        return self._step.complete
+        return self._step.state in COMPLETE
 
     @property
     def micro_batch(self) -> MicroBatch | None:
@@ -129,13 +117,13 @@ class Session:
     def reached(self) -> Position:
         """The position of the training after this iteration."""
         micro = self._step.micro
-        ahead = micro is not None and self._step.complete and not self._step.counted
+        ahead = micro is not None and self._step.state in UNCOUNTED
         return self.position.after_step(micro.step_samples) if micro and ahead else self.position
 
     @property
     def steps_before(self) -> int:
         """Global steps applied before this iteration; outside of one, so far."""
-        return self.position.step - self._step.counted
+        return self.position.step - (self._step.state in COUNTED)
 
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
@@ -143,7 +131,7 @@ class Session:
             return True
         if self._step.micro is None:
             self._member.stable_state.end()
-        return not self._catching_up and (self._step.micro is None or self._step.acts)
+        return not self._catching_up and (self._step.micro is None or self._step.state in ACTING)
 
     def may_step(self) -> bool:
         """Whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
@@ -386,7 +374,7 @@ class Session:
     def end_iteration(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned again."""
         step = self._step
-        micro, counted, repeated = step.micro, step.counted, step.repeated
+        micro, counted, repeated = step.micro, step.state in COUNTED, step.state is StepState.REPEATED
         changed, self._moved = self._moved, False
         step.end()
         if repeated:
@@ -412,7 +400,7 @@ class Session:
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
         self._catching_up = False
-        micro, counted = self._step.micro, self._step.counted
+        micro, counted = self._step.micro, self._step.state in COUNTED
         if micro is None:
             return
         self._step.pause()
@@ -431,7 +419,7 @@ class Session:
         if iteration is not None and iteration != self._iteration:
             return
         step, micro = self._step, self._step.micro
-        counts = step.complete and not step.counted
+        counts = step.state in UNCOUNTED
         if micro is not None:
             self.without_gradients = step.state in {StepState.COMPUTED, StepState.REPEATED}
         step.abandon()

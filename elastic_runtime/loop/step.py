@@ -12,11 +12,11 @@ from elastic_runtime.loop.row_gather import RowGather
 from elastic_runtime.loop.step_states import (
     ACTING,
     COMPLETE,
-    COUNTED,
     FIRST,
     OPEN,
     SETTLED,
     TRANSITIONS,
+    UNCOUNTED,
     StepState,
     StepTrigger,
 )
@@ -93,31 +93,6 @@ class GlobalStep:
         return self.state in FIRST
 
     @property
-    def complete(self) -> bool:
-        """Whether the iteration completes a step."""
-        return self.state in COMPLETE
-
-    @property
-    def counted(self) -> bool:
-        """Whether the training's position is after the step, though its iteration is not over."""
-        return self.state in COUNTED
-
-    @property
-    def repeated(self) -> bool:
-        """Whether the iteration's results are dropped."""
-        return self.state is StepState.REPEATED
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing of the iteration is computed."""
-        return self.state in {StepState.STARTED, StepState.CONTINUED}
-
-    @property
-    def acts(self) -> bool:
-        """Whether optimizers act now, in an iteration."""
-        return self.state in ACTING
-
-    @property
     def backpropagating(self) -> bool:
         """Whether a backward pass is under way."""
         return self._pass.running
@@ -163,7 +138,7 @@ class GlobalStep:
         `evaluation`: an optimizer wants the loss of the global batch as well.
         """
         micro = self._current("job.backward")
-        if self.repeated:
+        if self.state is StepState.REPEATED:
             return  # an earlier pass of the iteration failed
         if more:
             self._earlier.check(micro, self._mode, first=self.first)
@@ -188,7 +163,7 @@ class GlobalStep:
 
     def _check_stray(self, name: str) -> None:
         """LoopError for a gradient of the script's own within an iteration; outside of one it is the script's."""
-        if self.micro is None or self.repeated:
+        if self.micro is None or self.state is StepState.REPEATED:
             return
         raise LoopError(
             f"parameter {name!r} got a gradient by loss.backward() beside job.backward, which no other worker would "
@@ -206,7 +181,7 @@ class GlobalStep:
     def skip(self) -> None:
         """Count this iteration's samples without gradients."""
         micro = self._current("job.skip")
-        if self.repeated:
+        if self.state is StepState.REPEATED:
             return
         if self._mode.lockstep or self._earlier.done or self._rows.used:
             raise LoopError(
@@ -219,14 +194,14 @@ class GlobalStep:
         self._end_pass(begun)
         if self._mode.reducer.passive:
             self._mode.reducer.abandon()
-        if self.complete and all(p.grad is None for _, p in self._training.parameters()):
+        if self.state in COMPLETE and all(p.grad is None for _, p in self._training.parameters()):
             self._change(StepTrigger.SKIPPED)
 
     def gather_batch(self, rows: torch.Tensor, largest_share: int) -> torch.Tensor:
         """Return the rows of all workers in this step; zeros in an iteration whose results are dropped."""
-        if self.micro is None or not (self.state in OPEN or self.repeated):
+        if self.micro is None or not (self.state in OPEN or self.state is StepState.REPEATED):
             raise LoopError("job.gather_batch comes in an iteration of the prepared loader's loop, before job.backward")
-        if self.repeated:
+        if self.state is StepState.REPEATED:
             return rows.new_zeros((self.micro.step_samples, *rows.shape[1:]))
         return self._rows.whole(rows, self.micro, largest_share)
 
@@ -238,14 +213,14 @@ class GlobalStep:
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip the summed gradients, and return their norm; 0 if the step is not complete."""
-        return self._mode.clip_grad_norm_(parameters, clipping) if self.acts else torch.tensor(0.0)
+        return self._mode.clip_grad_norm_(parameters, clipping) if self.state in ACTING else torch.tensor(0.0)
 
     def end(self) -> None:
         """End the iteration. LoopError for one that did not do its part."""
         before, missing, micro = self.state, self._missing(), self.micro
         self.micro = None
         failed = before is StepState.COMPUTED and micro is not None and micro.last  # and the script has caught it
-        if not missing and (failed or (self.complete and not self.counted)):
+        if not missing and (failed or self.state in UNCOUNTED):
             self._count()
         self._change(StepTrigger.ABANDONED if failed else StepTrigger.ENDED)
         if before is StepState.REPEATED:
@@ -281,7 +256,7 @@ class GlobalStep:
     def abandon(self) -> None:
         """Leave the iteration: a step counts where it was complete, else what was computed is dropped."""
         self.micro = None
-        if self.complete and not self.counted:
+        if self.state in UNCOUNTED:
             self._count()
         elif self.state in {StepState.PASSED, StepState.COMPUTED, StepState.REPEATED}:
             self.revert()
@@ -363,7 +338,7 @@ class GlobalStep:
     def _current(self, call: str) -> MicroBatch:
         if self.micro is None:
             raise LoopError(f"{call} was called outside the prepared loader's loop; call it once per iteration")
-        if self.state not in OPEN and not self.repeated:
+        if self.state not in OPEN and self.state is not StepState.REPEATED:
             raise LoopError(
                 f"{call} was called twice in one iteration; add the losses up and call it once, or, where an optimizer "
                 "acts in between, pass more=True to all calls but the last"

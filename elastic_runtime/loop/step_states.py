@@ -88,3 +88,5 @@ FIRST: Final = frozenset({_S.BETWEEN_STEPS, _S.STARTED, _S.COUNTED, _S.TAKEN_OVE
 """The next backward pass is the first one of a step."""
 COUNTED: Final = frozenset({_S.COUNTED, _S.TAKEN_OVER})
 """The training's position is after the step, though its iteration is not over."""
+UNCOUNTED: Final = COMPLETE - COUNTED
+"""The step is complete, and the position is before it."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime.errors import CollectiveError
 from elastic_runtime.plan.batches import split
 from elastic_runtime.reduction.bucket_layout import Bucket, Slot, numbers, view_of
 from elastic_runtime.reduction.gradients import BucketReducer
@@ -40,7 +39,6 @@ class ExactReducer(BucketReducer):
         self._merges: tuple[tuple[int, int], ...] = ()
         self._pushes: Iterator[Push] = iter(())
         self._push = Push(0, ())
-        self._launched = 0
         super().__init__(parameters, metadata_size)
 
     def _lay_out(self) -> None:
@@ -49,15 +47,11 @@ class ExactReducer(BucketReducer):
         self._forget_rows()
 
     def begin_pass(self, group: Group | None, begun: Pass) -> None:
-        """Begin a shard's pass. The gradients of padding are dropped."""
-        self.current, micro, first = begun, begun.micro, begun.first
-        if first:
-            self._begin_step()
-            self._group = group if group is not None and group.size > 1 else None
-            self._plan_step(micro.step_shards)
-            self._launched = 0
+        """Begin a shard's pass: its place in the tree is that of the next push."""
+        super().begin_pass(group, begun)
+        if begun.first:
+            self._plan_step(begun.micro.step_shards)
         self._push = next(self._pushes)
-        self._layout.begin_pass(first=first)
 
     def _plan_step(self, leaves: int) -> None:
         rank, size = (self._group.rank, self._group.size) if self._group is not None else (0, 1)
@@ -76,21 +70,11 @@ class ExactReducer(BucketReducer):
         """Exchange this worker's partial sums, and finish the tree."""
         self._fill_metadata()
         if self._group is not None:
-            self._reduce_over(self._group)
+            self._sum_over(self._group)
 
     def distribute(self, factor: float) -> None:
         """Set each `grad` to `factor` times its view of the summed bucket."""
         self._layout.distribute(factor)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether an exchange of a bucket has been started."""
-        return self._launched > 0
-
-    @property
-    def passive(self) -> bool:
-        """Never: gradients are always summed along the tree."""
-        return False
 
     def abandon(self) -> None:
         """Drop the step's gradients and partial sums."""
@@ -154,27 +138,14 @@ class ExactReducer(BucketReducer):
 
     # Over the ranks
 
-    def _launch_ready(self, group: Group) -> None:
-        """Start the exchange of complete buckets, except the last one, whose metadata follows the pass."""
-        buckets = self._layout.buckets
-        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
-            self._launch(group, self._launched)
-            self._launched += 1
-
     def _launch(self, group: Group, index: int) -> None:
         self._exchanges[index].scatter(group, [row[index] for row in self._rows], self._nodes)
 
-    def _reduce_over(self, group: Group) -> None:
-        try:
-            for index in range(self._launched, len(self._exchanges)):
-                self._launch(group, index)
-            for exchange in self._exchanges:
-                exchange.gather(group, self._merges)
-            for exchange in self._exchanges:
-                exchange.finish(group)
-        except CollectiveError:
-            self.abandon()
-            raise
+    def _finish(self, group: Group) -> None:
+        for exchange in self._exchanges:
+            exchange.gather(group, self._merges)
+        for exchange in self._exchanges:
+            exchange.finish(group)
 
 
 class Exchange:

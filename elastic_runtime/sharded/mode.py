@@ -19,16 +19,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.reduction.backward_pass import NO_PASS, Pass
-from elastic_runtime.reduction.gradients import ignore
+from elastic_runtime.reduction.gradients import GradientReducer
 from elastic_runtime.reduction.step_modes import Mode
-from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
+from elastic_runtime.validation.leftover_gradients import uncleared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from elastic_runtime.membership.process_group import Group
     from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.backward_pass import Pass
     from elastic_runtime.reduction.buffers import FollowedBuffers
     from elastic_runtime.reduction.step_metadata import Share
     from elastic_runtime.reduction.step_modes import Clipping
@@ -79,39 +77,21 @@ def _total_norm(group: Group, shards: list[torch.Tensor], clipping: Clipping) ->
 _OWN = 2
 
 
-class ShardedReducer:
+class ShardedReducer(GradientReducer):
     """FSDP sums the gradients by its own hooks; this sums the metadata. Strays are not noticed."""
 
-    current = NO_PASS
-    kept: frozenset[str] = frozenset()
+    in_flight = True  # FSDP communicates from the first forward pass on
 
     def __init__(self, sharding: Sharding, metadata_size: int) -> None:
+        super().__init__()
         self._sharding = sharding
-        self.on_stray: Callable[[str], None] = ignore
         self._whole_metadata = torch.zeros(metadata_size + _OWN, device=sharding.device)
         self.own = self._whole_metadata[-_OWN:]
-        self._leftovers = Leftovers()
 
     @property
     def metadata(self) -> torch.Tensor:
         """The caller's numbers. Shape: (metadata_size,)."""
         return self._whole_metadata[:-_OWN]
-
-    @property
-    def passive(self) -> bool:
-        """Never: a step always has a sum of its metadata."""
-        return False
-
-    @property
-    def in_flight(self) -> bool:
-        """Always: FSDP communicates from the first forward pass on."""
-        return True
-
-    def attach(self) -> None:
-        """Do nothing: FSDP's hooks belong to its wrapping."""
-
-    def release(self) -> None:
-        """Do nothing: FSDP's hooks belong to its wrapping."""
 
     def begin_pass(self, group: Group | None, begun: Pass) -> None:  # noqa: ARG002
         """Make FSDP reduce the gradients after the last micro-batch only. LoopError for those of an earlier step."""

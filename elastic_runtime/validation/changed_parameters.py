@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.errors import LoopError
+from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +24,7 @@ LOOKS_AT = 6
 _ELEMENTS = 8
 
 
-class ChangedParameters:
+class ChangedParameters(LoopWatch):
     """Compares the parameters of `models` at an iteration's beginning and at its first backward pass."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_runtime.data.dataloader import Batches
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.torch_internals.modules import LoaderIterator, index_sampler
+from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,7 +67,7 @@ LOOKS_AT = 6
 _IN_A_ROW = 3
 
 
-class LoaderWatch:
+class LoaderWatch(LoopWatch):
     """Looks at what DataLoaders give, until `LOOKS_AT` iterations are over."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -82,9 +83,6 @@ class LoaderWatch:
         self._left -= 1
         _watching.add(self)
         _install()
-
-    def before_backward(self) -> None:
-        """Do nothing: what is looked for happens before."""
 
     def end(self) -> None:
         """Remove the hooks."""
