@@ -66,9 +66,9 @@ class SecondLoader:
         while True:
             yield self._next()
 
-    def follow(self, iterations: Iterator[tuple[int, MicroBatch]], stamp: int) -> None:
+    def follow(self, iterations: Iterator[tuple[int, MicroBatch]], checksum: int) -> None:
         """The first loader plans again: `iterations` are (samples before its step, micro-batch)."""
-        self._generator.manual_seed(mix_seed(self._seed, stamp))
+        self._generator.manual_seed(mix_seed(self._seed, checksum))
         self._plan.of_span = (self._indices(before, micro) for before, micro in iterations)
         self._batches, self._begun, self._taken = None, 0, 0
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.data.dataloader import Batches, like
-from elastic_runtime.data.sample_stamps import sample_stamp
+from elastic_runtime.data.sample_checksums import sample_checksum
 from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source, has_own_batches
 from elastic_runtime.errors import UsageError
-from elastic_runtime.plan.order import mix_seed, order_stamp
+from elastic_runtime.plan.order import mix_seed, order_checksum
 from elastic_runtime.torch_internals.modules import drop_loader_processes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Loop(Protocol):
         """The position of the training."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Return (rank, world size)."""
 
     @property
@@ -47,18 +47,18 @@ class Loop(Protocol):
 
     @property
     def last_step(self) -> int | None:
-        """The training ends after so many steps, wherever in an epoch that is."""
+        """The training ends after so many steps, also in the middle of an epoch."""
 
     def most_steps(self, epoch: int) -> int | None:
         """Return after how many steps an epoch ends, if not with its samples: in a rehearsal."""
 
     def enter_epoch(self) -> None:
-        """The loop begins to iterate, perhaps in the middle of an epoch."""
+        """The loop begins to iterate, possibly in the middle of an epoch."""
 
-    def begin(self, micro_batch: MicroBatch) -> int:
+    def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """The loop gets this micro-batch next; return the iteration's number."""
 
-    def end(self) -> bool:
+    def end_iteration(self) -> bool:
         """The loop is done with it; False where what follows is to be planned again."""
 
     def abandon_iteration(self, iteration: int | None = None) -> None:
@@ -87,7 +87,7 @@ class ElasticLoader:
     steps: int | None = None
     """Global steps of an epoch (of `global_batch_size` samples); None: known when it ends."""
     _inner: DataLoader[Any]
-    stamp = 0
+    order_checksum = 0
     """A number that differs, most likely, where the epoch's order does."""
 
     def __init__(
@@ -124,7 +124,7 @@ class ElasticLoader:
         epoch = loop.position.epoch
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
-                iteration = loop.begin(micro_batch)
+                iteration = loop.begin_iteration(micro_batch)
                 for second in self.seconds:
                     second.advance()
                 try:
@@ -132,7 +132,7 @@ class ElasticLoader:
                 except GeneratorExit:
                     loop.abandon_iteration(iteration)
                     raise
-                if not loop.end():
+                if not loop.end_iteration():
                     break
 
     def start_processes(self) -> None:
@@ -141,13 +141,13 @@ class ElasticLoader:
             self._generator.manual_seed(mix_seed(self._seed))
             self._batches.of_span = iter(())
             list(self._inner)
-            self._begun_with = stamp(self.dataset)
+            self._begun_with = snapshot_of(self.dataset)
 
     def _refresh_processes(self) -> None:
         """Without `persistent_workers` an epoch's processes see what the script has changed in the dataset since."""
         if not self._inner.num_workers or self._given.persistent_workers:
             return
-        if self._begun_with is None or self._begun_with != stamp(self.dataset):
+        if self._begun_with is None or self._begun_with != snapshot_of(self.dataset):
             drop_loader_processes(self._inner)
         self._begun_with = None
 
@@ -155,7 +155,7 @@ class ElasticLoader:
         """Return a batch as an iteration of two workers gets it; None if the dataset cannot give one out of order."""
         return None
 
-    def sample_stamp(self) -> int:
+    def sample_checksum(self) -> int:
         """Return a number that differs if the dataset has other samples; 0 if that cannot be determined."""
         return 0
 
@@ -165,7 +165,7 @@ class ElasticLoader:
 
     def _reseed(self) -> None:
         """Seed the loader processes for a span: a function of its beginning and of the rank."""
-        self._generator.manual_seed(mix_seed(self._seed, self._loop.position.step, self._loop.place[0]))
+        self._generator.manual_seed(mix_seed(self._seed, self._loop.position.step, self._loop.rank_and_size[0]))
 
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Micro-batches and batches from here to the end of the epoch, as long as nothing changes."""
@@ -204,7 +204,7 @@ class IndexedLoader(ElasticLoader):
         self._batches.of_span = iter([list(self._source.epoch(0)[: micro.size])])
         return next(iter(self._inner))
 
-    def sample_stamp(self) -> int:
+    def sample_checksum(self) -> int:
         """Return a checksum of a few samples, read as the loop reads them: in a loader process if there are some."""
 
         def read(indices: list[int]) -> Any:
@@ -214,18 +214,18 @@ class IndexedLoader(ElasticLoader):
 
         seed = mix_seed(self._seed, 2)
         order = self._source.epoch(0)
-        return sample_stamp(lambda places: read([order[place] for place in places]), len(order), seed)
+        return sample_checksum(lambda places: read([order[place] for place in places]), len(order), seed)
 
     def has_more(self, position: Position) -> bool:
         """Return whether the epoch has another step."""
         if position.epoch != self._epoch:
             self._epoch, self._order = position.epoch, self._source.epoch(position.epoch)
-            self.stamp = order_stamp(self._order)
+            self.order_checksum = order_checksum(self._order)
         return next(self._steps(position), None) is not None
 
     def _steps(self, position: Position) -> Iterator[Step]:
         """Return the rest of the epoch at the current size."""
-        size = self.batch.at(self._loop.place[1])
+        size = self.batch.at(self._loop.rank_and_size[1])
         number, last = position.step, last_step(self._loop, position)
         for start, samples in self._source.cuts(position.index, position.samples, size):
             if last is not None and number >= last:
@@ -234,7 +234,7 @@ class IndexedLoader(ElasticLoader):
             number += 1
 
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
-        position, (rank, world_size) = self._loop.position, self._loop.place
+        position, (rank, world_size) = self._loop.position, self._loop.rank_and_size
         order = self._order
         self._reseed()
 
@@ -251,7 +251,7 @@ class IndexedLoader(ElasticLoader):
 
     def _indices(self, order: Sequence[int], step: Step, micro: MicroBatch) -> Sequence[int]:
         start = step.start
-        if micro.ghost:  # two samples: normalisation layers refuse to train on one
+        if micro.padding:  # two samples: normalisation layers refuse to train on one
             return [order[start], order[start + 1 if step.size > 1 else start]]
         found = list(order[start + micro.start : start + micro.stop])
         if not self._seeded:
@@ -284,7 +284,7 @@ def check(loader: DataLoader[Any]) -> None:
         raise UsageError(f"the loader has no length ({error}); a sampler needs __len__") from error
 
 
-def stamp(dataset: Any) -> object:
+def snapshot_of(dataset: Any) -> object:
     """Return a snapshot to detect a script's change of a dataset: the values and identities of its attributes."""
     attributes = getattr(dataset, "__dict__", {})
     plain = (int, float, str, bool, type(None))

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from elastic_runtime.data.sampler_history import SamplerHistory
 from elastic_runtime.errors import UsageError
-from elastic_runtime.plan.order import Drawn, epoch_order, mix_seed, order_stamp, steps_in_epoch
+from elastic_runtime.plan.order import Drawn, epoch_order, mix_seed, order_checksum, steps_in_epoch
 from elastic_runtime.state.random_streams import RandomStreams
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def chosen(dataset: object) -> str:
     """Which part of a dataset it is, as words; "" for a whole one: `random_split` may differ from worker to worker."""
     if not isinstance(dataset, Subset):
         return ""
-    return f" of a Subset (stamp {order_stamp(dataset.indices)}{chosen(dataset.dataset)})"
+    return f" of a Subset (stamp {order_checksum(dataset.indices)}{chosen(dataset.dataset)})"
 
 
 def has_own_batches(loader: DataLoader[Any]) -> bool:

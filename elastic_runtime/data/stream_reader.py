@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from elastic_runtime.data.sample_stamps import texts_of
+from elastic_runtime.data.sample_checksums import texts_of
 from elastic_runtime.errors import StateError, UsageError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.state.codec import UNPICKLABLE, Skeleton, decode, encode

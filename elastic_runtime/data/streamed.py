@@ -74,7 +74,7 @@ class StreamedLoader(ElasticLoader):
         return second if second.offset <= position.samples else first
 
     def _steps(self, position: Position) -> Iterator[Step]:
-        size, last = self.batch.at(self._loop.place[1]), last_step(self._loop, position)
+        size, last = self.batch.at(self._loop.rank_and_size[1]), last_step(self._loop, position)
         number, start = position.step, position.samples
         while last is None or number < last:
             samples = size if self._length is None else min(size, self._length - start)
@@ -104,18 +104,18 @@ class StreamedLoader(ElasticLoader):
         return length
 
     def _micros(self) -> Iterator[tuple[Step, MicroBatch, bool]]:
-        rank, world_size = self._loop.place
+        rank, world_size = self._loop.rank_and_size
         for step in self._steps(self._loop.position):
             for number, micro in enumerate(self._split(step.size, rank, world_size)):
                 yield step, micro, number == 0
 
     def _request(self, step: Step, micro: MicroBatch, *, first: bool) -> Request:
         start, stop = step.start + micro.start, step.start + micro.stop
-        if micro.ghost:  # two samples: normalisation layers refuse to train on one
+        if micro.padding:  # two samples: normalisation layers refuse to train on one
             start, stop = step.start, step.start + min(2, step.size)
         keep, through = (0, 0)
         if first:
-            rank, world_size = self._loop.place
+            rank, world_size = self._loop.rank_and_size
             keep = step.start + self._split(step.size, rank, world_size)[-1].stop
             through = step.start + step.size
         seed = mix_seed(self._seed, step.number, micro.shard, 1) if self._seeded else None

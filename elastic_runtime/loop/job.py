@@ -17,17 +17,15 @@ from torch.utils.data import IterableDataset
 from elastic_runtime.data.loader import check
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.loop.assembly import JobBuilder
+from elastic_runtime.loop.error_notes import note_on_lightning
 from elastic_runtime.loop.global_steps import GlobalSteps
+from elastic_runtime.loop.job_builder import JobBuilder
 from elastic_runtime.loop.member import Member
-from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
-from elastic_runtime.loop.step import PLAIN, BackwardOptions
-from elastic_runtime.loop.uncaught import note_on_lightning
-from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
+from elastic_runtime.loop.optimizer_guards import guard_class, guard_method, watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
-from elastic_runtime.process.last_error import report_errors
 from elastic_runtime.process.metric_rows import MetricRows
-from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes
+from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes, report_errors
+from elastic_runtime.reduction.backward_pass import Loss
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
@@ -102,12 +100,12 @@ class Job:
     @property
     def rank(self) -> int:
         """This worker's rank now; it may change at each step. LoopError before the loop begins."""
-        return self._member.place[0]
+        return self._member.rank_and_size[0]
 
     @property
     def world_size(self) -> int:
         """The number of workers that train now. LoopError before the loop begins."""
-        return self._member.place[1]
+        return self._member.rank_and_size[1]
 
     @property
     def is_leader(self) -> bool:
@@ -223,7 +221,7 @@ class Job:
         session.loader = builder.loader(loaders, session, batch, plan, state)
         for each in optimizers:
             around = partial(self._at_lr, each, batch) if batch.bounds else None
-            guard_method(each, "step", session.may_step, around, session.closures.step)
+            guard_method(each, "step", session.may_step, around, session.closure_steps.step)
         for part in schedulers:
             guard_class(part, ("step",), session.may_act)
         if scaler is not None:
@@ -287,7 +285,7 @@ class Job:
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
 
-        `start`: where a training begins whose script has loaded a checkpoint of its own, saved after so many epochs. A
+        `start`: the number of epochs after which a checkpoint was saved that the script has loaded by itself. A
         checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
 
         Left by `break`, at the same place on every worker, the training has finished when the process ends well.
@@ -363,15 +361,16 @@ class Job:
         `retain_graph`, `create_graph` and `inputs` are those of `torch.Tensor.backward`. What is summed over all
         workers has no graph: a gradient that is differentiated once more (a penalty) is one of `torch.autograd.grad`.
         """
-        options = PLAIN
+        given = Loss(loss, weight, reduction)
         if retain_graph is not None or create_graph or inputs is not None:
-            options = BackwardOptions(retain_graph, create_graph, inputs)
-        self._prepared.backward(loss, weight, reduction, options, more=more)
+            options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+            given.options = {name: value for name, value in options.items() if value}
+        self._prepared.run_pass(given, more=more)
 
     def skip(self) -> None:
         """This micro-batch counts for nothing, in place of `backward` (a loss that is not finite, a broken sample).
 
-        The step's mean is over what the other micro-batches and workers have; the rest of the iteration is as ever.
+        The step's mean is over what the other micro-batches and workers have; the rest of the iteration stays as it is.
         Where all are skipped, optimizer, scheduler and scaler do nothing in that step. Not with shard=: LoopError.
         """
         self._prepared.skip()
@@ -388,7 +387,7 @@ class Job:
 
         It acts where a global step is complete. Elsewhere, and where a peer is lost in the middle of it (the step is
         going to be repeated then), there are no gradients: it returns 0, as torch does for none. With a GradScaler,
-        `scaler.unscale_(optimizer)` comes before it, as ever.
+        `scaler.unscale_(optimizer)` comes before it, as in torch.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         how = Clipping(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
@@ -432,20 +431,20 @@ class Job:
         """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
         lost, which `job.repeat` ensures.
         """
-        return self._prepared.rounds.all_reduce(tensor)
+        return self._prepared.synchronized_calls.all_reduce(tensor)
 
     def all_gather(self, value: Result) -> list[Result]:
         """Return copies of each worker's `value`, by rank: any object that can be pickled. Tensors may have any shapes
         and arrive on the CPU. CollectiveError if a worker is lost, which `job.repeat` handles.
         """
-        return self._prepared.rounds.all_gather(value)
+        return self._prepared.synchronized_calls.all_gather(value)
 
     def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of the step's whole global batch, in its order; gradients flow back to each row's worker.
 
         For losses that compare all samples of a batch (contrastive ones): `rows` has one row for each sample of this
         iteration, shape (samples, ...), and the result is (global batch, ...) at every size. This iteration's own rows
-        begin at `job.batch_start`. The loss is the mean over the own rows, as ever, and job.backward sums up.
+        begin at `job.batch_start`. The loss is the mean over the own rows, as always, and job.backward sums up.
 
         In every iteration, before job.backward, and equally often on all workers. It needs a step's whole share in one
         iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=: UsageError. Rows of integers

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from elastic_runtime.errors import CollectiveError, LoopError, RunError
-from elastic_runtime.loop.savers import Saving
 from elastic_runtime.membership import torchrun
 from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
@@ -29,7 +28,7 @@ from elastic_runtime.process.preemption import TERMINATED, Preemption, StableSta
 from elastic_runtime.process.process_exit import leave
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
-from elastic_runtime.state.checkpoint_schedule import Keeper
+from elastic_runtime.sharded.checkpoint_schedule import Checkpoints, ReplicatedCheckpoints, ShardedCheckpoints
 from elastic_runtime.state.join_exchange import exchange
 from elastic_runtime.state.packing import pack
 from elastic_runtime.state.random_streams import RandomStreams
@@ -80,8 +79,10 @@ class Member:
         shown = Progress(sys.stderr, wanted=progress)
         self._began = time.perf_counter()
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._outbox.publish, shown)
-        keeper = Keeper(environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints)
-        self._saving = Saving(keeper, self.streams, self.reporter)
+        replicated = ReplicatedCheckpoints(
+            environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
+        )
+        self._checkpoints = Checkpoints(replicated, self.streams, self.reporter)
         self._coordinator: Coordinator | RehearsedOrders | None = None
         self.rehearsed: RehearsedOrders | None = None
         if environment.rehearse:
@@ -141,7 +142,7 @@ class Member:
         return self._coordinator is None or self._generations.adopted is not None
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Return (rank, world size). LoopError before they are determined."""
         if self._environment.static:
             return self._environment.static
@@ -164,22 +165,23 @@ class Member:
 
     def shard(self, state: TrainingState, wrapping: Wrapping, *, every_s: float, keep: int) -> Sharding:
         """Hold the state in shards from now on."""
-        from elastic_runtime.sharded.keeper import ShardKeeper  # noqa: PLC0415
         from elastic_runtime.sharded.mirror import Mirror  # noqa: PLC0415
         from elastic_runtime.sharded.sharding import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
 
         directory = self._environment.checkpoint_dir
         if directory and self._preemption is None:
             self._preemption = Preemption(self._on_preempted)
-        keeper = ShardKeeper(directory, self.reporter, every_s=every_s, keep=keep)
+        checkpoints = ShardedCheckpoints(directory, self.reporter, every_s=every_s, keep=keep)
         mirror = Mirror(self._environment.mirror if self._coordinator is not None else 0)
-        self._saving.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._preempted, mirror)
-        return self._saving.sharding
+        self._checkpoints.sharding = Sharding(
+            state, wrapping, self.streams, checkpoints, lambda: self._preempted, mirror
+        )
+        return self._checkpoints.sharding
 
     @property
     def sharding(self) -> Sharding | None:
         """The sharding of the state, or None."""
-        return self._saving.sharding
+        return self._checkpoints.sharding
 
     @property
     def coordinated(self) -> bool:
@@ -209,7 +211,7 @@ class Member:
 
     def report_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
         """Report this worker's step time and, on rank 0, the progress of the training."""
-        rank, workers = self.place
+        rank, workers = self.rank_and_size
         self.reporter.times(position.step, workers, force=force)
         if rank == 0:
             self.reporter.progress(position.step, position.epoch, total_steps, force=force)
@@ -234,7 +236,7 @@ class Member:
             self._join_static(state, 0, 1)
         elif self._coordinator is None:
             if not self._holds_state:
-                self._saving.load(state)
+                self._checkpoints.load(state)
             self._holds_state = True
         elif self._generations.adopted is None:
             if not self.sharding:
@@ -244,7 +246,7 @@ class Member:
             self._settle(state, self._next(after=0), "join")
         if self._preemption:
             self._preemption.save_by(
-                lambda: self._saving.in_time(state, mode, self.stable_state, leader=self.place[0] == 0)
+                lambda: self._checkpoints.in_time(state, mode, self.stable_state, leader=self.rank_and_size[0] == 0)
             )
             self._preemption.soft = True
 
@@ -262,7 +264,7 @@ class Member:
         members = tuple(f"rank{other}" for other in range(size))
         generation = Generation(1, members, group)
         if rank == 0 and not self.sharding:
-            self._holds_state = self._saving.load(state)
+            self._holds_state = self._checkpoints.load(state)
         self._adopt(state, generation, received=self._exchange(group, 1, state), publish=False)
 
     def switch_to(self, generation: Generation, state: TrainingState) -> None:
@@ -281,8 +283,8 @@ class Member:
         Under torchrun there is none: rank 0 saves the state of the step's beginning, and all workers are restarted.
         """
         if self._environment.static:
-            if self.place[0] == 0 and not self.sharding:
-                self._saving.now(state)
+            if self.rank_and_size[0] == 0 and not self.sharding:
+                self._checkpoints.now(state)
             self.leave_if_preempted(state)
             raise error or CollectiveError("this process was asked to end")
         if error:
@@ -332,7 +334,7 @@ class Member:
         self._outbox.publish("TrainingFinished", step=step)
         if self._preemption:
             self._preemption.soft = self._coordinator is not None
-        self._saving.settle()
+        self._checkpoints.settle()
 
     def leave_if_preempted(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
@@ -340,7 +342,7 @@ class Member:
         preempted = self.sharding.preempted if self.sharding else self._preempted
         if preempted and self._coordinator is None:
             self._note_leaving()
-            self._saving.now(state)
+            self._checkpoints.now(state)
             self.reporter.line("left", generation=0, step=state.position.step)
             leave(TERMINATED)
 
@@ -380,7 +382,7 @@ class Member:
             cause=cause,
             generation=generation.number,
             members=generation.members,
-            rank=self.place[0],
+            rank=self.rank_and_size[0],
             step=state.position.step,
             pause_ms=pause_ms,
             lost_steps=lost,
@@ -395,7 +397,7 @@ class Member:
             return self._exchange(group, generation.number, state)
         if not self._holds_state and generation.members[0] == self._environment.worker_id:
             state.forget_rehearsal()  # rank 0 without state: the first generation
-            self._holds_state = self._saving.load(state)
+            self._holds_state = self._checkpoints.load(state)
         if group is None or group.size == 1:
             return False
         return self._exchange(group, generation.number, state)
@@ -413,7 +415,7 @@ class Member:
             generation.group.publish()
         self._generations.adopt(generation)
         if received and not self._holds_state:
-            self.streams.reseed(mix_seed(self._seed, state.position.step, self.place[0]))
+            self.streams.reseed(mix_seed(self._seed, state.position.step, self.rank_and_size[0]))
         self._holds_state = True
 
     def _give_up(self, generation: Generation, state: TrainingState, error: CollectiveError) -> None:
@@ -438,8 +440,8 @@ class Member:
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
         self._note_leaving()
         if generation is not None:
-            if not generation.members and (self.place[0] == 0 or self.sharding):
-                self._saving.now(state)
+            if not generation.members and (self.rank_and_size[0] == 0 or self.sharding):
+                self._checkpoints.now(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
             fields = {"generation": generation.number, "members": generation.members}
             self._outbox.publish("GenerationAdopted", step=state.position.step, **fields)
@@ -451,7 +453,7 @@ class Member:
 
     def save_if_due(self, state: TrainingState) -> None:
         """Between two steps: save a checkpoint if one is due."""
-        self._saving.if_due(state, leader=self.place[0] == 0)
+        self._checkpoints.if_due(state, leader=self.rank_and_size[0] == 0)
 
     # The coordinator
 

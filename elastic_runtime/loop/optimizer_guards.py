@@ -2,24 +2,33 @@
 
 The objects stay the user's own; what holds a reference to them (schedulers to optimizers, GradScaler to
 `optimizer.step`) goes through the guard as well.
+
+An optimizer that a script forgot to give to `prepare` would act on each worker by itself: its state reaches no joiner
+and no checkpoint, and where a hook calls it within the backward pass its gradients are those of this worker's samples
+only. It is noticed when it steps.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-import sys
 import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.torch_internals.modules import reconstruct, stepping_scaler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import FrameType
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    from elastic_runtime.loop.session import Session
 
 GUARDED = "_elastic_guarded"
 """An attribute of the classes that `guard_class` makes."""
@@ -50,18 +59,15 @@ def guard_method(
         closures = [given for given in (*args, *kwargs.values()) if callable(given)]
         if closures:
             return evaluate(act, closures[0])
-        _check_scaler(sys._getframe(1))  # noqa: SLF001  (the caller identifies itself better than any argument)
+        _check_scaler(stepping_scaler())
         return act(*args, **kwargs) if may_act() else None
 
     setattr(target, method, types.MethodType(guarded, target))
 
 
-def _check_scaler(caller: FrameType) -> None:
-    """UsageError where a GradScaler calls `optimizer.step` that was not given to `prepare`."""
-    if caller.f_code.co_name != "_maybe_opt_step":
-        return
-    scaler = caller.f_locals.get("self")
-    if isinstance(scaler, torch.amp.GradScaler) and not hasattr(type(scaler), GUARDED):
+def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
+    """UsageError if a GradScaler calls `optimizer.step` that was not given to `prepare`."""
+    if scaler is not None and not hasattr(type(scaler), GUARDED):
         raise UsageError(
             f"{type(scaler).__name__} was not given to prepare: its scale would reach no joiner and no checkpoint; use "
             "prepare(model, optimizer, loader, scaler=scaler) and job.backward(loss), which scales the loss by itself"
@@ -87,7 +93,7 @@ def _reduce_plain(self: object, kind: Any, protocol: Any) -> Any:
     make, arguments, *rest = kind.__reduce_ex__(self, protocol)
     guarded = type(self)
     if make is copyreg.__newobj__ and arguments == (guarded,):  # type: ignore[attr-defined]
-        make, arguments = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]  # noqa: SLF001
+        make, arguments = reconstruct, (kind, object, None)
     return (make, tuple(kind if argument is guarded else argument for argument in arguments), *rest)
 
 
@@ -110,3 +116,48 @@ _NO_GRADIENTS = (
     "GradScaler was asked to step an optimizer none of whose parameters has a gradient in this step; call "
     "scaler.step(optimizer) and scaler.update() only where the loss of the step depends on its parameters"
 )
+
+
+def watch_unprepared_optimizers(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise UsageError if an optimizer that is none of these steps the session's parameters in the loop.
+
+    Unless one of these calls it: an optimizer may be made of others.
+    """
+    prepared, watched = weakref.WeakSet(optimizers), weakref.ref(session)
+    inside: list[int] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer in prepared:
+            inside.append(id(optimizer))
+        elif not inside:
+            _check(optimizer, watched())
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer in prepared:
+            inside.clear()
+
+    _remove_hooks_of_dropped_sessions()
+    _hooks.append((watched, [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]))
+
+
+_hooks: list[tuple[weakref.ref[Session], list[RemovableHandle]]] = []
+"""torch's own registry of these hooks is global. They are not removed as a session is collected: that may happen in the
+middle of a step, while torch iterates over the registry.
+"""
+
+
+def _remove_hooks_of_dropped_sessions() -> None:
+    for entry in [entry for entry in _hooks if entry[0]() is None]:
+        for handle in entry[1]:
+            handle.remove()
+        _hooks.remove(entry)
+
+
+def _check(optimizer: torch.optim.Optimizer, session: Session | None) -> None:
+    if session is None or not session.training:
+        return
+    if session.owns(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"{type(optimizer).__name__} steps parameters of the job's model, but was not given to prepare: each "
+            "worker would train them by itself; give it all of them, as a list: prepare(model, [first, second], loader)"
+        )

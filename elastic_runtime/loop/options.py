@@ -47,7 +47,7 @@ class TrainingOptions:
         return f"reduction='exact', shards={self.shards}" if self.exact else "reduction='fast'"
 
     def check(self, global_batch: int) -> None:
-        """BatchPlanError where a step of so many samples cannot be split as asked."""
+        """BatchPlanError if a step of this number of samples cannot be split as asked."""
         check_batch(global_batch, self.max_batch_per_gpu)
         if not self.exact:
             return

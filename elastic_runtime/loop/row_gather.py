@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from elastic_runtime.loop.member import Member
     from elastic_runtime.membership.process_group import Group
+    from elastic_runtime.plan.batch_sizes import MicroBatchLimit
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.reduction.step_modes import Mode
 
@@ -34,37 +35,33 @@ _EXCHANGED = frozenset({*_NARROW, torch.float32, torch.float64, torch.int64, tor
 
 
 class RowGather:
-    """The exchanges of one iteration's rows. `used`: an iteration of this training had one."""
+    """The exchanges of one iteration's rows. `used`: an iteration of this training had one.
 
-    def __init__(self, member: Member, mode: Mode) -> None:
-        self._member, self._mode = member, mode
+    `outstanding`: those of its forward passes that a backward pass has to answer.
+    """
+
+    def __init__(self, member: Member, mode: Mode, limit: MicroBatchLimit | None) -> None:
+        self._member, self._mode, self._limit = member, mode, limit
         self.used = False
         self._failed: CollectiveError | None = None
-        self._outstanding = 0
+        self.outstanding = 0
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Begin an iteration."""
-        self._failed, self._outstanding = None, 0
-        if self.used:
-            self._mode.reducer.held = False
+        self._failed, self.outstanding = None, 0
 
     def check(self) -> None:
         """Raise CollectiveError if an exchange of this iteration failed."""
         if self._failed is not None:
             raise self._failed
 
-    def whole(self, rows: torch.Tensor, micro: MicroBatch, largest_share: int, limit: int | None) -> torch.Tensor:
+    def whole(self, rows: torch.Tensor, micro: MicroBatch, largest_share: int) -> torch.Tensor:
         """Return the rows of the step's whole global batch, in its order. Shape: (step_samples, *row).
 
-        `rows` has one row for each sample of this worker's share. `largest_share`: the samples of a step of one worker;
-        `limit`: the most that one iteration may have.
+        `rows` has one row for each sample of this worker's share. `largest_share`: the samples of a step of one worker.
         """
-        group = self._member.group
-        rank, size = (0, 1) if group is None else (group.rank, group.size)
-        shares = split(micro.step_samples, size)
-        cut = (micro.start, micro.stop) != shares[rank] or (limit is not None and limit < largest_share)
-        self._check_settings(largest_share, cut=cut)
-        if rows.ndim == 0 or (not micro.ghost and rows.shape[0] != micro.size):
+        group, shares = self._shares(micro, largest_share, "job.gather_batch")
+        if rows.ndim == 0 or (not micro.padding and rows.shape[0] != micro.size):
             raise UsageError(
                 f"job.gather_batch got a tensor of shape {tuple(rows.shape)} in an iteration with {micro.size} samples "
                 "of this worker; its first dimension must be these samples"
@@ -72,45 +69,43 @@ class RowGather:
         if rows.dtype not in _EXCHANGED:
             raise UsageError(f"job.gather_batch cannot exchange {rows.dtype}; convert it, to float32 for example")
         self.used = True
-        if group is None or size == 1:
+        if group is None:
             return rows
         return self._exchanged(rows, _Exchange(group, [stop - start for start, stop in shares], self._attempt))
 
-    def one_of_each(
-        self, row: torch.Tensor, micro: MicroBatch, largest_share: int, limit: int | None
-    ) -> torch.Tensor | None:
+    def one_of_each(self, row: torch.Tensor, micro: MicroBatch, largest_share: int) -> torch.Tensor | None:
         """Return one row of each worker, of shape (workers, values); None with one worker.
 
         The last value is the row's weight, which is zero for a worker without a sample in this step.
         """
-        group = self._member.group
-        rank, size = (0, 1) if group is None else (group.rank, group.size)
-        share = split(micro.step_samples, size)[rank]
-        cut = (micro.start, micro.stop) != share or (limit is not None and limit < largest_share)
-        self._check_settings(largest_share, cut=cut, what="SyncBatchNorm")
+        group, shares = self._shares(micro, largest_share, "SyncBatchNorm")
         self.used = True
-        if group is None or size == 1:
+        if group is None:
             return None
-        if micro.ghost:
+        if micro.padding:
             row = torch.cat([row[:, :-1], torch.zeros_like(row[:, -1:])], dim=1)
-        return self._exchanged(row, _Exchange(group, [1] * size, self._attempt))
+        return self._exchanged(row, _Exchange(group, [1] * len(shares), self._attempt))
 
     def _exchanged(self, rows: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         if not (rows.requires_grad and torch.is_grad_enabled()):
             return exchange.gather(rows)
-        self._outstanding += 1
-        self._mode.reducer.held = True
+        self.outstanding += 1
         found: torch.Tensor = _Rows.apply(rows, exchange, self)
         return found
 
-    def _check_settings(self, largest_share: int, *, cut: bool, what: str = "job.gather_batch") -> None:
+    def _shares(self, micro: MicroBatch, largest_share: int, what: str) -> tuple[Group | None, list[tuple[int, int]]]:
+        """Return the group, if it has several workers, and the samples of each. UsageError if a share is cut."""
         if self._mode.name != "fast":
             raise UsageError(f"{what} needs reduction='fast' without shard=, and this training is {self._mode.name}")
-        if cut:
+        group = self._member.group
+        rank, size = (0, 1) if group is None else (group.rank, group.size)
+        shares, limit = split(micro.step_samples, size), self._limit.now if self._limit is not None else None
+        if (micro.start, micro.stop) != shares[rank] or (limit is not None and limit < largest_share):
             raise UsageError(
                 f"{what} needs a worker's whole share of a step in one iteration, at every size: leave "
                 f"max_batch_per_gpu out, or raise it to {largest_share}"
             )
+        return (group if size > 1 else None), shares
 
     def _attempt(self, exchange: Callable[[], None]) -> None:
         """Run an exchange, and keep its failure for `check`. After a failure none is tried."""
@@ -123,13 +118,12 @@ class RowGather:
 
     def returned(self) -> None:
         """Note that the gradients of one gathering are exchanged: after the last, buckets may be summed."""
-        self._outstanding = max(0, self._outstanding - 1)  # with retain_graph=True there are more
-        self._mode.reducer.held = self._outstanding > 0
+        self.outstanding = max(0, self.outstanding - 1)  # with retain_graph=True there are more
 
     @property
     def late_scale(self) -> float:
         """By what this worker's gradients are multiplied only after its backward pass."""
-        return self._mode.reducer.scale
+        return self._mode.reducer.current.scale
 
 
 class _Exchange:

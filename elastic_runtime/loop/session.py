@@ -11,15 +11,16 @@ import atexit
 import sys
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.loop.closures import Closures
+from elastic_runtime.loop.error_notes import explain_errors, note_on_lightning
+from elastic_runtime.loop.passes import ClosureSteps
+from elastic_runtime.loop.step_states import ACTING, COMPLETE, COUNTED, UNCOUNTED, StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
-from elastic_runtime.loop.synchronized_calls import Rounds
-from elastic_runtime.loop.uncaught import explain_errors, note_on_lightning
+from elastic_runtime.loop.synchronized_calls import SynchronizedCalls
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
@@ -27,31 +28,20 @@ if TYPE_CHECKING:
 
     from elastic_runtime.data.loader import ElasticLoader
     from elastic_runtime.loop.member import Member
-    from elastic_runtime.loop.step import BackwardOptions, GlobalStep, Observer
+    from elastic_runtime.loop.step import GlobalStep, Observer
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.plan.position import Position
     from elastic_runtime.process.device_memory import MemoryFollower
+    from elastic_runtime.reduction.backward_pass import Loss
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
+    from elastic_runtime.validation.loop_watch import LoopWatch
     from elastic_runtime.validation.new_parameters import NewParameters
 
 
 Result = TypeVar("Result")
 MOST_WATCHED = 64
 """Iterations, after which nothing is looked for any more."""
-
-
-class Watch(Protocol):
-    """Looks at a loop's first iterations for what would be wrong on several workers."""
-
-    def begin(self, samples: int) -> None:
-        """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
-
-    def backward(self) -> None:
-        """A backward pass of the job's begins."""
-
-    def end(self) -> None:
-        """Remove the hooks."""
 
 
 class Session:
@@ -72,17 +62,17 @@ class Session:
         self._released = False
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._at_exit: Callable[[], None] | None = None
-        self._counted = self._moved = False  # in this iteration: its step, early; the membership
+        self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
-        self.watches: list[Watch] = []
+        self.watches: list[LoopWatch] = []
         self._iteration = 0  # its number: micro-batches of different steps may be one object
-        self.rounds = Rounds(state, member, self._recover_between_steps)
-        self.closures = Closures(step, self)
+        self.synchronized_calls = SynchronizedCalls(state, member, self._recover_between_steps)
+        self.closure_steps = ClosureSteps(step, self)
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
 
     def compare(self, scheduler: object) -> None:
         """Compare the numbers of one more scheduler with those of the other workers."""
-        self._mode.tail.agreement.schedulers.append(scheduler)
+        self._mode.metadata.agreement.schedulers.append(scheduler)
 
     def observe(self, observer: Observer) -> None:
         """Attach a rehearsal's observer."""
@@ -94,9 +84,9 @@ class Session:
         return self._state.position
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Return (rank, world size)."""
-        return self._member.place
+        return self._member.rank_and_size
 
     @property
     def training(self) -> bool:
@@ -111,7 +101,7 @@ class Session:
     @property
     def applied(self) -> bool:
         """Whether this iteration completes a global step."""
-        return self._step.complete
+        return self._step.state in COMPLETE
 
     @property
     def micro_batch(self) -> MicroBatch | None:
@@ -127,13 +117,13 @@ class Session:
     def reached(self) -> Position:
         """The position of the training after this iteration."""
         micro = self._step.micro
-        ahead = micro is not None and self._step.complete and not self._counted
+        ahead = micro is not None and self._step.state in UNCOUNTED
         return self.position.after_step(micro.step_samples) if micro and ahead else self.position
 
     @property
     def steps_before(self) -> int:
         """Global steps applied before this iteration; outside of one, so far."""
-        return self.position.step - self._counted
+        return self.position.step - (self._step.state in COUNTED)
 
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
@@ -141,7 +131,7 @@ class Session:
             return True
         if self._step.micro is None:
             self._member.stable_state.end()
-        return not self._catching_up and (self._step.micro is None or self._step.acts)
+        return not self._catching_up and (self._step.micro is None or self._step.state in ACTING)
 
     def may_step(self) -> bool:
         """Whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
@@ -182,7 +172,7 @@ class Session:
         self._total_steps, self.last_step = total_steps, last_step
         if self._member.coordinated and not self.started:
             self.loader.start_processes()
-            self._state.sample_stamp = self.loader.sample_stamp()
+            self._state.sample_checksum = self.loader.sample_checksum()
             self._warm_up()
         self.started = True
         explain_errors(self)
@@ -229,12 +219,12 @@ class Session:
         if found is not NOTHING:
             return found
         self.pause()
-        result = self.rounds.run(work)
+        result = self.synchronized_calls.run(work)
         self._epoch_start.note(result)
         return result
 
     def enter_epoch(self) -> None:
-        """The loop begins to iterate, perhaps in the middle of an epoch. LoopError outside `job.epochs`."""
+        """The loop begins to iterate, possibly in the middle of an epoch. LoopError outside `job.epochs`."""
         if not self.started:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
@@ -242,7 +232,7 @@ class Session:
             )
         self.abandon_iteration()
         self._epoch_start.enter()
-        self._catching_up, self._step.first = False, True
+        self._catching_up = False
         self._change_membership()
         self._remember()
 
@@ -256,7 +246,7 @@ class Session:
         """End the training: wait for all workers, so that one which is a step behind can still receive the state."""
         self._catching_up = False
         step = self.position.step
-        while not self._member.all_here(self._state, self._mode.tail.agreement):
+        while not self._member.all_here(self._state, self._mode.metadata.agreement):
             self._member.recover(self._state, None)
             if self.position.step < step:
                 return  # a shard was lost, and the steps since the checkpoint are to be trained again
@@ -304,34 +294,38 @@ class Session:
 
     # Iterations
 
-    def begin(self, micro_batch: MicroBatch) -> int:
+    def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """The loop gets this micro-batch next; return the iteration's number."""
         if self.watches:
             self._watch(micro_batch)
-        self._step.begin(micro_batch, self.loader.stamp)
-        self._counted = self._catching_up = self._state.resumed = False
+        self._step.begin(micro_batch, self.loader.order_checksum)
+        self._catching_up = self._state.resumed = False
         self._iteration += 1
         return self._iteration
 
     def _watch(self, micro_batch: MicroBatch) -> None:
         """Let the first iterations be looked at."""
         for watch in self.watches:
-            watch.begin(micro_batch.size)
+            watch.before_iteration(micro_batch.size)
         if self._iteration > MOST_WATCHED:
             for watch in self.watches:
                 watch.end()
             self.watches.clear()
 
-    def backward(
-        self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
-    ) -> None:
+    def run_pass(self, loss: Loss, *, more: bool) -> None:
         """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
         for watch in self.watches:
-            watch.backward()
+            watch.before_backward()
+        evaluating = self.closure_steps.evaluating
+        self._repeating(partial(self._step.run_pass, loss, more=more or evaluating, evaluation=evaluating))
+
+    def _repeating(self, act: Callable[[], Result]) -> Result | None:
+        """Do a part of the step; None if a peer is lost in it, and the step is going to be repeated."""
         try:
-            self._step.backward(loss, weight, reduction, options, more=more)
+            return act()
         except CollectiveError as error:
             self._repeat_step(error)
+            return None
 
     @property
     def catching_up(self) -> bool:
@@ -345,24 +339,18 @@ class Session:
 
     def end_evaluations(self) -> None:
         """End a step of evaluations; repeat it if a peer is lost."""
-        try:
-            self._step.end_evaluations()
-        except CollectiveError as error:
-            self._repeat_step(error)
+        self._repeating(self._step.end_evaluations)
 
     def skip(self) -> None:
         """Skip the iteration as `Job.skip` does; repeat the step if a peer is lost."""
-        try:
-            self._step.skip()
-        except CollectiveError as error:
-            self._repeat_step(error)
+        self._repeating(self._step.skip)
 
     @property
     def batch_start(self) -> int:
         """The place of this iteration's first sample in the step's global batch. LoopError outside of an iteration."""
         if self._step.micro is None:
             raise LoopError("job.batch_start is known in an iteration of the prepared loader's loop")
-        return 0 if self._step.micro.ghost else self._step.micro.start  # a ghost has copies of the first samples
+        return 0 if self._step.micro.padding else self._step.micro.start  # padding has copies of the first samples
 
     def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather as `Job.gather_batch` does."""
@@ -376,31 +364,21 @@ class Session:
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""
-        try:
-            return self._step.clip_grad_norm_(parameters, clipping)
-        except CollectiveError as error:
-            self._repeat_step(error)
-        return torch.tensor(0.0)
+        norm = self._repeating(partial(self._step.clip_grad_norm_, parameters, clipping))
+        return torch.tensor(0.0) if norm is None else norm
 
     def out_of_memory(self, error: BaseException | None) -> bool:
         """Whether the iteration did not fit, and is going to be repeated in halves."""
-        try:
-            return self._step.out_of_memory(error)
-        except CollectiveError as others:
-            self._repeat_step(others)
-        return True
+        return self._repeating(partial(self._step.out_of_memory, error)) is not False
 
-    def end(self) -> bool:
+    def end_iteration(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned again."""
         step = self._step
-        micro, step.micro = step.micro, None
-        counted, self._counted = self._counted, False
+        micro, counted, repeated = step.micro, step.state in COUNTED, step.state is StepState.REPEATED
         changed, self._moved = self._moved, False
-        if step.repeat:
-            step.repeat, step.first = False, True
-            step.clear()
+        step.end()
+        if repeated:
             return False
-        step.check_ended()
         if not counted:
             if micro is None or not micro.last:
                 return True
@@ -421,16 +399,12 @@ class Session:
         """
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
-        micro, self._catching_up = self._step.micro, False
+        self._catching_up = False
+        micro, counted = self._step.micro, self._step.state in COUNTED
         if micro is None:
             return
-        if not self._step.settled:
-            raise LoopError("job.repeat within a step: call it where job.applied, after optimizer.step()")
-        self._step.micro = None
-        if self._counted:
-            self._step.count()
-        else:
-            self._counted = True
+        self._step.pause()
+        if not counted:
             self._count(micro)
 
     def _recover_between_steps(self, error: CollectiveError) -> None:
@@ -442,36 +416,29 @@ class Session:
         """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
         it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
+        if iteration is not None and iteration != self._iteration:
+            return
         step, micro = self._step, self._step.micro
-        if micro is not None and iteration is not None and iteration != self._iteration:
-            return
-        counted, self._counted = self._counted, False
-        if micro is None:
-            return
-        step.micro = None
-        self.without_gradients = step.computed and not step.complete
-        if step.complete and not counted:
+        counts = step.state in UNCOUNTED
+        if micro is not None:
+            self.without_gradients = step.state in {StepState.COMPUTED, StepState.REPEATED}
+        step.abandon()
+        if counts and micro is not None:
             self._count(micro)
-        elif step.begun:
-            step.forget()
-        if step.repeat:
-            step.clear()
-            step.repeat = False
 
     def _count(self, micro: MicroBatch) -> None:
         """A step is over."""
-        self._step.count()
         self._state.position = self.position.after_step(micro.step_samples)
         self._report_progress()
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Return to the step's beginning, and continue with the workers that are left."""
-        self._step.forget()
+        self._step.revert()
         self._step.agreed, self._state.awaited = None, False
         self._recover(error)
         if self._state.awaited:
             self._step.take_over()
-            self._counted = self._moved = self._catching_up = True
+            self._moved = self._catching_up = True
         else:
             self._step.show_zeros()
         self._remember()

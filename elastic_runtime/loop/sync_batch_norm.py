@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from elastic_runtime.torch_internals.modules import batch_norm
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -37,14 +39,14 @@ class SyncedBatchNorm(torch.nn.SyncBatchNorm):
         """Normalize by the statistics of the global batch. Shape: (samples, channels, ...)."""
         gatherer = held() if (held := _gatherers.get(self)) is not None else None
         if not self.training or gatherer is None:
-            return _plain(self, input)
+            return batch_norm(self, input)
         values = input if input.dtype == torch.float64 else input.float()
         others = [dimension for dimension in range(values.dim()) if dimension != 1]
         variance, mean = torch.var_mean(values, others, correction=0)
         weight = mean.new_full((1,), values.numel() / len(mean))
         rows = gatherer.gather_statistics(torch.cat([mean, variance, weight])[None])
         if rows is None:
-            return _plain(self, input)
+            return batch_norm(self, input)
         mean, variance, number = combine(rows)
         self._follow(mean.detach(), variance.detach(), number)
         shape = [1, -1] + [1] * (values.dim() - 2)
@@ -92,8 +94,3 @@ def release(models: Iterable[torch.nn.Module]) -> None:
         if type(layer) is SyncedBatchNorm:
             object.__setattr__(layer, "__class__", torch.nn.SyncBatchNorm)
             _gatherers.pop(layer, None)
-
-
-def _plain(layer: SyncedBatchNorm, values: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.nn.modules.batchnorm._BatchNorm.forward(layer, values)  # noqa: SLF001
-    return found

@@ -39,7 +39,7 @@ _OWN_COLLECTIVE = (
 )
 
 
-class Rounds:
+class SynchronizedCalls:
     """Runs work that all workers share. `recover(error)` continues with the workers that are left."""
 
     def __init__(self, state: TrainingState, member: Member, recover: Callable[[CollectiveError], None]) -> None:

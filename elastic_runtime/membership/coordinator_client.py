@@ -36,7 +36,7 @@ LONGEST_PAUSE_S = 1.0
 """A worker must be back within 2 s of its peers (`Limits.failure_s`), so pauses are shorter."""
 WARN_AFTER_S = 10.0
 REFUSED_S = 300.0
-"""So long the refusal of a token that was accepted before is retried: a pod sees a new Secret after minutes."""
+"""The time for which a refused token that was accepted before is retried: a pod sees a new Secret after minutes."""
 
 _LAST_CHUNK = b"0\r\n\r\n"
 

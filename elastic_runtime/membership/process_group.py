@@ -48,7 +48,7 @@ class Pending(Protocol):
 class Interrupt:
     """Ends the loop's waits for peers. Set by the coordinator's thread or a signal handler, cleared by the loop.
 
-    A plain flag that the waits poll: a handler runs in the loop's own thread, perhaps while that clears the flag, and
+    A plain flag that the waits poll: a handler runs in the loop's own thread, possibly while that clears the flag, and
     would wait permanently for the lock of a threading.Event.
     """
 

@@ -16,7 +16,8 @@ from elastic_runtime.errors import BatchPlanError
 class MicroBatch:
     """One iteration of one worker: samples [start, stop) of the step's `step_samples`.
 
-    A ghost has no sample of its own: the worker takes part with weight zero, on a copy of the first sample.
+    A padding micro-batch has no sample of its own: the worker takes part with weight zero, on a copy of the first
+    sample.
     """
 
     start: int
@@ -32,7 +33,7 @@ class MicroBatch:
         return self.stop - self.start
 
     @property
-    def ghost(self) -> bool:
+    def padding(self) -> bool:
         """Whether the micro-batch has weight zero."""
         return self.stop == self.start
 
@@ -63,7 +64,7 @@ def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | Non
 
 @lru_cache(maxsize=256)
 def lockstep_batches(samples: int, rank: int, world_size: int, max_batch: int | None) -> list[MicroBatch]:
-    """Return the micro-batches of `rank` if all ranks must have equally many: a short share may end in ghosts."""
+    """Return the micro-batches of `rank` if all ranks must have equally many: a short share may end in padding."""
     shares = split(samples, world_size)
     start, stop = shares[rank]
     largest = shares[0][1] - shares[0][0]

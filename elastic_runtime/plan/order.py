@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch
 
 _MASK = (1 << 64) - 1
-_STAMP_SAMPLES = 1000
+_CHECKSUM_SAMPLES = 1000
 _PART = 4096
 
 
@@ -92,9 +92,9 @@ def epoch_order(seed: int, epoch: int, length: int, *, shuffle: bool) -> Sequenc
     return Permutation(torch.randperm(length, generator=generator))
 
 
-def order_stamp(order: Sequence[Any]) -> int:
+def order_checksum(order: Sequence[Any]) -> int:
     """Return a checksum of an order, computed from about a thousand of its elements."""
-    sampled = list(order[:: len(order) // _STAMP_SAMPLES + 1])
+    sampled = list(order[:: len(order) // _CHECKSUM_SAMPLES + 1])
     return zlib.crc32(f"{len(order)} {sampled}".encode())
 
 

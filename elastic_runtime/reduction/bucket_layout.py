@@ -1,7 +1,7 @@
 """The location of each parameter's gradient: flat buckets of a fixed layout, a function of the parameters alone.
 
 Buckets of about 25 MB in reverse order of definition, which is about the order of the backward pass. The last one ends
-with a tail of small numbers which would otherwise cost a collective of their own: the samples that were counted, the
+with metadata, small numbers which would otherwise cost a collective of their own: the samples that were counted, the
 votes for the next generation, rank 0's buffers, and which parameters were used.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 25 << 20
 PADDING = 1024
-"""Elements beyond a bucket's end, so that up to so many ranks may have equal parts of it."""
+"""Elements beyond a bucket's end, so that up to this number of ranks may have equal parts of it."""
 
 
 @dataclass(eq=False)
@@ -70,16 +70,16 @@ class Bucket:
 
 
 class Layout:
-    """The buckets, their slots in order of definition, and the tail of `tail_size` numbers for the caller.
+    """The buckets, their slots in order of definition, and `metadata_size` numbers for the caller.
 
     `used`: how often each slot's parameter had a gradient in this step. Shape: (slots,). `kept`: the slots whose
     parameters had one already when the step began, as `zero_grad(set_to_none=False)` leaves them: zeros.
     """
 
-    tail: torch.Tensor
+    metadata: torch.Tensor
     used: torch.Tensor
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = []
         self.on_gradient: Callable[[Slot, torch.Tensor], None] | None = None
@@ -87,8 +87,8 @@ class Layout:
         self.slots = [Slot(name, p, 0, 0) for name, p in self._parameters if p.requires_grad]
         if not self.slots:
             raise UsageError("the model has no parameter that requires a gradient; there is nothing to train")
-        self._tail_size = tail_size + len(self.slots)
-        self.buckets = _lay_out(self.slots, self._tail_size)
+        self._metadata_size = metadata_size + len(self.slots)
+        self.buckets = _lay_out(self.slots, self._metadata_size)
         self.iteration = self.step = 1
         self.kept: list[Slot] = []
         self.allocate()
@@ -107,14 +107,14 @@ class Layout:
             bucket.whole = bucket.memory()
             for slot in bucket.slots:
                 slot.view = view_of(bucket.whole, slot)
-        whole_tail = self.tail_of(self.buckets[-1].whole)
-        self.tail, self.used = whole_tail[: -len(self.slots)], whole_tail[-len(self.slots) :]
+        whole_metadata = self.metadata_of(self.buckets[-1].whole)
+        self.metadata, self.used = whole_metadata[: -len(self.slots)], whole_metadata[-len(self.slots) :]
         self._same_dtype = all(slot.view.dtype == slot.parameter.dtype for slot in self.slots)
 
-    def tail_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def metadata_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The caller's numbers, then one for each slot, at the end of the last bucket's buffer."""
         size = self.buckets[-1].size
-        return whole[size - self._tail_size : size]
+        return whole[size - self._metadata_size : size]
 
     def hook(self, on_gradient: Callable[[Slot, torch.Tensor], None]) -> None:
         """Call `on_gradient` with each gradient as it is complete.
@@ -131,8 +131,8 @@ class Layout:
             handle.remove()
         self._handles = []
 
-    def begin(self, *, first: bool) -> None:
-        """The next iteration, which may be the `first` of its step."""
+    def begin_pass(self, *, first: bool) -> None:
+        """Begin a backward pass, which may be the `first` of its sum."""
         self.iteration += 1
         self.step += first
         for bucket in self.buckets:
@@ -159,7 +159,7 @@ class Layout:
         """Which slots got a gradient in this step."""
         return [slot.touched == self.step for slot in self.slots]
 
-    def hand_out(self, factor: float = 1.0, *, all_used: bool = False) -> None:
+    def distribute(self, factor: float = 1.0, *, all_used: bool = False) -> None:
         """Set each `grad` to `factor` times its view, or to None if no worker used it (`all_used`: all are used)."""
         if factor != 1.0:
             torch._foreach_mul_([slot.view for slot in self.slots], factor)
@@ -201,8 +201,8 @@ def numbers(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
-    """Buckets in launching order: reverse order of definition, by dtype and device; the tail ends the last one."""
+def _lay_out(slots: list[Slot], metadata_size: int) -> list[Bucket]:
+    """Buckets in launching order: reverse order of definition, by dtype and device; the metadata ends the last one."""
     open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     buckets: list[Bucket] = []
     for slot in reversed(slots):
@@ -218,7 +218,7 @@ def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
     for index, bucket in enumerate(buckets):
         for slot in bucket.slots:
             slot.bucket = index
-    buckets[-1].size += tail_size
+    buckets[-1].size += metadata_size
     return buckets
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime.errors import CollectiveError
 from elastic_runtime.plan.batches import split
 from elastic_runtime.reduction.bucket_layout import Bucket, Slot, numbers, view_of
 from elastic_runtime.reduction.gradients import BucketReducer
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from elastic_runtime.membership.process_group import Group, Pending
-    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.backward_pass import Pass
 
 _NOTHING = -0.0
 """x + -0.0 is x to the bit for every x; x + 0.0 is not where x is -0.0."""
@@ -35,29 +34,24 @@ _NOTHING = -0.0
 class ExactReducer(BucketReducer):
     """Sums along the tree. Its memory: one copy of the gradients more for each level that a worker adds up itself."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
         self._nodes: tuple[tuple[Node, ...], ...] = ()  # of each rank
         self._merges: tuple[tuple[int, int], ...] = ()
         self._pushes: Iterator[Push] = iter(())
         self._push = Push(0, ())
-        self._launched = 0
-        self._ghost = False
-        super().__init__(parameters, tail_size)
+        super().__init__(parameters, metadata_size)
 
     def _lay_out(self) -> None:
         super()._lay_out()
         self._exchanges = [Exchange(bucket) for bucket in self._layout.buckets]
         self._forget_rows()
 
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """Begin a shard. A ghost's gradients are dropped."""
-        if first:
-            self._begin_step()
-            self._group = group if group is not None and group.size > 1 else None
-            self._plan_step(micro.step_shards)
-            self._launched = 0
-        self._push, self._ghost, self._last = next(self._pushes), micro.ghost, micro.last
-        self._layout.begin(first=first)
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:
+        """Begin a shard's pass: its place in the tree is that of the next push."""
+        super().begin_pass(group, begun)
+        if begun.first:
+            self._plan_step(begun.micro.step_shards)
+        self._push = next(self._pushes)
 
     def _plan_step(self, leaves: int) -> None:
         rank, size = (self._group.rank, self._group.size) if self._group is not None else (0, 1)
@@ -66,31 +60,21 @@ class ExactReducer(BucketReducer):
         self._nodes = tuple(plan.nodes for plan in plans)
         self._merges = joint_plan(self._nodes, leaves)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Add nothing for each parameter without a gradient, at its place in the tree."""
         for bucket in self._layout.buckets:
-            if self._ghost or not bucket.complete:
+            if self.current.micro.padding or not bucket.complete:
                 self._gather(bucket)
 
     def reduce(self) -> None:
         """Exchange this worker's partial sums, and finish the tree."""
-        self._fill_tails()
+        self._fill_metadata()
         if self._group is not None:
-            self._reduce_over(self._group)
+            self._sum_over(self._group)
 
-    def hand_out(self, factor: float) -> None:
+    def distribute(self, factor: float) -> None:
         """Set each `grad` to `factor` times its view of the summed bucket."""
-        self._layout.hand_out(factor)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether an exchange of a bucket has been started."""
-        return self._launched > 0
-
-    @property
-    def passive(self) -> bool:
-        """Never: gradients are always summed along the tree."""
-        return False
+        self._layout.distribute(factor)
 
     def abandon(self) -> None:
         """Drop the step's gradients and partial sums."""
@@ -115,7 +99,7 @@ class ExactReducer(BucketReducer):
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.fired = self._layout.iteration
         slot.parameter.grad = None
-        if not self._ghost:
+        if not self.current.micro.padding:
             slot.touched = self._layout.step
             self._collect(slot, gradient)
 
@@ -142,39 +126,26 @@ class ExactReducer(BucketReducer):
         return views, [torch.full((), _NOTHING, dtype=view.dtype, device=view.device).expand_as(view) for view in views]
 
     def _gradients_of(self, row: int, index: int) -> torch.Tensor:
-        """A bucket of a partial sum, without tail and padding. Shape: (elements,)."""
+        """A bucket of a partial sum, without metadata and padding. Shape: (elements,)."""
         last = self._layout.buckets[index].slots[-1]
         return self._row(row)[index][: last.start + numbers(last.parameter)]
 
-    def _fill_tails(self) -> None:
+    def _fill_metadata(self) -> None:
         """The numbers ride in this rank's first partial sum; the others carry nothing."""
         self._layout.used.copy_(self._layout.present(self._layout.touched()))
         for row in self._rows[1:]:
-            self._layout.tail_of(row[-1]).fill_(_NOTHING)
+            self._layout.metadata_of(row[-1]).fill_(_NOTHING)
 
     # Over the ranks
-
-    def _launch_ready(self, group: Group) -> None:
-        """Start the exchange of complete buckets, except the last one, whose metadata follows the pass."""
-        buckets = self._layout.buckets
-        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
-            self._launch(group, self._launched)
-            self._launched += 1
 
     def _launch(self, group: Group, index: int) -> None:
         self._exchanges[index].scatter(group, [row[index] for row in self._rows], self._nodes)
 
-    def _reduce_over(self, group: Group) -> None:
-        try:
-            for index in range(self._launched, len(self._exchanges)):
-                self._launch(group, index)
-            for exchange in self._exchanges:
-                exchange.gather(group, self._merges)
-            for exchange in self._exchanges:
-                exchange.finish(group)
-        except CollectiveError:
-            self.abandon()
-            raise
+    def _finish(self, group: Group) -> None:
+        for exchange in self._exchanges:
+            exchange.gather(group, self._merges)
+        for exchange in self._exchanges:
+            exchange.finish(group)
 
 
 class Exchange:

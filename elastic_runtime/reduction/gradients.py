@@ -9,11 +9,12 @@ does with gradients in between (clipping, logging) does nothing. After the reduc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.reduction.backward_pass import NO_PASS, Pass
 from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
 from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
 
@@ -21,66 +22,73 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from elastic_runtime.membership.process_group import Group, Pending
-    from elastic_runtime.plan.batches import MicroBatch
 
 
-class GradientReducer(Protocol):
-    """Sums the gradients of a step over a group, together with a tail of numbers."""
+class GradientReducer:
+    """Sums the gradients of a step over a group, together with metadata.
+
+    `current`: the backward pass in force; gradients that arrive while it does not run are strays. `on_stray`: called
+    with the parameter's name then, and the gradient stays where it is. `passive`: nothing is done to this step's
+    gradients, and `factor` is 1.
+    """
+
+    current = NO_PASS
+    passive = False
+
+    def __init__(self) -> None:
+        self.on_stray: Callable[[str], None] = ignore
+        self._leftovers = Leftovers()
 
     @property
-    def tail(self) -> torch.Tensor:
-        """The caller's numbers, to be filled in before `reduce` and read after it. Shape: (tail_size,)."""
-
-    @property
-    def passive(self) -> bool:
-        """Whether nothing is done to this step's gradients: `factor` is 1 then."""
-
-    scale: float
-    """The factor for the gradients of a backward pass when they are gathered."""
-
-    expects: bool
-    """Whether a backward pass of the job's is under way. Gradients that come at another time are strays."""
-
-    held: bool
-    """Whether complete buckets wait for the end of the backward pass: other collectives come before them."""
-
-    on_stray: Callable[[str], None]
-    """Called with the parameter's name where a stray gradient arrives, which stays where it is."""
-
-    def attach(self) -> None:
-        """Register the hooks for backward passes."""
-
-    def release(self) -> None:
-        """Leave the model's backward passes alone, until the next `attach`."""
-
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """The next backward pass is this micro-batch's, and the `first` of its step."""
-
-    def end(self) -> None:
-        """The backward pass of the micro-batch is over."""
-
-    def reduce(self) -> None:
-        """Sum the gradients and the tail over all workers, after the last micro-batch of a step.
-
-        Raises CollectiveError if a peer was lost; the gradients are then dropped, and the buffers replaced.
-        """
-
-    def hand_out(self, factor: float) -> None:
-        """Set every `grad` to `factor` times the sum over all workers, or to None if no worker has one."""
+    def metadata(self) -> torch.Tensor:
+        """The caller's numbers, to be filled in before `reduce` and read after it. Shape: (metadata_size,)."""
+        raise NotImplementedError
 
     @property
     def in_flight(self) -> bool:
         """Whether something of this step was sent already, so that it cannot be computed again alone."""
-
-    def abandon(self) -> None:
-        """Drop the step's gradients; sums in flight keep the old buffers."""
+        raise NotImplementedError
 
     @property
     def kept(self) -> frozenset[str]:
         """The names of the parameters that had a gradient of zeros when the step began."""
+        return frozenset()
+
+    def attach(self) -> None:
+        """Register hooks for backward passes, if it has any."""
+
+    def release(self) -> None:
+        """Leave the model's backward passes alone, until the next `attach`."""
+
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:
+        """Collect the gradients of this backward pass next."""
+        raise NotImplementedError
+
+    def end_pass(self) -> None:
+        """Collect what is missing of its gradients: the backward pass is over."""
+        raise NotImplementedError
+
+    def reduce(self) -> None:
+        """Sum the gradients and the metadata over all workers, after the last micro-batch of a step.
+
+        Raises CollectiveError if a peer was lost; the gradients are then dropped, and the buffers replaced.
+        """
+        raise NotImplementedError
+
+    def distribute(self, factor: float) -> None:
+        """Set every `grad` to `factor` times the sum over all workers, or to None if no worker has one."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Drop the step's gradients; sums in flight keep the old buffers."""
+        raise NotImplementedError
 
 
-class BucketReducer:
+def ignore(_name: str) -> None:
+    """Do nothing about a stray gradient."""
+
+
+class BucketReducer(GradientReducer):
     """The common part of reducers over flat buckets.
 
     The layout is made for the parameters that are trained; it is made again where others are trained from a step on.
@@ -88,16 +96,12 @@ class BucketReducer:
 
     _layout: Layout
     _group: Group | None = None
-    _last = True
-    scale = 1.0
-    expects = True
-    held = False
+    _launched = 0  # buckets whose sum was started
     _uncleared: frozenset[str] = frozenset()
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        self._parameters, self._tail_size = list(parameters), tail_size
-        self.on_stray: Callable[[str], None] = ignore
-        self._leftovers = Leftovers()
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
+        super().__init__()
+        self._parameters, self._metadata_size = list(parameters), metadata_size
         self._lay_out()
 
     def attach(self) -> None:
@@ -113,14 +117,23 @@ class BucketReducer:
         self._layout.unhook()
 
     @property
-    def tail(self) -> torch.Tensor:
-        """The caller's numbers, at the end of the last bucket. Shape: (tail_size,)."""
-        return self._layout.tail
+    def metadata(self) -> torch.Tensor:
+        """The caller's numbers, at the end of the last bucket. Shape: (metadata_size,)."""
+        return self._layout.metadata
 
     @property
     def kept(self) -> frozenset[str]:
         """The names of the parameters that had a gradient of zeros when the step began."""
         return frozenset(slot.name for slot in self._layout.kept)
+
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:
+        """Begin a micro-batch's pass. The gradients of padding count for nothing."""
+        self.current = begun
+        if begun.first:
+            self._begin_step()
+            self._launched = 0
+        self._group = group if group is not None and group.size > 1 else None
+        self._layout.begin_pass(first=begun.first)
 
     def _begin_step(self) -> None:
         if self._layout.outdated:
@@ -130,12 +143,12 @@ class BucketReducer:
         self._layout.keep()
 
     def _lay_out(self) -> None:
-        self._layout = Layout(self._parameters, self._tail_size)
+        self._layout = Layout(self._parameters, self._metadata_size)
         self._layout.hook(self._receive)
 
     def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Pass a gradient on. LoopError for two gradients of one parameter in one iteration."""
-        if not self.expects:
+        if not self.current.running:
             self.on_stray(slot.name)
             return
         if slot.name in self._uncleared:
@@ -157,42 +170,55 @@ class BucketReducer:
         bucket.gradients.append(gradient)
         if bucket.complete:
             self._gather(bucket)
-            if self._last and self._group is not None and not self.held:
+            if self._group is not None and self.current.micro.last and not self.current.held:
                 self._launch_ready(self._group)
 
     def _gather(self, bucket: Bucket) -> None:
         raise NotImplementedError
 
     def _launch_ready(self, group: Group) -> None:
+        """Start the sums of complete buckets, except the last one: its metadata is complete after the backward pass."""
+        buckets = self._layout.buckets
+        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
+            self._launch(group, self._launched)
+            self._launched += 1
+
+    def _launch(self, group: Group, index: int) -> None:
         raise NotImplementedError
 
+    def _finish(self, group: Group) -> None:
+        raise NotImplementedError
 
-def ignore(_name: str) -> None:
-    """Do nothing about a stray gradient."""
+    def _sum_over(self, group: Group) -> None:
+        try:
+            while self._launched < len(self._layout.buckets):
+                self._launch(group, self._launched)
+                self._launched += 1
+            self._finish(group)
+        except CollectiveError:
+            self.abandon()
+            raise
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the sum of a bucket was started."""
+        return self._launched > 0
 
 
 class FastReducer(BucketReducer):
     """Sums by all-reduce: equal to one worker's sum within rounding."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        super().__init__(parameters, tail_size)
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
+        super().__init__(parameters, metadata_size)
         self._works: list[Pending] = []
-        self._launched = 0
         self._all_used = False  # by this worker, in this step: no other worker's flags are needed
-        self._ghost = self._passive = False
 
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """Begin a micro-batch. A ghost's gradients count as zero."""
-        if first:
-            self._begin_step()
-        self._group = group if group is not None and group.size > 1 else None
-        self._last, self._ghost = micro.last, micro.ghost
-        self._passive = self._group is None and first and micro.last and not micro.ghost
-        self._layout.begin(first=first)
-        if first:
-            self._launched = 0
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:
+        """Use autograd's own gradients with one worker, if one micro-batch is a step."""
+        super().begin_pass(group, begun)
+        self.passive = self._group is None and begun.first and begun.micro.last and not begun.micro.padding
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Gather the gradients of buckets that are not complete."""
         for bucket in self._layout.buckets:
             if not bucket.complete:
@@ -200,7 +226,7 @@ class FastReducer(BucketReducer):
 
     def reduce(self) -> None:
         """Sum the buckets over the workers, and wait for those that are summed already."""
-        if self._passive:
+        if self.passive:
             return
         used = self._layout.used.fill_(1)
         touched = [] if all(bucket.complete for bucket in self._layout.buckets) else self._layout.touched()
@@ -211,67 +237,47 @@ class FastReducer(BucketReducer):
                 if not was_touched:
                     slot.view.zero_()
         if self._group is not None:
-            self._reduce_over(self._group)
+            self._sum_over(self._group)
 
-    def hand_out(self, factor: float) -> None:
+    def distribute(self, factor: float) -> None:
         """Set each `grad` to `factor` times its view of the summed bucket."""
-        if self._passive:
+        if self.passive:
             self._layout.fill_kept()
         else:
-            self._layout.hand_out(factor, all_used=self._all_used)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether the sum of a bucket has been started."""
-        return bool(self._works)
-
-    @property
-    def passive(self) -> bool:
-        """Whether autograd's own gradients are used: with one worker, and one micro-batch a step."""
-        return self._passive
+            self._layout.distribute(factor, all_used=self._all_used)
 
     def abandon(self) -> None:
         """Drop the step's gradients; sums in flight keep the old buckets."""
-        self._works = []
+        self._works, self._launched = [], 0
         self._layout.forget()
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
-        if not self._passive:
+        if not self.passive:
             slot.fired = self._layout.iteration
             self._collect(slot, gradient)
 
     def _gather(self, bucket: Bucket) -> None:
         """Write the bucket's gradients into it: copied if they are the step's first, else added."""
-        step = self._layout.step
+        step, scale, padding = self._layout.step, self.current.scale, self.current.micro.padding
         gradients, bucket.gradients = bucket.gradients, []
         pairs = list(zip(bucket.arrived, gradients, strict=True))
         fresh = [(slot.view, gradient) for slot, gradient in pairs if slot.touched != step]
-        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not self._ghost]
-        if fresh and self._ghost:
+        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not padding]
+        if fresh and padding:
             torch._foreach_zero_([view for view, _ in fresh])
         elif fresh:
             torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])
-            if self.scale != 1.0:
-                torch._foreach_mul_([view for view, _ in fresh], self.scale)
+            if scale != 1.0:
+                torch._foreach_mul_([view for view, _ in fresh], scale)
         if more:
-            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more], alpha=self.scale)
+            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more], alpha=scale)
         for slot in bucket.arrived:
             slot.touched = step
             slot.parameter.grad = None
 
-    def _launch_ready(self, group: Group) -> None:
-        """Start the sums of complete buckets, except the last one: its metadata is complete after the backward pass."""
-        buckets = self._layout.buckets
-        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
-            self._works.append(group.all_reduce(buckets[self._launched].flat))
-            self._launched += 1
+    def _launch(self, group: Group, index: int) -> None:
+        self._works.append(group.all_reduce(self._layout.buckets[index].flat))
 
-    def _reduce_over(self, group: Group) -> None:
-        try:
-            for bucket in self._layout.buckets[self._launched :]:
-                self._works.append(group.all_reduce(bucket.flat))
-            group.wait(self._works)
-        except CollectiveError:
-            self.abandon()
-            raise
-        self._works = []
+    def _finish(self, group: Group) -> None:
+        group.wait(self._works)
+        self._works, self._launched = [], 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HEAD = 9 + MARKS
 _BASE = 1 << 20
-STAMPS = 251
+CHECKSUMS = 251
 """A prime, and small enough for sums of squares over hundreds of workers to be exact."""
 
 
@@ -27,16 +27,16 @@ class Share:
     """One worker's part of a step, as it enters the sum.
 
     `vote`: how far the prepared generation's number is above the one in force, 0 for none. `weight`: of its losses,
-    beside their samples; whole ones stay exact up to 2**44. `busy_s`: seconds it took. `stamp`: below `STAMPS`, equal
-    for workers that are at the same step of the same order. `step`: how many steps were applied before. `loss`: this
-    worker's part of the global batch's loss, where an optimizer asks for it.
+    beside their samples; whole ones stay exact up to 2**44. `busy_s`: seconds it took. `checksum`: below `CHECKSUMS`,
+    equal for workers that are at the same step of the same order. `step`: the number of steps that were applied before.
+    `loss`: this worker's part of the global batch's loss, if an optimizer asks for it.
     """
 
     samples: int
     vote: int = 0
     weight: float = 0.0
     busy_s: float = 0.0
-    stamp: int = 0
+    checksum: int = 0
     step: int = 0
     loss: float = 0.0
 
@@ -63,8 +63,8 @@ class StepMetadata:
     def fill(self, section: torch.Tensor, share: Share, *, leader: bool) -> None:
         """Write this worker's numbers into `section`. Shape: (size,)."""
         self._share = share
-        vote, stamp = share.vote, share.stamp
-        numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, share.loss]
+        vote, checksum = share.vote, share.checksum
+        numbers = [share.samples, vote, vote**2, checksum, checksum**2, share.busy_s, share.loss]
         numbers += divmod(share.weight, _BASE)
         numbers += self._agreement.marks()
         self._numbers[:] = array("d", numbers)
@@ -93,9 +93,9 @@ class StepMetadata:
         hyperparameters or parameters differ here, CollectiveError if they do on another worker.
         """
         numbers = section[:_HEAD].tolist()
-        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, self.loss, high, low, *marks = numbers
+        counted, votes, vote_squares, checksums, checksum_squares, self.busy_s, self.loss, high, low, *marks = numbers
         self.weight = high * _BASE + low
-        if not _unanimous(self._share.stamp, stamps, stamp_squares, workers):
+        if not _unanimous(self._share.checksum, checksums, checksum_squares, workers):
             raise LoopError(
                 "the workers are not at the same step of the same order of samples: every worker must run the same "
                 "loop (leave it by `break` only where all do, after the same step) over the same dataset, with the "

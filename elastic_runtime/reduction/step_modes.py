@@ -59,37 +59,37 @@ class Mode:
         make_reducer: Callable[[int], GradientReducer],
         agreement: Agreement | None = None,
     ) -> None:
-        """`make_reducer` gets the number of values in the tail."""
+        """`make_reducer` gets the number of values in the metadata."""
         self.buffers = self._buffers = buffers
         self._streams = streams
-        self.tail = StepMetadata(buffers, agreement)
+        self.metadata = StepMetadata(buffers, agreement)
         self._alone: Share | None = None  # what one worker adds to its own sums
-        self.reducer = make_reducer(self.tail.size)
+        self.reducer = make_reducer(self.metadata.size)
 
     def remember(self) -> None:
         """Save what a repeated step begins with; called before the step's data are fetched."""
         self._buffers.save()
         self._streams.save()
 
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+    def begin_micro_batch(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """Prepare for a micro-batch; `first`: of its step."""
 
-    def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
+    def end_pass(self, micro: MicroBatch) -> None:  # noqa: ARG002
         """End the backward pass of a micro-batch."""
-        self.reducer.end()
+        self.reducer.end_pass()
 
-    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
+    def fill_metadata(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, for the sum over all workers. `alone`: there is no other one."""
         self._alone = share if alone else None
         if not alone:
-            self.tail.fill(self.reducer.tail, share, leader=leader)
+            self.metadata.fill(self.reducer.metadata, share, leader=leader)
 
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
+    def read_metadata(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums; return whether all workers voted for the switch that this one voted for."""
         if self._alone is not None:
-            return self.tail.take_alone(self._alone, micro.step_samples)
-        tail = self.reducer.tail
-        return self.tail.take(tail, keeps=leader, samples=micro.step_samples, workers=workers, group=group)
+            return self.metadata.take_alone(self._alone, micro.step_samples)
+        section = self.reducer.metadata
+        return self.metadata.take(section, keeps=leader, samples=micro.step_samples, workers=workers, group=group)
 
     def completed(self, step: int) -> None:
         """Called when the gradients are summed, before optimizer and scheduler act."""
@@ -134,23 +134,23 @@ class ExactMode(Mode):
         """Save the buffers; random streams are a function of the step."""
         self._buffers.save()
 
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+    def begin_micro_batch(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """Begin a shard with the step's buffers and its own random streams."""
         if not first:
             self._buffers.restore()
         self._streams.reseed(mix_seed(self._seed, step, micro.shard))
 
-    def end(self, micro: MicroBatch) -> None:
+    def end_pass(self, micro: MicroBatch) -> None:
         """End a shard; the buffers of the first one are what the step leaves behind."""
-        super().end(micro)
-        if micro.shard == 0 and not micro.ghost:
+        super().end_pass(micro)
+        if micro.shard == 0 and not micro.padding:
             self._buffers.keep()
 
-    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
+    def fill_metadata(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers. Rank 0 has the first shard, and so the step's buffers."""
         if leader:
             self._buffers.restore_kept()
-        super().fill_tail(share, leader=leader, alone=alone)
+        super().fill_metadata(share, leader=leader, alone=alone)
 
     def completed(self, step: int) -> None:
         """Continue with random streams that are a function of the step."""

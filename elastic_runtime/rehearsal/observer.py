@@ -25,7 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
 from elastic_runtime.errors import CollectiveError, ElasticError
-from elastic_runtime.rehearsal.records import Prints, flattened, print_of, prints_of
+from elastic_runtime.rehearsal.records import Fingerprints, fingerprint_of, fingerprints_of, flattened
 from elastic_runtime.rehearsal.timetable import FAILING, JOINED, LAST, SAVED, SECOND
 from elastic_runtime.state import checkpoint
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from elastic_runtime.rehearsal.orders import RehearsedOrders
-    from elastic_runtime.rehearsal.records import Prints
+    from elastic_runtime.rehearsal.records import Fingerprints
     from elastic_runtime.state.training_state import TrainingState
 
 
@@ -42,9 +42,9 @@ _INTERNAL = ("torch._", "torch.fx", "elastic_runtime")
 
 
 def objects_beside(state: TrainingState, models: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
-    """Modules, optimizers and schedulers of the process that are no part of the job's state, with their prints.
+    """Modules, optimizers and schedulers of the process that are no part of the job's state, with their fingerprints.
 
-    [{"kind": class name, "shape": what it is made of, "prints": by name}], of those that hold any tensor or number.
+    [{"kind": class name, "shape": what it is made of, "fingerprints": by name}], of those that hold a tensor or number.
     """
     covered = {id(part) for root in [state.model, *models, *_values(state)] for part in _with_parts(root)}
     found = [each for each in gc.get_objects() if _is_kind(each) and id(each) not in covered]
@@ -53,21 +53,21 @@ def objects_beside(state: TrainingState, models: Sequence[torch.nn.Module]) -> l
     for each in found:
         if id(each) in inner or type(each).__module__.startswith(_INTERNAL):
             continue
-        prints = prints_of(flattened(each.state_dict()))
-        if prints:
-            rows.append({"kind": type(each).__name__, "shape": sorted(prints), "prints": prints})
+        fingerprints = fingerprints_of(flattened(each.state_dict()))
+        if fingerprints:
+            rows.append({"kind": type(each).__name__, "shape": sorted(fingerprints), "fingerprints": fingerprints})
     return rows
 
 
-def attributes_of(model: torch.nn.Module) -> Prints:
+def attributes_of(model: torch.nn.Module) -> Fingerprints:
     """Tensors and numbers that modules hold as plain attributes: no parameters, no buffers."""
-    found: Prints = {}
+    found: Fingerprints = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.startswith("_") or name == "training" or isinstance(value, bool):
                 continue
             if isinstance(value, torch.Tensor):
-                found[f"{path}.{name}".lstrip(".")] = print_of(value)
+                found[f"{path}.{name}".lstrip(".")] = fingerprint_of(value)
             elif isinstance(value, int | float):
                 found[f"{path}.{name}".lstrip(".")] = [float(value), 0.0]
     return found
@@ -174,7 +174,7 @@ class Observer:
         return self._state.position.step - self._offset
 
     def between_steps(self) -> None:
-        """A step is about to begin, perhaps for the second time."""
+        """A step is about to begin, possibly for the second time."""
         step = self._step
         if step > self._between:
             self._between = step
@@ -203,7 +203,7 @@ class Observer:
             step=step,
             attempt=attempt,
             workers=workers,
-            prints=self._gradients(),
+            fingerprints=self._gradients(),
             random=self._processes > 0 or streams() != self._streams,
             normalised=self._normalised(),
             switched_off=self._switched.off,
@@ -226,14 +226,14 @@ class Observer:
         device = next((p.device.type for _, p in self._state.parameters()), "cpu")
         return "coarse" if self._coarse else "full" if device == "cpu" else "device"
 
-    def _gradients(self) -> Prints:
-        return prints_of((name, p.grad) for name, p in self._state.parameters())
+    def _gradients(self) -> Fingerprints:
+        return fingerprints_of((name, p.grad) for name, p in self._state.parameters())
 
     def _record_state(self, step: int) -> None:
         workers = self._workers()
         objects = objects_beside(self._state, self._models) if workers > 1 else []
-        prints = prints_of(flattened(self._captured()))
-        self._records.write("state", step=step, workers=workers, prints=prints, objects=objects)
+        fingerprints = fingerprints_of(flattened(self._captured()))
+        self._records.write("state", step=step, workers=workers, fingerprints=fingerprints, objects=objects)
 
     def _captured(self) -> dict[str, Any]:
         """Return the state that all workers share; the position in a stream is each worker's own."""
@@ -248,14 +248,14 @@ class Observer:
         return {"model": captured["model"], "parts": {k: v for k, v in captured["parts"].items() if k != "loader"}}
 
     def _save_and_load(self, step: int) -> None:
-        before = prints_of(flattened(self._captured()))
+        before = fingerprints_of(flattened(self._captured()))
         try:
             path = checkpoint.save(str(self._orders.directory / "checkpoints"), step, self._state.capture())
             self._state.load(checkpoint.load(path)[1])
         except ElasticError as error:
             self._records.write("unsaved", step=step, message=str(error))
             return
-        self._records.write("loaded", step=step, before=before, after=prints_of(flattened(self._captured())))
+        self._records.write("loaded", step=step, before=before, after=fingerprints_of(flattened(self._captured())))
 
     def _resolution(self) -> float:
         """The norm of gradients that are as small as float16 can hold, of the parameters that are float16."""

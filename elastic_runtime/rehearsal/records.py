@@ -1,7 +1,7 @@
 """The records of one worker of a rehearsal: one JSON object per line, in a separate file.
 
-Tensors are recorded as prints: [norm, projection on a fixed vector]. Two tensors with equal prints are equal for this
-purpose, and prints of nearly equal tensors are nearly equal, which checksums are not.
+Tensors are recorded as fingerprints: [norm, projection on a fixed vector]. Two tensors with equal fingerprints are
+equal for this purpose, and fingerprints of nearly equal tensors are nearly equal, which checksums are not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_ELEMENTS = 1 << 20
 
-Prints = dict[str, list[float]]
+Fingerprints = dict[str, list[float]]
 
 
 class Records:
@@ -39,7 +39,7 @@ class Records:
         return [json.loads(line) for line in self._path.read_text().splitlines()]
 
 
-def print_of(tensor: torch.Tensor) -> list[float]:
+def fingerprint_of(tensor: torch.Tensor) -> list[float]:
     """[norm, projection] of a tensor of any type; of a large one, of about 2**20 elements."""
     flat = tensor.detach().resolve_conj()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
@@ -48,9 +48,9 @@ def print_of(tensor: torch.Tensor) -> list[float]:
     return [float(flat.norm()), float(flat @ weights)]
 
 
-def prints_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> Prints:
-    """The print of each tensor by name; of None, zeros."""
-    return {name: [0.0, 0.0] if tensor is None else print_of(tensor) for name, tensor in named}
+def fingerprints_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> Fingerprints:
+    """The fingerprint of each tensor by name; of None, zeros."""
+    return {name: [0.0, 0.0] if tensor is None else fingerprint_of(tensor) for name, tensor in named}
 
 
 def flattened(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_runtime.errors import ElasticError
 from elastic_runtime.rehearsal.observer import Observer
-from elastic_runtime.rehearsal.records import flattened, prints_of
+from elastic_runtime.rehearsal.records import fingerprints_of, flattened
 from elastic_runtime.rehearsal.timetable import LAST, SAVED, SHARDS_SAVED
 from elastic_runtime.sharded import files
 from elastic_runtime.state import checkpoint
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from elastic_runtime.rehearsal.orders import RehearsedOrders
-    from elastic_runtime.rehearsal.records import Prints
+    from elastic_runtime.rehearsal.records import Fingerprints
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.state.training_state import TrainingState
 
@@ -51,11 +51,11 @@ class ShardedObserver(Observer):
         self._last = -1  # the step that began last, which may be repeated
         directory = orders.directory / "checkpoints"
         directory.mkdir(mode=0o700, exist_ok=True)
-        sharding.keeper.directory = str(directory)
+        sharding.checkpoints.directory = str(directory)
         self._records.write("sharded")
 
     def between_steps(self) -> None:
-        """A step is about to begin, perhaps again, with another number of workers or from a checkpoint."""
+        """A step is about to begin, possibly again, with another number of workers or from a checkpoint."""
         step, whole = self._step, self._whole_state()
         sums = {name: _checksum(tensor) for name, tensor in whole.items()}
         recomputed = self._last < step <= self._between  # after a return: another size may have rounded otherwise
@@ -65,7 +65,7 @@ class ShardedObserver(Observer):
         if step > self._between:
             self._between = step
             self._records.write(
-                "state", step=step, workers=self._workers(), prints=prints_of(whole.items()), objects=[]
+                "state", step=step, workers=self._workers(), fingerprints=fingerprints_of(whole.items()), objects=[]
             )
             if step == SHARDS_SAVED:
                 self._sharding.save_now()
@@ -75,9 +75,9 @@ class ShardedObserver(Observer):
                 self._orders.release()
         self._begin_attempt(step)
 
-    def _gradients(self) -> Prints:
+    def _gradients(self) -> Fingerprints:
         with torch.no_grad():
-            return prints_of((name, _whole(p.grad)) for name, p in self._state.parameters())
+            return fingerprints_of((name, _whole(p.grad)) for name, p in self._state.parameters())
 
     def _whole_state(self) -> Whole:
         """Return all tensors and numbers of the state that all workers share, gathered from all of them."""
@@ -94,7 +94,7 @@ class ShardedObserver(Observer):
         """Write the parts, and compare what is read from them for a job of one worker."""
         self._sharding.save_now()
         try:
-            newest = files.load_newest(self._sharding.keeper.directory)
+            newest = files.load_newest(self._sharding.checkpoints.directory)
         except ElasticError as error:
             self._records.write("unsaved", step=step, message=str(error))
             return

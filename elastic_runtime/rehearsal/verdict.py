@@ -11,7 +11,7 @@ from elastic_runtime.rehearsal.timetable import FIRST, JOINED, LEADER_LOST, SECO
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_runtime.rehearsal.records import Prints
+    from elastic_runtime.rehearsal.records import Fingerprints
 
     Row = dict[str, Any]
 
@@ -120,7 +120,7 @@ def largest_difference(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 def _size_finding(before: Row, after: Row) -> Finding:
     small, large = sorted((before, after), key=lambda row: int(row["workers"]))
-    ratio = _norm(large["prints"]) / _norm(small["prints"]) if _norm(small["prints"]) else math.inf
+    ratio = _norm(large["fingerprints"]) / _norm(small["fingerprints"]) if _norm(small["fingerprints"]) else math.inf
     what = f"the gradients of step {before['step']} depend on the number of workers"
     why = f"with 2 workers they differ from those with 1 by {_off(small, large):.2g} of their norm"
     if before["exact"]:
@@ -167,7 +167,7 @@ def _attempts(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 def _states(rows: Sequence[Row]) -> Iterator[Finding]:
     for first, second in _side_by_side(rows):
-        names = _unlike(first["prints"], second["prints"])
+        names = _unlike(first["fingerprints"], second["fingerprints"])
         if names:
             yield Finding(
                 f"the worker that joined has another state than the first one before step {first['step']}",
@@ -195,10 +195,10 @@ def _objects(rows: Sequence[Row]) -> Iterator[Finding]:
         )
 
 
-def _alike(objects: list[Row], kind: str, shape: tuple[str, ...]) -> list[Prints]:
-    """The prints of all objects of one kind and shape, in an order that does not depend on the process."""
-    chosen = [each["prints"] for each in objects if each["kind"] == kind and tuple(each["shape"]) == shape]
-    return sorted(chosen, key=lambda prints: sum(abs(value[1]) for value in prints.values()))
+def _alike(objects: list[Row], kind: str, shape: tuple[str, ...]) -> list[Fingerprints]:
+    """The fingerprints of all objects of one kind and shape, in an order that does not depend on the process."""
+    chosen = [each["fingerprints"] for each in objects if each["kind"] == kind and tuple(each["shape"]) == shape]
+    return sorted(chosen, key=lambda fingerprints: sum(abs(value[1]) for value in fingerprints.values()))
 
 
 def _gathered(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -246,15 +246,15 @@ def _side_by_side(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
             yield row, second
 
 
-# Prints
+# Fingerprints
 
 
 def _of(rows: Sequence[Row], what: str) -> list[Row]:
     return [row for row in rows if row["what"] == what]
 
 
-def _norm(prints: Prints) -> float:
-    return math.sqrt(sum(norm**2 for norm, _ in prints.values()))
+def _norm(fingerprints: Fingerprints) -> float:
+    return math.sqrt(sum(norm**2 for norm, _ in fingerprints.values()))
 
 
 def _distance(one: list[float], other: list[float]) -> float:
@@ -265,18 +265,21 @@ def _distance(one: list[float], other: list[float]) -> float:
 
 def _differing(before: Row, after: Row, limit: float) -> list[str]:
     """Names of the gradients that differ by more than `limit` of the norm of all; with "exact", at all."""
-    one, other = before["prints"], after["prints"]
+    one, other = before["fingerprints"], after["fingerprints"]
     allowed = 0.0 if before["exact"] else limit * max(_norm(one), _norm(other)) + before["resolution"]
     return [name for name in one if _distance(one[name], other[name]) > allowed]
 
 
 def _off(before: Row, after: Row) -> float:
     """The largest difference, in the norm of all gradients."""
-    norm = max(_norm(before["prints"]), _norm(after["prints"])) or 1.0
-    return max(_distance(before["prints"][name], after["prints"][name]) for name in before["prints"]) / norm
+    norm = max(_norm(before["fingerprints"]), _norm(after["fingerprints"])) or 1.0
+    return (
+        max(_distance(before["fingerprints"][name], after["fingerprints"][name]) for name in before["fingerprints"])
+        / norm
+    )
 
 
-def _unlike(one: Prints, other: Prints) -> list[str]:
+def _unlike(one: Fingerprints, other: Fingerprints) -> list[str]:
     """Names of the tensors and numbers that two workers have with other values, or that one of them lacks."""
     found = sorted(set(one) ^ set(other))
     for name in set(one) & set(other):
@@ -287,7 +290,7 @@ def _unlike(one: Prints, other: Prints) -> list[str]:
     return sorted(found)
 
 
-def _hint(before: Prints, after: Prints) -> str:
+def _hint(before: Fingerprints, after: Fingerprints) -> str:
     names = [name for name in before if _distance(before[name], after.get(name, before[name])) > 0]
     return f"; attributes that have changed meanwhile: {_listed(names)}" if names else ""
 

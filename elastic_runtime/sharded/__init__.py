@@ -4,8 +4,8 @@
       wrap       a model wrapped, unwrapped, and wrapped for another mesh
       state      what of a training's state is sharded
       transfer   parts on their way from old ranks to new ones; layout: which
-      files      checkpoints in parts; keeper: when
-    mode       the steps in between; comms: FSDP's collectives over our group; clipping: the norm of all shards
+      files      checkpoints in parts; checkpoint_schedule: when
+    mode       the steps in between; collectives: FSDP's over our group
 
 Nothing is imported here: FSDP costs a second, and most jobs do without.
 """

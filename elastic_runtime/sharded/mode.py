@@ -19,15 +19,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.reduction.gradients import ignore
+from elastic_runtime.reduction.gradients import GradientReducer
 from elastic_runtime.reduction.step_modes import Mode
-from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
+from elastic_runtime.validation.leftover_gradients import uncleared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from elastic_runtime.membership.process_group import Group
     from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.backward_pass import Pass
     from elastic_runtime.reduction.buffers import FollowedBuffers
     from elastic_runtime.reduction.step_metadata import Share
     from elastic_runtime.reduction.step_modes import Clipping
@@ -78,62 +77,43 @@ def _total_norm(group: Group, shards: list[torch.Tensor], clipping: Clipping) ->
 _OWN = 2
 
 
-class ShardedReducer:
-    """FSDP sums the gradients by its own hooks; this sums the tail. Nothing is scaled, and strays are not noticed."""
+class ShardedReducer(GradientReducer):
+    """FSDP sums the gradients by its own hooks; this sums the metadata. Strays are not noticed."""
 
-    scale = 1.0
-    expects = True
-    held = False
-    kept: frozenset[str] = frozenset()
+    in_flight = True  # FSDP communicates from the first forward pass on
 
-    def __init__(self, sharding: Sharding, tail_size: int) -> None:
+    def __init__(self, sharding: Sharding, metadata_size: int) -> None:
+        super().__init__()
         self._sharding = sharding
-        self.on_stray: Callable[[str], None] = ignore
-        self._whole_tail = torch.zeros(tail_size + _OWN, device=sharding.device)
-        self.own = self._whole_tail[-_OWN:]
-        self._leftovers = Leftovers()
+        self._whole_metadata = torch.zeros(metadata_size + _OWN, device=sharding.device)
+        self.own = self._whole_metadata[-_OWN:]
 
     @property
-    def tail(self) -> torch.Tensor:
-        """The caller's numbers. Shape: (tail_size,)."""
-        return self._whole_tail[:-_OWN]
+    def metadata(self) -> torch.Tensor:
+        """The caller's numbers. Shape: (metadata_size,)."""
+        return self._whole_metadata[:-_OWN]
 
-    @property
-    def passive(self) -> bool:
-        """Never: a step always has a sum of its tail."""
-        return False
-
-    @property
-    def in_flight(self) -> bool:
-        """Always: FSDP communicates from the first forward pass on."""
-        return True
-
-    def attach(self) -> None:
-        """Do nothing: FSDP's hooks belong to its wrapping."""
-
-    def release(self) -> None:
-        """Do nothing: FSDP's hooks belong to its wrapping."""
-
-    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:  # noqa: ARG002
+    def begin_pass(self, group: Group | None, begun: Pass) -> None:  # noqa: ARG002
         """Make FSDP reduce the gradients after the last micro-batch only. LoopError for those of an earlier step."""
-        if first and (found := self._leftovers.look(self._sharding.wrapping.parameters().items())):
+        self.current = begun
+        if begun.first and (found := self._leftovers.look(self._sharding.wrapping.parameters().items())):
             raise uncleared(min(found))
         for module in self._sharding.wrapping.modules:
-            module.set_requires_gradient_sync(micro.last, recurse=False)
-            module.set_is_last_backward(micro.last)
+            module.set_requires_gradient_sync(begun.micro.last, recurse=False)
+            module.set_is_last_backward(begun.micro.last)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Raise CollectiveError if one of FSDP's collectives has failed since the step's beginning."""
         self._sharding.link.check()
 
     def reduce(self) -> None:
-        """Sum the tail over the workers, once the copies of their shards are whole."""
+        """Sum the metadata over the workers, once the copies of their shards are whole."""
         self._sharding.end_step()
         group = self._sharding.link.group
         if group.size > 1:
-            group.wait([group.all_reduce(self._whole_tail)])
+            group.wait([group.all_reduce(self._whole_metadata)])
 
-    def hand_out(self, factor: float) -> None:
+    def distribute(self, factor: float) -> None:
         """Multiply the gradients, which FSDP has summed, by `factor`."""
         if factor != 1.0:
             torch._foreach_mul_(self._gradients(), factor)
@@ -158,27 +138,27 @@ class ShardedMode(Mode):
         self._sharding = sharding
         super().__init__(buffers, streams, self._make_reducer)
 
-    def _make_reducer(self, tail_size: int) -> ShardedReducer:
-        self._reducer = ShardedReducer(self._sharding, tail_size)
+    def _make_reducer(self, metadata_size: int) -> ShardedReducer:
+        self._reducer = ShardedReducer(self._sharding, metadata_size)
         return self._reducer
 
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+    def begin_micro_batch(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """Begin a micro-batch; with a step's first one another worker gets a copy of this worker's shards."""
-        super().begin(micro, step, first=first)
+        super().begin_micro_batch(micro, step, first=first)
         if first:
             self._sharding.begin_step(self._streams.saved)
 
-    def fill_tail(self, share: Share, *, leader: bool, alone: bool = False) -> None:
+    def fill_metadata(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, and whether it wants a checkpoint or was asked to leave."""
-        super().fill_tail(share, leader=leader, alone=alone)
+        super().fill_metadata(share, leader=leader, alone=alone)
         save = self._sharding.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_preempted()], dtype=torch.float32))
 
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
+    def read_metadata(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums, and agree on a checkpoint or the end."""
         save, preempted = self._reducer.own.tolist()
         self._sharding.agreed(save=int(save), preempted=preempted > 0)
-        return super().take_tail(micro, leader=leader, workers=workers, group=group)
+        return super().read_metadata(micro, leader=leader, workers=workers, group=group)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip by the norm over all shards. CollectiveError if a peer is lost."""

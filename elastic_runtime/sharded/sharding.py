@@ -22,7 +22,7 @@ import torch
 
 from elastic_runtime.errors import CheckpointError, CollectiveError
 from elastic_runtime.sharded import files, mirror
-from elastic_runtime.sharded.comms import Link
+from elastic_runtime.sharded.collectives import Link
 from elastic_runtime.sharded.files import Saved
 from elastic_runtime.sharded.state import Parts, own_parts, places, received_parts, shared_parts, take_apart
 from elastic_runtime.sharded.transfer import Resharding
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from elastic_runtime.membership.process_group import Group
-    from elastic_runtime.sharded.keeper import ShardKeeper
+    from elastic_runtime.sharded.checkpoint_schedule import ShardedCheckpoints
     from elastic_runtime.sharded.mirror import Mirror, Source
     from elastic_runtime.sharded.wrap import Wrapping
     from elastic_runtime.state.random_streams import RandomStreams
@@ -91,11 +91,11 @@ class Sharding:
         state: TrainingState,
         wrapping: Wrapping,
         streams: RandomStreams,
-        keeper: ShardKeeper,
+        checkpoints: ShardedCheckpoints,
         is_preempted: Callable[[], bool],
         mirror: Mirror,
     ) -> None:
-        self.wrapping, self.keeper, self.is_preempted = wrapping, keeper, is_preempted
+        self.wrapping, self.checkpoints, self.is_preempted = wrapping, checkpoints, is_preempted
         self._mirror = mirror
         self._mirrors: bool | None = None  # whether copies are made; None: not known yet
         self._state, self._streams = state, streams
@@ -121,7 +121,7 @@ class Sharding:
 
     def due(self) -> int:
         """Rank 0: the number of the checkpoint that is to be made after this step; 0: none."""
-        return _new_number() if self.keeper.due() else 0
+        return _new_number() if self.checkpoints.due() else 0
 
     def agreed(self, *, save: int, preempted: bool) -> None:
         """Record what the workers agreed on in the sum at a step's end."""
@@ -300,7 +300,7 @@ class Sharding:
 
     def _copies(self, group: Group) -> Source | None:
         """Return the copies from which the state can be restored, if they are not older than the newest checkpoint."""
-        directory = self.keeper.directory
+        directory = self.checkpoints.directory
         saved = next(iter(files.whole_ones(directory)), None) if directory and group.rank == 0 else None
         row = [saved.step if saved else -1, *(number for copied in self._mirror.held() for number in copied)]
         first, *rest = zip(*group.all_gather(torch.tensor(row, dtype=torch.int64)).tolist(), strict=True)
@@ -332,12 +332,12 @@ class Sharding:
 
     def save_if_agreed(self) -> None:
         """Between two steps: write this rank's parts if all workers agreed."""
-        self.keeper.prepare(self._capture)
+        self.checkpoints.prepare(self._capture)
         number, self._save = self._save, 0
         if number:
             group = self.link.group
             saved = Saved(self._state.position.step, number, group.size)
-            self.keeper.save_soon(saved, group.rank, self._capture)
+            self.checkpoints.save_soon(saved, group.rank, self._capture)
 
     def save_now(self) -> None:
         """Write all parts before returning; all workers call this at the same step."""
@@ -347,7 +347,7 @@ class Sharding:
         except CollectiveError as error:
             _log.warning("the steps since the last checkpoint are lost with a worker: %s", error)
             return
-        self.keeper.save_now(Saved(self._state.position.step, number, group.size), group.rank, self._capture)
+        self.checkpoints.save_now(Saved(self._state.position.step, number, group.size), group.rank, self._capture)
 
     def save_in_time(
         self,
@@ -364,7 +364,7 @@ class Sharding:
             step, rank, ranks = self._state.position.step, self.link.group.rank, self.link.group.size
             if step != self._saved_in_time:
                 self._saved_in_time = step
-                self.keeper.save_soon(
+                self.checkpoints.save_soon(
                     Saved(step, self._save_in_time, ranks),
                     rank,
                     lambda: take_apart(rewound(self._capture_standing()), {}),
@@ -381,8 +381,8 @@ class Sharding:
 
     def _restore(self, group: Group, number: int) -> Saved | None:
         """Load the parts of the newest checkpoint that all workers can read; None: there is none."""
-        self.keeper.settle()
-        directory = self.keeper.directory
+        self.checkpoints.settle()
+        directory = self.checkpoints.directory
         candidates = iter(files.whole_ones(directory) if directory and group.rank == 0 else [])
         mesh: DeviceMesh | None = None
         while True:
@@ -402,7 +402,7 @@ class Sharding:
         return saved
 
     def _read(self, saved: Saved, group: Group) -> Parts | None:
-        directory = self.keeper.directory
+        directory = self.checkpoints.directory
         try:
             if saved.ranks:
                 return files.read_parts(directory, saved, group.rank, group.size)
@@ -421,7 +421,7 @@ class Sharding:
                 saved,
                 max(before - saved.step, 0),
             )
-        self.keeper.note_restored(saved.step)
+        self.checkpoints.note_restored(saved.step)
 
 
 def _complete(holdings: list[_Holding], held: list[int]) -> bool:

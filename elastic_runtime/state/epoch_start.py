@@ -26,6 +26,7 @@ from elastic_runtime.errors import LoopError, StateError
 from elastic_runtime.state.layouts import flat
 from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
 from elastic_runtime.state.packing import pack, unpack
+from elastic_runtime.torch_internals.modules import writes_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +221,7 @@ class EpochStart:
         tensors = pack([[parameter for _, parameter in self._state.parameters()], kept, modules])[1]
         parts = 1 if sum(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS else _SAMPLED
         sums = [_checksum(tensor, parts) for tensor in tensors if tensor.numel()]
-        changes = [tensor._version for tensor in tensors]  # noqa: SLF001  (there is no public counter)
+        changes = [writes_to(tensor) for tensor in tensors]
         return [*changes, *torch.stack([each.cpu() for each in sums]).tolist()] if sums else changes
 
 
@@ -229,7 +230,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksum(tensor: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a checksum of all elements, or of so many of them. Shape: ()."""
+    """Return a checksum of all elements, or of `parts` of them. Shape: ()."""
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
     bits = flat(own.detach()).view(_BITS[own.element_size()])

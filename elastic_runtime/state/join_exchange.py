@@ -33,7 +33,7 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
     """
     step = state.position.step if holds_state else -1
     mine = [step, state.fingerprint(), state.agreement_fingerprint(), state.rounds, state.in_round]
-    mine += [state.sample_stamp, *dataclasses.astuple(state.totals)]
+    mine += [state.sample_checksum, *dataclasses.astuple(state.totals)]
     with phases("meet"):
         rows = group.all_gather(torch.tensor(mine, dtype=torch.int64))
     steps, models, agreements, rounds, in_rounds, samples = rows[:, :6].T.tolist()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import _random
-import ctypes
 import random
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_runtime.torch_internals.generators import numpy_words, python_words
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_MT19937_BYTES = 625 * 4
-"""NumPy's struct of a Mersenne Twister: 624 words of key, and the position among them."""
 
 
 class RandomStreams:
@@ -72,7 +69,7 @@ class RandomStreams:
 
         The third part of a state is half of a pair of normal numbers, which is not part of the words.
         """
-        words, saved = _python_words(), self._saved.get("python")
+        words, saved = python_words(), self._saved.get("python")
         if saved is not None and words and words == self._python_words and saved[2] is None:
             return saved
         self._python_words = words
@@ -84,30 +81,12 @@ class RandomStreams:
         The words of the generator show this, unless half of a pair of normal numbers is still to be returned, which is
         not part of them.
         """
-        words = _words(numpy)
+        words = numpy_words(numpy)
         saved = self._saved.get("numpy")
         if saved is not None and words and words == self._numpy_words and not saved[3]:
             return saved
         self._numpy_words = words
         return numpy.random.get_state()
-
-
-def _python_words() -> bytes:
-    """The memory of Python's global generator behind the object's head; empty where it is not CPython's own."""
-    generator = getattr(random.getstate, "__self__", None)
-    if type(generator) is not random.Random or sys.implementation.name != "cpython":
-        return b""
-    head = object.__basicsize__
-    return ctypes.string_at(id(generator) + head, _random.Random.__basicsize__ - head)
-
-
-def _words(numpy: Any) -> bytes:
-    """The memory of NumPy's global generator; empty where it is not the usual one."""
-    get = getattr(numpy.random, "get_bit_generator", None)
-    generator = get() if get else None
-    if generator is None or type(generator).__name__ != "MT19937":
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 def _seed_torch(seed: int) -> None:

@@ -63,7 +63,7 @@ class TrainingState:
     data: str = ""  # what the order of the samples depends on
     split: str = ""  # how a step is split
     totals: Totals = field(default_factory=Totals)
-    sample_stamp: int = 0  # of a few samples; 0: unknown, or different each time they are read
+    sample_checksum: int = 0  # of a few samples; 0: unknown, or different each time they are read
     transient: Transient | None = None  # of the buffers that a state_dict leaves out
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one

@@ -1,4 +1,4 @@
-"""Private parts of torch.nn, torch.amp and torch.utils.data that are used where no public way is fast or exact.
+"""Private parts of torch and Python that are used where no public way is fast or exact.
 
 `Module._parameters` and `_buffers` are read in each step: attributes cost ten times as much. `GradScaler._scale` is the
 tensor; `get_scale()` waits for the GPU. Checked with torch 2.14 and 2.15; tests/elastic_runtime/test_torch_internals.py
@@ -7,8 +7,12 @@ fails where one of them changes.
 
 from __future__ import annotations
 
+import sys
+from copyreg import _reconstructor as reconstruct  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
+from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchNorm
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.nn.modules.module import Module
@@ -22,6 +26,7 @@ __all__ = [
     "EXTRA_STATE",
     "BatchNorm",
     "LoaderIterator",
+    "batch_norm",
     "drop_loader_processes",
     "has_extra_state",
     "index_sampler",
@@ -29,7 +34,10 @@ __all__ = [
     "is_persistent",
     "own_buffers",
     "own_parameters",
+    "reconstruct",
     "scale_of",
+    "stepping_scaler",
+    "writes_to",
 ]
 
 
@@ -71,3 +79,26 @@ def index_sampler(iterator: Any) -> object:
 def drop_loader_processes(loader: DataLoader[Any]) -> None:
     """End the loader's persistent processes: its next iteration starts new ones."""
     loader._iterator = None  # noqa: SLF001
+
+
+def stepping_scaler() -> GradScaler | None:
+    """Return the GradScaler that calls `optimizer.step`, which calls this; None if another function does.
+
+    The caller identifies itself better than any argument.
+    """
+    caller = sys._getframe(2)  # noqa: SLF001
+    if caller.f_code.co_name != "_maybe_opt_step":
+        return None
+    found = caller.f_locals.get("self")
+    return found if isinstance(found, GradScaler) else None
+
+
+def batch_norm(layer: torch.nn.SyncBatchNorm, values: torch.Tensor) -> torch.Tensor:
+    """Return what the layer computes from this process's values alone."""
+    found: torch.Tensor = _BatchNorm.forward(layer, values)
+    return found
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """Return the number of times that the tensor was written to in place: there is no public counter."""
+    return tensor._version  # noqa: SLF001

@@ -46,7 +46,7 @@ _STRICT = 1e-5
 _ELEMENTS = 4
 _MOD = 251
 MARKS = 5
-"""Numbers that every worker adds: whether it has found a difference, and a checksum as two stamps and their squares."""
+"""Numbers that every worker adds: whether it has found a difference, two residues of a checksum and their squares."""
 
 
 class Agreement:
@@ -64,7 +64,7 @@ class Agreement:
         self._turns = [self._named[turn::TURNS] for turn in range(TURNS)]
         self.size = 1 + max(map(len, self._turns), default=0) if optimizers else 0
         self._kept: list[object] = []  # the values of the last checksum
-        self._checksum, self._stamps = 0, (0, 0)
+        self._checksum, self._residues = 0, (0, 0)
         self._differs = ""  # the error of this worker, of which the others are notified in the next step
         self._own: torch.Tensor | None = None  # of the elements that this step compares
         self._fresh = FRESH
@@ -74,7 +74,7 @@ class Agreement:
 
     def marks(self) -> tuple[int, int, int, int, int]:
         """Return what this worker adds to the step's numbers: whether it differs, and its checksum."""
-        first, second = self._stamps = self._stamped()
+        first, second = self._residues = self._checksum_residues()
         return bool(self._differs), first, first * first, second, second * second
 
     def fill(self, section: torch.Tensor, step: int, *, leader: bool) -> None:
@@ -100,7 +100,7 @@ class Agreement:
         if differs:
             raise ModelMismatchError(self._differs or _OTHERS)
         if group is not None:
-            own = self._stamps
+            own = self._residues
             same = _same(own[0], first, first_squares, workers) and _same(own[1], second, second_squares, workers)
             self._check_numbers(group, step, same=same)
         self._check_own(section, step)
@@ -127,7 +127,7 @@ class Agreement:
 
     # Numbers
 
-    def _stamped(self) -> tuple[int, int]:
+    def _checksum_residues(self) -> tuple[int, int]:
         values = numbers(self._optimizers, self.schedulers)
         if values != self._kept:
             self._kept = values
@@ -229,7 +229,7 @@ def _number_differs(name: str, step: int, rank: int, rows: Sequence[dict[str, An
 
 
 def _same(value: int, total: float, squares: float, workers: int) -> bool:
-    """Return whether so many stamps, all equal to `value`, have these sums: no others have both."""
+    """Return whether as many residues as workers, all equal to `value`, have these sums: no others have both."""
     return abs(total - workers * value) < 0.5 and abs(squares - workers * value**2) < 0.5
 
 

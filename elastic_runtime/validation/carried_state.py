@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from elastic_runtime.errors import LoopError
 from elastic_runtime.torch_internals.modules import is_compiled
+from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +30,7 @@ LOOKS_AT = 6
 """Iterations: of an epoch that is shorter, the next one's are looked at."""
 
 
-class CarriedState:
+class CarriedState(LoopWatch):
     """Looks at what the modules of `models` get and give, until `LOOKS_AT` iterations are over.
 
     Only where they have recurrent layers of torch's, and are not compiled: global hooks would break a graph.
@@ -48,8 +49,8 @@ class CarriedState:
         self._before: dict[int, StorageWeakRef] = {}  # in the one before
         self._handles: list[RemovableHandle] = []
 
-    def begin(self, samples: int) -> None:
-        """Another iteration begins, over so many samples."""
+    def before_iteration(self, samples: int) -> None:
+        """Another iteration begins, over `samples` samples."""
         if not self._left:
             self.end()
             return
@@ -58,9 +59,6 @@ class CarriedState:
         self._left -= 1
         self._found = self._found + 1 if self._carries else 0
         self._size, self._before, self._given, self._carries = samples, self._given, {}, False
-
-    def backward(self) -> None:
-        """Do nothing: what is looked for happens before."""
 
     def end(self) -> None:
         """Remove the hooks."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.errors import LoopError
+from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +24,7 @@ LOOKS_AT = 6
 _ELEMENTS = 8
 
 
-class ChangedParameters:
+class ChangedParameters(LoopWatch):
     """Compares the parameters of `models` at an iteration's beginning and at its first backward pass."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
@@ -33,14 +34,14 @@ class ChangedParameters:
         self._trained_before: dict[str, list[float]] = {}
         self._set: set[str] = set()  # trained ones that changed in the first iteration
 
-    def begin(self, samples: int) -> None:  # noqa: ARG002
+    def before_iteration(self, samples: int) -> None:  # noqa: ARG002
         """Another iteration begins."""
         self._before = self._samples(trained=False) if self._left else {}
         looks = self._left == LOOKS_AT or (self._left == LOOKS_AT - 1 and self._set)
         self._trained_before = self._samples(trained=True) if looks else {}
         self._left = max(0, self._left - 1)
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """A backward pass begins. LoopError for a parameter that was changed by hand."""
         before, self._before = self._before, {}
         if before:

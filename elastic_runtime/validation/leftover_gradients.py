@@ -1,4 +1,4 @@
-"""Gradients of an earlier step that are still there when a step begins: a loop that does not clear them all.
+"""Gradients of an earlier step that are still there when a step begins: a loop that does not clear or apply them.
 
 torch would add to them. Here they are no part of the state: a worker that joins does not have them, so the sum would
 depend on the number of workers and its history. Zeros, as `zero_grad(set_to_none=False)` leaves them, are no leftovers.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _FIRST, _EVERY = 8, 64
-"""Reading a gradient waits for its device, so the first steps are looked at, and then one in so many."""
+"""Reading a gradient waits for its device, so the first steps are looked at, and then one in `_EVERY`."""
 
 
 class Leftovers:
@@ -47,3 +47,37 @@ def uncleared(name: str) -> LoopError:
         "optimizer.step() and optimizer.zero_grad() in every iteration (they act where a step is complete), those of "
         "every optimizer, and give global_batch_size in place of accumulating in the loop"
     )
+
+
+_IN_A_ROW = 2
+"""Steps whose gradients may stay where they are."""
+
+
+class UnappliedSteps:
+    """Finds a loop that accumulates gradients by itself: it would apply those of some steps only, or of none."""
+
+    def __init__(self) -> None:
+        self.steps_are_applied = False  # the script has called optimizer.step()
+        self._step: int | None = None  # the step before, if no optimizer acted on it
+        self._in_a_row = 0
+
+    def note(self, step: int | None) -> None:
+        """A step is over; `step`: its number, if no optimizer acted on it."""
+        self._step = step
+
+    def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Raise LoopError if the gradients of the step before are still there as another one begins.
+
+        At once if the script has called `optimizer.step()` before, in the third step if it never has.
+        """
+        step, self._step = self._step, None
+        if step is None or all(p.grad is None or not bool(p.grad.any()) for _, p in parameters):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self.steps_are_applied or self._in_a_row == _IN_A_ROW:
+            raise LoopError(
+                f"the gradients of step {step} were neither applied nor cleared; job.backward adds micro-batches up by "
+                "itself, so call optimizer.step() and optimizer.zero_grad() in every iteration (they act where a step "
+                "is complete), and give global_batch_size in place of accumulating in the loop"
+            )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +21,7 @@ LOOKS_AT = 64
 _OF_TORCH = {"_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"}
 
 
-class OptimizerAttributes:
+class OptimizerAttributes(LoopWatch):
     """Compares them in the first iterations. UsageError for one that changes."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -28,7 +29,7 @@ class OptimizerAttributes:
         self._left = LOOKS_AT if self._optimizers else 0
         self._before: list[dict[str, Any]] = []
 
-    def begin(self, samples: int) -> None:  # noqa: ARG002
+    def before_iteration(self, samples: int) -> None:  # noqa: ARG002
         """Compare what the last iteration has changed."""
         if not self._left:
             return
@@ -43,9 +44,6 @@ class OptimizerAttributes:
                     "in self.state[parameter] or in self.param_groups, or extend state_dict and load_state_dict"
                 )
         self._before = now
-
-    def backward(self) -> None:
-        """Do nothing: what is looked for happens afterwards."""
 
     def end(self) -> None:
         """Look no more."""

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_runtime.data.dataloader import Batches
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.torch_internals.modules import LoaderIterator, index_sampler
+from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,14 +67,14 @@ LOOKS_AT = 6
 _IN_A_ROW = 3
 
 
-class LoaderWatch:
+class LoaderWatch(LoopWatch):
     """Looks at what DataLoaders give, until `LOOKS_AT` iterations are over."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models, self._left, self._iteration = list(models), LOOKS_AT, 0
         self._runs: dict[int, tuple[object, int, int]] = {}  # by iterator: (it, its last iteration, how many in a row)
 
-    def begin(self, samples: int) -> None:  # noqa: ARG002
+    def before_iteration(self, samples: int) -> None:  # noqa: ARG002
         """Note that another iteration begins."""
         self._iteration += 1
         if not self._left:
@@ -82,9 +83,6 @@ class LoaderWatch:
         self._left -= 1
         _watching.add(self)
         _install()
-
-    def backward(self) -> None:
-        """Do nothing: what is looked for happens before."""
 
     def end(self) -> None:
         """Remove the hooks."""

@@ -95,6 +95,8 @@ def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
 def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
     """Return the selected context of the kubeconfig ("": the current one, or the pod's); None: not on Kubernetes."""
     environment = os.environ if environment is None else environment
+    if environment.get(URL_VARIABLE):
+        return None
     chosen = environment.get(CONTEXT_VARIABLE) or load_settings(environment).context
     if chosen == EMBEDDED:
         return None

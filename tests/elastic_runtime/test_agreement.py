@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
-from elastic_runtime.data.sample_stamps import sample_stamp
+from elastic_runtime.data.sample_checksums import sample_checksum
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import CollectiveError, ModelMismatchError, UsageError
 from elastic_runtime.plan.batches import MicroBatch
 from elastic_runtime.plan.position import Position
 from elastic_runtime.process.timing import Phases
+from elastic_runtime.reduction.backward_pass import Pass
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import Share, StepMetadata
@@ -50,22 +51,22 @@ class Worker:
         self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=rate)
         self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
         self.agreement = Agreement(list(model.named_parameters()), [self.optimizer], None, [self.scheduler])
-        self.tail = StepMetadata(FollowedBuffers([]), self.agreement)
+        self.metadata = StepMetadata(FollowedBuffers([]), self.agreement)
 
     def train_alone(self) -> None:
-        self.tail.take_alone(Share(1), 1)
+        self.metadata.take_alone(Share(1), 1)
 
 
 def met(workers: list[Worker], groups: list[Group], step: int) -> list[BaseException | None]:
     """One step's sum, as each worker reads it: what each of them raised."""
-    sections = [torch.zeros(each.tail.size) for each in workers]
+    sections = [torch.zeros(each.metadata.size) for each in workers]
     for rank, (each, section) in enumerate(zip(workers, sections, strict=True)):
-        each.tail.fill(section, Share(1, step=step), leader=rank == 0)
+        each.metadata.fill(section, Share(1, step=step), leader=rank == 0)
     total = torch.stack(sections).sum(0)
 
     def take(rank: int) -> BaseException | None:
         try:
-            workers[rank].tail.take(total, keeps=rank == 0, samples=2, workers=2, group=groups[rank])
+            workers[rank].metadata.take(total, keeps=rank == 0, samples=2, workers=2, group=groups[rank])
         except (CollectiveError, ModelMismatchError) as error:
             return error
         return None
@@ -183,13 +184,11 @@ def test_the_gradients_of_a_share_are_scaled_where_they_are_summed() -> None:
     """A loss that was scaled down before the backward pass gave gradients below what float16 holds."""
     model = nn.Linear(4, 1, bias=False).half()
     reducer = FastReducer(model.named_parameters(), 1)
-    reducer.scale = 1 / 64
-    reducer.begin(None, MicroBatch(0, 1, 64, last=False), first=True)
-    model(torch.full((1, 4), 1e-7).half()).float().sum().backward()
-    reducer.end()
-    reducer.begin(None, MicroBatch(1, 2, 64, last=True), first=False)
-    model(torch.full((1, 4), 1e-7).half()).float().sum().backward()
-    reducer.end()
+    for micro in (MicroBatch(0, 1, 64, last=False), MicroBatch(1, 2, 64, last=True)):
+        begun = Pass(micro, first=not micro.last, scale=1 / 64)
+        reducer.begin_pass(None, begun)
+        begun.backpropagate(model(torch.full((1, 4), 1e-7).half()).float().sum())
+        reducer.end_pass()
     summed = reducer._layout.slots[0].view
     assert summed.flatten().tolist() == pytest.approx([2 * 1.19e-7 / 64] * 4, rel=0.01)
 
@@ -239,7 +238,7 @@ def test_another_option_is_refused_with_both_values() -> None:
 
 def test_other_samples_at_the_same_indices_are_refused() -> None:
     def change(state: TrainingState, rank: int) -> None:
-        state.sample_stamp = 7 + rank
+        state.sample_checksum = 7 + rank
 
     second = joining(change)[1]
     assert isinstance(second, ModelMismatchError)
@@ -248,32 +247,32 @@ def test_other_samples_at_the_same_indices_are_refused() -> None:
 
 def test_samples_that_are_not_known_are_not_compared() -> None:
     def change(state: TrainingState, rank: int) -> None:
-        state.sample_stamp = 7 * rank
+        state.sample_checksum = 7 * rank
 
     assert joining(change) == [None, None]
 
 
-def stamp_of(items: list[Any]) -> int:
-    return sample_stamp(lambda indices: [items[i] for i in indices], len(items), 3)
+def checksum_of(items: list[Any]) -> int:
+    return sample_checksum(lambda indices: [items[i] for i in indices], len(items), 3)
 
 
 def test_a_few_samples_say_whether_files_are_in_another_order() -> None:
     items = [(torch.full((4,), float(i)), i) for i in range(9)]
-    assert stamp_of(items) == stamp_of(list(items)) > 0
-    assert stamp_of(items) != stamp_of(items[::-1])
+    assert checksum_of(items) == checksum_of(list(items)) > 0
+    assert checksum_of(items) != checksum_of(items[::-1])
 
 
 def test_samples_that_are_rounded_differently_are_the_same() -> None:
     items = [(torch.full((4,), i + 0.123456), i) for i in range(9)]
-    assert stamp_of(items) == stamp_of([(x + 1e-6, i) for x, i in items])
+    assert checksum_of(items) == checksum_of([(x + 1e-6, i) for x, i in items])
 
 
 def test_samples_drawn_from_the_random_streams_are_compared_and_others_are_not() -> None:
     before = torch.get_rng_state()
-    assert sample_stamp(lambda _: torch.rand(3), 9, 3) > 0
+    assert sample_checksum(lambda _: torch.rand(3), 9, 3) > 0
     assert torch.equal(torch.get_rng_state(), before)
     drawn = iter(range(9))
-    assert sample_stamp(lambda _: next(drawn), 9, 3) == 0
+    assert sample_checksum(lambda _: next(drawn), 9, 3) == 0
 
 
 def test_a_loader_is_compared_by_its_samples() -> None:
@@ -287,15 +286,15 @@ def test_a_loader_is_compared_by_its_samples() -> None:
         def __getitem__(self, index: int) -> int:
             return self.files[index]
 
-    def stamp(files: list[int]) -> int:
+    def checksum(files: list[int]) -> int:
         job = elastic_runtime.init(global_batch_size=4)
         model = nn.Linear(1, 1)
         loader: Any = DataLoader(Listing(files), batch_size=4, shuffle=True)
         _, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-        return int(loader.sample_stamp())
+        return int(loader.sample_checksum())
 
-    assert stamp(list(range(20))) == stamp(list(range(20))) > 0
-    assert stamp(list(range(20))) != stamp(list(range(20))[::-1])
+    assert checksum(list(range(20))) == checksum(list(range(20))) > 0
+    assert checksum(list(range(20))) != checksum(list(range(20))[::-1])
 
 
 # A joiner takes over

@@ -103,12 +103,12 @@ def test_a_step_has_losses_of_one_kind(second: dict[str, Any]) -> None:
 
 @given(weights=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=8))
 def test_whole_weights_are_added_up_exactly(weights: list[int]) -> None:
-    tails = [StepMetadata(FollowedBuffers([])) for _ in weights]
-    sections = [torch.zeros(tail.size) for tail in tails]
-    for tail, section, weight in zip(tails, sections, weights, strict=True):
-        tail.fill(section, Share(1, weight=weight), leader=False)
-    tails[0].take(torch.stack(sections).sum(0), keeps=False, samples=len(weights), workers=len(weights))
-    assert tails[0].weight == sum(weights)
+    of_workers = [StepMetadata(FollowedBuffers([])) for _ in weights]
+    sections = [torch.zeros(metadata.size) for metadata in of_workers]
+    for metadata, section, weight in zip(of_workers, sections, weights, strict=True):
+        metadata.fill(section, Share(1, weight=weight), leader=False)
+    of_workers[0].take(torch.stack(sections).sum(0), keeps=False, samples=len(weights), workers=len(weights))
+    assert of_workers[0].weight == sum(weights)
 
 
 class Hungry(nn.Linear):

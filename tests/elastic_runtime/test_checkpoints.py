@@ -21,8 +21,8 @@ from elastic_runtime.errors import CheckpointError, SettingsError, StateError
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
 from elastic_runtime.sharded import files
+from elastic_runtime.sharded.checkpoint_schedule import ReplicatedCheckpoints
 from elastic_runtime.state import checkpoint
-from elastic_runtime.state.checkpoint_schedule import Keeper
 from tests.elastic_runtime.training import Plan, train
 from tests.polling import until
 
@@ -164,10 +164,12 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    keeper = Keeper("", Reporter("", "w", lambda _, **__: None, Progress(io.StringIO())), every_s=1.0, keep=1)
-    assert keeper.save_soon(1, dict, lambda _: False)
-    keeper.save_now(1, dict)
-    keeper.settle()
+    checkpoints = ReplicatedCheckpoints(
+        "", Reporter("", "w", lambda _, **__: None, Progress(io.StringIO())), every_s=1.0, keep=1
+    )
+    assert checkpoints.save_soon(1, dict, lambda _: False)
+    checkpoints.save_now(1, dict)
+    checkpoints.settle()
     assert list(tmp_path.iterdir()) == []
 
 

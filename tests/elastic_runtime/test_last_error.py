@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SCRIPT = """
 import sys
 from elastic_runtime import errors
-from elastic_runtime.process.last_error import report_errors
+from elastic_runtime.process.process_exit import report_errors
 report_errors(sys.argv[1])
 {}
 """

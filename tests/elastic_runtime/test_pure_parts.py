@@ -31,7 +31,7 @@ def test_every_sample_of_a_step_is_in_one_micro_batch_of_one_worker(
     for share in shares:
         assert [m.last for m in share] == [False] * (len(share) - 1) + [True]
         assert all(m.size <= (max_batch or samples) for m in share)
-        assert len(share) == 1 or not any(m.ghost for m in share)
+        assert len(share) == 1 or not any(m.padding for m in share)
 
 
 @given(total=st.integers(0, 500), parts=SIZES)

@@ -19,7 +19,7 @@ import torch
 
 from elastic_runtime.rehearsal.observer import SwitchedOff
 from elastic_runtime.rehearsal.orders import RehearsedOrders, lines
-from elastic_runtime.rehearsal.records import flattened, print_of
+from elastic_runtime.rehearsal.records import fingerprint_of, flattened
 from elastic_runtime.rehearsal.timetable import FAILING, FIRST, JOINED, SECOND, first_order, order_after_failure
 from elastic_runtime.rehearsal.verdict import findings_of
 from elastic_runtime.state.random_streams import RandomStreams
@@ -175,7 +175,7 @@ def gradients(worker: str, step: int, attempt: int, workers: int, scale: float =
     }
     prints = {"weight": [2.0 * scale, 1.0 * scale], "bias": [1.0 * scale, -0.5 * scale]}
     kind = {"what": "gradients", "worker": worker, "step": step, "attempt": attempt, "workers": workers}
-    return {**kind, **row, "prints": prints, **more}
+    return {**kind, **row, "fingerprints": prints, **more}
 
 
 def test_gradients_that_a_repeated_step_computes_again_are_no_finding() -> None:
@@ -211,8 +211,8 @@ def test_a_sum_is_found_beside_dropout(cause: str) -> None:
 
 def test_state_that_a_joiner_has_with_other_values_is_named() -> None:
     row = {"what": "state", "step": JOINED + 1, "workers": 2, "objects": []}
-    first = {**row, "worker": FIRST, "prints": {"model.bias": [1.0, 1.0], "model.weight": [2.0, 1.0]}}
-    second = {**row, "worker": SECOND, "prints": {"model.bias": [1.1, 1.0], "model.weight": [2.0, 1.0]}}
+    first = {**row, "worker": FIRST, "fingerprints": {"model.bias": [1.0, 1.0], "model.weight": [2.0, 1.0]}}
+    second = {**row, "worker": SECOND, "fingerprints": {"model.bias": [1.1, 1.0], "model.weight": [2.0, 1.0]}}
     (finding,) = findings_of([first, second])
     assert finding.why == "model.bias"
 
@@ -256,8 +256,8 @@ def test_figures_that_are_not_finite_are_equal_where_both_have_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
 def test_tensors_of_every_type_have_a_print_that_differs_where_they_do(dtype: torch.dtype) -> None:
     one = torch.tensor([1, 0, 1, 1]).to(dtype)
-    assert print_of(one) == print_of(one.clone())
-    assert print_of(one) != print_of(torch.tensor([1, 1, 0, 1]).to(dtype))
+    assert fingerprint_of(one) == fingerprint_of(one.clone())
+    assert fingerprint_of(one) != fingerprint_of(torch.tensor([1, 1, 0, 1]).to(dtype))
 
 
 def test_a_nested_state_is_flattened_to_tensors_and_numbers_by_path() -> None:

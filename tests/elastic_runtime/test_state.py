@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic_runtime.plan.batches import MicroBatch
+from elastic_runtime.reduction.backward_pass import Pass
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import Share, StepMetadata
@@ -181,7 +182,7 @@ def test_numpys_stream_goes_back_whatever_was_drawn_between_two_steps(draws: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_buffers_travel_in_the_tail_and_stay_exact(dtype: torch.dtype) -> None:
+def test_buffers_travel_in_the_metadata_and_stay_exact(dtype: torch.dtype) -> None:
     leader, other = nn.BatchNorm1d(4).to(dtype), nn.BatchNorm1d(4).to(dtype)
     leader.num_batches_tracked.fill_((1 << 60) + 12_345)  # type: ignore[union-attr]
     leader.register_buffer("below_zero", torch.tensor([-1, -(1 << 62) - 7]))
@@ -202,12 +203,12 @@ def test_buffers_travel_in_the_tail_and_stay_exact(dtype: torch.dtype) -> None:
     ("votes", "agreed"), [([3, 3, 3], True), ([3, 0, 3], False), ([2, 3, 4], False), ([0, 0, 0], False)]
 )
 def test_only_a_unanimous_vote_is_an_agreement(votes: list[int], agreed: bool) -> None:
-    tails = [StepMetadata(FollowedBuffers([])) for _ in votes]
-    sections = [torch.zeros(tail.size) for tail in tails]
-    for tail, section, vote in zip(tails, sections, votes, strict=True):
-        tail.fill(section, Share(5, vote), leader=False)
+    of_workers = [StepMetadata(FollowedBuffers([])) for _ in votes]
+    sections = [torch.zeros(metadata.size) for metadata in of_workers]
+    for metadata, section, vote in zip(of_workers, sections, votes, strict=True):
+        metadata.fill(section, Share(5, vote), leader=False)
     total = torch.stack(sections).sum(0)
-    answers = {tail.take(total, keeps=False, samples=15, workers=len(votes)) for tail in tails}
+    answers = {metadata.take(total, keeps=False, samples=15, workers=len(votes)) for metadata in of_workers}
     assert answers == {agreed}
 
 
@@ -215,10 +216,11 @@ def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
     model = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
     reducer = FastReducer(model.named_parameters(), 1)
     for k, value in enumerate((256.0, 1.0, 1.0)):
-        reducer.begin(None, MicroBatch(k, k + 1, 3, last=k == 2), first=k == 0)
-        model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
+        begun = Pass(MicroBatch(k, k + 1, 3, last=k == 2), first=k == 0)
+        reducer.begin_pass(None, begun)
+        begun.backpropagate(model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum())
     reducer.reduce()
-    reducer.hand_out(1.0)
+    reducer.distribute(1.0)
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.bfloat16
     assert model.weight.grad.flatten().tolist() == [258.0] * 4
@@ -227,11 +229,11 @@ def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
 def test_channels_last_parameters_get_gradients_of_their_own_layout() -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     reducer = FastReducer(model.named_parameters(), 1)
-    reducer.begin(None, MicroBatch(0, 2, 4, last=False), first=True)
-    model(torch.randn(2, 3, 8, 8)).sum().backward()
-    reducer.begin(None, MicroBatch(2, 4, 4, last=True), first=False)
-    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    for micro in (MicroBatch(0, 2, 4, last=False), MicroBatch(2, 4, 4, last=True)):
+        begun = Pass(micro, first=not micro.last)
+        reducer.begin_pass(None, begun)
+        begun.backpropagate(model(torch.randn(2, 3, 8, 8)).sum())
     reducer.reduce()
-    reducer.hand_out(1.0)
+    reducer.distribute(1.0)
     assert model.weight.grad is not None
     assert model.weight.grad.stride() == model.weight.stride()

@@ -58,6 +58,29 @@ def test_a_scaler_that_forgets_a_step_unscales_again() -> None:
         forget_unscaled(scaler)
 
 
+def test_a_scaler_that_steps_an_optimizer_is_known_to_its_step() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    found = []
+
+    def look() -> None:
+        found.append(modules.stepping_scaler())
+
+    optimizer.step = look  # type: ignore[assignment, method-assign]
+    optimizer.step()
+    scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+    assert found == [None, scaler]
+
+
+def test_a_tensor_counts_what_is_written_to_it() -> None:
+    tensor = torch.zeros(2)
+    before = modules.writes_to(tensor)
+    tensor.add_(1.0)
+    assert modules.writes_to(tensor) == before + 1
+
+
 def test_a_loaders_iterator_takes_its_indices_from_its_batch_sampler() -> None:
     loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
     iterator: Any = iter(loader)

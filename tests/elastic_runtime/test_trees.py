@@ -62,7 +62,7 @@ def test_powers_of_two_are_left_with_one(workers: int) -> None:
 def test_shards_are_the_same_whatever_the_number_of_workers(samples: int, workers: int, shards: int) -> None:
     alone = shard_batches(samples, 0, 1, shards)
     shares = [shard_batches(samples, rank, workers, shards) for rank in range(workers)]
-    together = [m for share in shares for m in share if not m.ghost]
+    together = [m for share in shares for m in share if not m.padding]
     assert [(m.start, m.stop, m.shard) for m in together] == [(m.start, m.stop, m.shard) for m in alone]
     assert sum(m.size for m in alone) == samples
     assert all([m.last for m in share] == [False] * (len(share) - 1) + [True] for share in shares)

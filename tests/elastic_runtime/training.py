@@ -190,7 +190,7 @@ class Record:
         session = self._job._session
         if session._step.first:
             self._consumed.clear()
-        if not session._step.micro.ghost:
+        if not session._step.micro.padding:
             self._consumed += indices.tolist()
         if session._step.micro.last:
             self._note("computed")

@@ -38,7 +38,7 @@ def run_script(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
 @contextlib.contextmanager
 def recording(index: int, directory: Path, gate: Gate | None) -> Iterator[list[Session]]:
     """Write down which samples each step was computed from and which steps were applied; wait at the gate."""
-    begin, count = Session.begin, Session._count
+    begin, count = Session.begin_iteration, Session._count
     sessions: list[Session] = []
     consumed: list[int] = []
     with (directory / f"consumed-{index}.jsonl").open("a", buffering=1) as log:
@@ -65,11 +65,11 @@ def recording(index: int, directory: Path, gate: Gate | None) -> Iterator[list[S
             note(session, "applied")
             count(session, micro)
 
-        Session.begin, Session._count = noted_begin, noted_count  # type: ignore[method-assign, assignment]
+        Session.begin_iteration, Session._count = noted_begin, noted_count  # type: ignore[method-assign, assignment]
         try:
             yield sessions
         finally:
-            Session.begin, Session._count = begin, count  # type: ignore[method-assign]
+            Session.begin_iteration, Session._count = begin, count  # type: ignore[method-assign]
 
 
 def plan_of(script: Script, reduction: str) -> Plan:

@@ -243,7 +243,7 @@ class Events:
 
     def hook(self) -> None:
         """Replace the methods of Session in this process."""
-        begin, enter, leave = Session.begin, Session.enter_epoch, Session.leave_epoch
+        begin, enter, leave = Session.begin_iteration, Session.enter_epoch, Session.leave_epoch
 
         def begun(session: Session, micro: MicroBatch) -> int:
             if session._step.first:
@@ -259,7 +259,7 @@ class Events:
             self._at(session, "crash_after", epoch)
             leave(session, epoch)
 
-        Session.begin, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
+        Session.begin_iteration, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
 
     def _at_step(self, session: Session, step: int) -> None:
         generation = session._member.generation
@@ -280,7 +280,7 @@ class Events:
             return
         self._stop = None
         if self._life.crashes:
-            session._member._saving.settle()
+            session._member._checkpoints.settle()
             os.kill(os.getpid(), signal.SIGKILL)
         if self._life.alone:
             os.kill(os.getpid(), signal.SIGTERM)

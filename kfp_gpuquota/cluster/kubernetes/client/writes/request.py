@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import CALL_TIMEOUT_S, JSON
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import CALL_TIMEOUT_S, JSON, ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 
 
 class Lane(StrEnum):
@@ -47,3 +52,30 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
 def pods_path(namespace: str) -> str:
     """Return the API path of a namespace's pods."""
     return join("/api/v1/namespaces", namespace, "pods")
+
+
+def create(
+    writer: Writer,
+    api: str,
+    plural: str,
+    body: dict[str, Any],
+    *,
+    exists: Callable[[], None],
+    failed: Callable[[Exception], None],
+    taken: Callable[[], None] | None = None,
+) -> None:
+    """Create an object of a namespace; `api` is as "/api/v1". Call `exists`, or `failed` with the error.
+
+    `taken`: called in place of `exists` if there is an object of that name already.
+    """
+    namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
+
+    def refused(error: Exception) -> None:
+        if isinstance(error, ApiError) and error.status == 409:
+            (taken or exists)()
+        else:
+            failed(error)
+
+    path = join(f"{api}/namespaces", namespace, plural)
+    write = Write(verb="POST", path=path, about=f"{namespace}/{name}", lane=Lane.CREATE, body=body)
+    writer.submit(write, lambda _: exists(), refused)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, create
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import pod_builder
 
 if TYPE_CHECKING:
@@ -63,40 +63,30 @@ class JobSecrets:
         if uid not in self._book.runtime_states:
             return
         body = pod_builder.membership_secret(self._book.runtime_states[uid].object, self._settings)
-        meta, digest = body["metadata"], self._digest(uid)
+        digest = self._digest(uid)
 
-        def exists(_: bytes = b"") -> None:
+        def exists() -> None:
             self._note(uid, digest)
             done()
 
-        def refused(error: Exception) -> None:
-            if not (isinstance(error, ApiError) and error.status == 409):
-                failed(error)
-            elif replace:
-                self._replace(uid, done, failed)
-            else:
-                exists()
-
-        path = join("/api/v1/namespaces", meta["namespace"], "secrets")
-        about = f"{meta['namespace']}/{meta['name']}"
-        write = Write(verb="POST", path=path, about=about, lane=Lane.CREATE, body=body)
-        self._writer.submit(write, exists, refused)
+        taken = partial(self._replace, uid, done, failed) if replace else exists
+        create(self._writer, "/api/v1", "secrets", body, exists=exists, failed=failed, taken=taken)
 
     def _replace(self, uid: str, done: Done, failed: Failed) -> None:
         """Delete and create the Secret: that needs no right to update other Secrets."""
         state = self._book.runtime_states[uid]
         namespace, name = state.object.metadata.namespace, pod_builder.secret_name(state.object)
-        create = partial(self._create, uid, done, failed, replace=False)
+        again = partial(self._create, uid, done, failed, replace=False)
 
         def refused(error: Exception) -> None:
             if isinstance(error, ApiError) and error.not_found:
-                create()
+                again()
             else:
                 failed(error)
 
         path = join("/api/v1/namespaces", namespace, "secrets", name)
         self._writer.submit(
-            Write(verb="DELETE", path=path, about=f"{namespace}/{name}", lane=Lane.CREATE), lambda _: create(), refused
+            Write(verb="DELETE", path=path, about=f"{namespace}/{name}", lane=Lane.CREATE), lambda _: again(), refused
         )
 
     def _note(self, uid: str, digest: str) -> None:

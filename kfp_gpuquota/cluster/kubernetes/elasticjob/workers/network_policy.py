@@ -18,9 +18,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import create
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import owner_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
@@ -78,29 +76,17 @@ class JobNetworkPolicies:
             done()
             return
 
-        def exists(_: bytes = b"") -> None:
+        def exists() -> None:
             state.isolation_ensured_at = time.monotonic()
             if not state.network_policy:
                 state.network_policy = policy_name(state.object)
                 self._statuses.changed(uid)
             done()
 
-        def refused(error: Exception) -> None:
-            if isinstance(error, ApiError) and error.status == 409:
-                exists()
-            else:
-                failed(error)
-
-        self._writer.submit(_creation(state.object), exists, refused)
+        body = network_policy(state.object)
+        create(self._writer, "/apis/networking.k8s.io/v1", "networkpolicies", body, exists=exists, failed=failed)
 
     def add_missing(self, uid: str) -> None:
         """Create the policy of a running job that was started without one."""
         if not self._book.runtime_states[uid].network_policy:
             self.ensure(uid, lambda: None, partial(log.warning, "no NetworkPolicy for the workers of job %s: %s", uid))
-
-
-def _creation(job: ElasticJob) -> Write:
-    body = network_policy(job)
-    namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
-    path = join("/apis/networking.k8s.io/v1/namespaces", namespace, "networkpolicies")
-    return Write(verb="POST", path=path, about=f"{namespace}/{name}", lane=Lane.CREATE, body=body)

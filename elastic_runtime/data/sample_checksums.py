@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SAMPLES = 3
 
 
-def sample_stamp(read: Callable[[list[int]], Any], length: int, seed: int) -> int:
+def sample_checksum(read: Callable[[list[int]], Any], length: int, seed: int) -> int:
     """A number above 0 that differs where the samples at a few indices do; 0 where they are not the same each time.
 
     `read` returns the batch of these indices.

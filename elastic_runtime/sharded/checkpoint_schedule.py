@@ -1,7 +1,8 @@
-"""When checkpoints are written: now and then beside the training, and once more when the whole job has to go.
+"""When checkpoints are written: at intervals beside the training, and once more when the whole job has to exit.
 
-The loop stands still only while the state is copied; a thread writes the copy. The copy's memory is made by a thread,
-too, before the first one is due, and kept.
+Rank 0 writes a replicated state; of a sharded one each worker writes its parts, after rank 0 has decided in the sum at
+a step's end. The loop stands still only while the state is copied; a thread writes the copy. The copy's memory is also
+allocated by a thread, before the first copy is due, and kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,14 @@ if TYPE_CHECKING:
 
     import torch
 
+    from elastic_runtime.process.preemption import StableState
     from elastic_runtime.process.reporting import Reporter
+    from elastic_runtime.reduction.step_modes import Mode
+    from elastic_runtime.sharded.files import Saved
+    from elastic_runtime.sharded.sharding import Sharding
+    from elastic_runtime.sharded.state import Parts
+    from elastic_runtime.state.random_streams import RandomStreams
+    from elastic_runtime.state.training_state import TrainingState
 
 _log = logging.getLogger("elastic_runtime")
 
@@ -64,7 +73,7 @@ class BackgroundWriter:
         stall_ms = (self._saved_at - began) * 1e3
         self._thread = _in_thread(partial(write, stall_ms))
 
-    def _carry_out(self, step: int, stall_ms: float, save: Callable[[], Path]) -> bool:
+    def _write_and_report(self, step: int, stall_ms: float, save: Callable[[], Path]) -> bool:
         """Write one, and report it; whether it is durable. One that cannot be written is warned of."""
         began, captured_at = time.monotonic(), time.time()
         try:
@@ -78,14 +87,14 @@ class BackgroundWriter:
         self._reporter.line("checkpoint", step=step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)
         return True
 
-    def _says_what_is_lost(self, step: int) -> bool:
+    def _warn_of_loss(self, step: int) -> bool:
         """Return whether there is no folder for checkpoints; if so, log how many steps are lost."""
         if not self.directory:
             _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
         return not self.directory
 
 
-class Keeper(BackgroundWriter):
+class ReplicatedCheckpoints(BackgroundWriter):
     """Writes the checkpoints of one worker into `directory` ("": none), at most `keep` of them, every `every_s`."""
 
     def __init__(self, directory: str, reporter: Reporter, *, every_s: float, keep: int) -> None:
@@ -126,7 +135,7 @@ class Keeper(BackgroundWriter):
 
     def save_now(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
-        if self._says_what_is_lost(step):
+        if self._warn_of_loss(step):
             return
         with self._lock:
             self.settle()
@@ -140,8 +149,108 @@ class Keeper(BackgroundWriter):
         self._start(began, partial(self._write, step, state))
 
     def _write(self, step: int, state: object, stall_ms: float) -> None:
-        if self._carry_out(step, stall_ms, partial(checkpoint.save, self.directory, step, state, keep=self._keep)):
+        if self._write_and_report(
+            step, stall_ms, partial(checkpoint.save, self.directory, step, state, keep=self._keep)
+        ):
             self._written = step
+
+
+class ShardedCheckpoints(BackgroundWriter):
+    """Writes one rank's parts into `directory` ("": none); rank 0 leaves `keep` checkpoints there."""
+
+    def prepare(self, capture: Callable[[], Parts]) -> None:
+        """Allocate the memory of the copy in a thread, once, before the first copy is due."""
+        self._prepare(lambda: _tensors(capture()))
+
+    def save_soon(self, saved: Saved, rank: int, capture: Callable[[], Parts]) -> None:
+        """Copy the parts and have them written."""
+        self.settle()
+        began = time.monotonic()
+        parts = capture()
+        copied, shards = self._copies.take(_tensors(parts)), len(parts.shards)
+        parts = replace(parts, shards=copied[:shards], replicated=copied[shards:])
+        self._start(began, partial(self._write, saved, rank, parts))
+
+    def save_now(self, saved: Saved, rank: int, capture: Callable[[], Parts]) -> None:
+        """Write the parts before returning."""
+        if self._warn_of_loss(saved.step):
+            return
+        self.settle()
+        self._write(saved, rank, capture(), 0.0)
+
+    def note_restored(self, step: int) -> None:
+        """Record that the training continues from a checkpoint of this step."""
+        self._saved_at = time.monotonic()
+        self._reporter.line("restored", step=step)
+
+    def _write(self, saved: Saved, rank: int, parts: Parts, stall_ms: float) -> None:
+        def save() -> Path:
+            path = files.write_part(self.directory, saved, rank, parts)
+            if rank == 0:
+                files.prune(self.directory, self._keep, saved.step)
+            return path
+
+        self._write_and_report(saved.step, stall_ms, save)
+
+
+class Checkpoints:
+    """The checkpoints of a training. `sharding`: of its state, if it is sharded. `leader`: this worker is rank 0."""
+
+    sharding: Sharding | None = None
+
+    def __init__(self, replicated: ReplicatedCheckpoints, streams: RandomStreams, reporter: Reporter) -> None:
+        self._replicated, self._streams, self._reporter = replicated, streams, reporter
+
+    def load(self, state: TrainingState) -> bool:
+        """Load the newest complete checkpoint; return whether there is one."""
+        found = self._replicated.load()
+        if found is None:
+            return False
+        state.load(found[1])
+        self._streams.load(found[1]["streams"])
+        self._reporter.line("restored", step=found[0])
+        return True
+
+    def if_due(self, state: TrainingState, *, leader: bool) -> None:
+        """Between two steps: start to save a checkpoint if one is due."""
+        if self.sharding:
+            self.sharding.save_if_agreed()
+        elif leader:
+            self._replicated.save_if_due(state.position.step, partial(self._capture, state))
+
+    def now(self, state: TrainingState) -> None:
+        """Save before returning."""
+        if self.sharding:
+            self.sharding.save_now()
+        else:
+            self._replicated.save_now(state.position.step, partial(self._capture, state))
+
+    def in_time(self, state: TrainingState, mode: Mode, stable_state: StableState, *, leader: bool) -> bool:
+        """From another thread: rank 0 saves the state of the beginning of a step that takes long. Whether that is all.
+
+        With sharded state all workers do, and stay ready to do so in the next step, which others may have reached.
+        """
+        if self.sharding and self.sharding.checkpoints.directory:
+            self.sharding.save_in_time(mode.rewound, stable_state.use)
+            return False
+        if self.sharding or not leader:
+            return True
+        return self._replicated.save_soon(
+            state.position.step, lambda: mode.rewound(self._capture(state)), stable_state.use
+        )
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more."""
+        self._replicated.settle()
+        if self.sharding:
+            self.sharding.checkpoints.settle()
+
+    def _capture(self, state: TrainingState) -> dict[str, Any]:
+        return {**state.capture(), "streams": self._streams.capture()}
+
+
+def _tensors(parts: Parts) -> list[torch.Tensor]:
+    return [*parts.shards, *parts.replicated]
 
 
 def _in_thread(work: Callable[[], None]) -> threading.Thread:

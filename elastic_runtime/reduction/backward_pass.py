@@ -1,15 +1,70 @@
-"""The scaling of a step's losses, by which the gradients of all workers sum to those of the global batch."""
+"""One backward pass: the loss that the script computed, its scale, and what the reducer knows of the pass.
+
+Losses are scaled so that the gradients of all workers sum to those of the global batch.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.plan.batches import MicroBatch
 
-if TYPE_CHECKING:
-    from elastic_runtime.plan.batches import MicroBatch
+
+@dataclass(slots=True)
+class Loss:
+    """The arguments of `job.backward`. `options`: those of `torch.Tensor.backward`."""
+
+    value: torch.Tensor
+    weight: float | None = None
+    reduction: str = "mean"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Exchanges(Protocol):
+    """Other collectives of an iteration's backward passes."""
+
+    outstanding: int
+    """Those that a backward pass has to start before the gradients may be summed."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """A backward pass, or what takes its place in the sum (`job.skip`).
+
+    `first`: of its sum, so that no gradients were collected before; `last`: of its iteration. `scale`: the factor of
+    its gradients when they are collected. `loss`: this worker's part of the global batch's loss, for an optimizer that
+    asks for it. `running`: gradients that arrive at another time are not its own.
+    """
+
+    micro: MicroBatch
+    first: bool = True
+    last: bool = True
+    exchanges: Exchanges | None = None
+    scale: float = 1.0
+    loss: float = 0.0
+    skipped: bool = False
+    running: bool = False
+
+    @property
+    def held(self) -> bool:
+        """Whether complete buckets wait: all workers start their collectives in one order."""
+        return self.exchanges is not None and self.exchanges.outstanding > 0
+
+    def backpropagate(self, loss: torch.Tensor, seed: torch.Tensor | None = None, **options: Any) -> None:
+        """Run autograd from `loss`, with the arguments of `torch.Tensor.backward`."""
+        self.running = True
+        try:
+            loss.backward(seed, **options)  # type: ignore[no-untyped-call]
+        finally:
+            self.running = False
+
+
+NO_PASS = Pass(MicroBatch(0, 0, 0, last=True))
+"""In force before the first one."""
 
 
 class StepLosses:
@@ -22,12 +77,13 @@ class StepLosses:
         self._share_of: tuple[object, ...] = ()
         self._share = torch.empty(0)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Begin another step, or another backward pass of one."""
         self.weight, self._kind = 0.0, ""
 
-    def check(self, weight: float | None, reduction: str) -> None:
+    def check(self, loss: Loss) -> None:
         """Raise UsageError or LoopError for invalid arguments of `job.backward`."""
+        weight, reduction = loss.weight, loss.reduction
         if reduction not in {"mean", "sum"}:
             raise UsageError(f"job.backward got reduction={reduction!r}, but it must be 'mean' or 'sum'")
         if weight is not None and (reduction == "sum" or not weight >= 0):
@@ -45,13 +101,13 @@ class StepLosses:
             )
         self._kind = kind
 
-    def factor(self, micro: MicroBatch, weight: float | None, reduction: str, *, passive: bool) -> float:
+    def factor(self, micro: MicroBatch, loss: Loss, *, passive: bool) -> float:
         """Return the factor of this micro-batch's loss. `passive`: the gradients are not scaled afterwards."""
-        if reduction == "sum":
-            return 0.0 if micro.ghost else 1.0
+        if loss.reduction == "sum":
+            return 0.0 if micro.padding else 1.0
         if passive:
             return 1.0
-        counted = 0.0 if micro.ghost else micro.size if weight is None else float(weight)
+        counted = 0.0 if micro.padding else micro.size if loss.weight is None else float(loss.weight)
         self.weight += counted
         return counted / micro.step_samples
 
