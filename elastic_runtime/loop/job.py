@@ -162,6 +162,21 @@ class Job:
         assert self._state is not None
         self._state.position = position
 
+    def act(self, acts: bool) -> None:  # noqa: FBT001
+        """Whether optimizers, schedulers and scaler may act: not while an integration's loop runs again what the other
+        workers have run. After `prepare`.
+        """
+        self._prepared.passive = not acts
+
+    def finish(self) -> None:
+        """End the training after this epoch, once all workers have come to this call: for integrations, whose loops
+        have an end that the job is not given.
+        """
+        session = self._prepared
+        session.leave_epoch(session.position.epoch)
+        while not session.finished:
+            session.finish()
+
     def keep_epochs_whole(self) -> None:
         """Keep all steps of a rehearsal's first epoch: for integrations whose loop counts them. After `prepare`."""
         self._prepared.whole_epochs = True

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ray.train import Result
 
     from elastic_runtime.integrations.ray.reports import Point
+    from elastic_runtime.integrations.ray.unmodified.driver import LoopOptions
 
 UNNAMED = "ray_train_run-"
 
@@ -74,7 +75,9 @@ def in_elastic_job() -> bool:
     return bool(os.environ.get("ELASTIC_COORDINATOR"))
 
 
-def fit(run: TrainRunContext, function: Callable[[], Any], *, with_datasets: bool) -> Result:
+def fit(
+    run: TrainRunContext, function: Callable[[], Any], options: LoopOptions, *, with_datasets: bool
+) -> Result:
     """Run the training function in this process, and return the run's result; WorkerGroupError as TorchTrainer."""
     if with_datasets:
         raise UsageError(
@@ -86,7 +89,7 @@ def fit(run: TrainRunContext, function: Callable[[], Any], *, with_datasets: boo
     worker = os.environ.get("ELASTIC_WORKER_ID", "")
     newest = channel.checkpoints().latest_checkpoint_result
     context = ElasticTrainContext.make(
-        run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards({})
+        run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards({}), options
     )
     context.install()
     outcome: Outcome = outcome_of(context, function, leave=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.integrations.ray.fixed_groups import refuse_fixed_groups
 from elastic_runtime.integrations.ray.ray_internals import (
     DistributedContext,
     DistributedTrainFnUtils,
@@ -26,6 +25,8 @@ from elastic_runtime.integrations.ray.ray_internals import (
     set_train_fn_utils,
 )
 from elastic_runtime.integrations.ray.reports import Point
+from elastic_runtime.integrations.ray.unmodified.driver import LoopDriver, LoopOptions
+from elastic_runtime.integrations.ray.unmodified.names import replace_names
 from elastic_runtime.loop.job import Job, current_job
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
     _provisional: tuple[str, ...]
     _nodes: tuple[tuple[str, ...], list[str]]
     _point: Point
+    driver: LoopDriver
 
     @classmethod
     def make(
@@ -115,6 +117,7 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
         checkpoint: Any,
         report_index: int,
         shards: Any,
+        options: LoopOptions,
     ) -> ElasticTrainContext:
         """Return the context that the training function of this process gets."""
         errors = BackgroundErrors()
@@ -132,13 +135,15 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
         )
         self._channel, self._worker, self._provisional = channel, worker, provisional
         self._nodes, self._point = ((), []), Point(-1, 0)
+        self.driver = LoopDriver(options)
         return self
 
     def install(self) -> None:
-        """Let the functions of `ray.train` in this process use this context, and refuse those that cannot."""
+        """Let the functions of `ray.train` in this process use this context, and what a loop prepares be the job's."""
         set_train_context(self)
         set_train_fn_utils(ElasticTrainFnUtils())
-        refuse_fixed_groups()
+        replace_names(self.driver)
+        self.driver.begin_alone()
 
     def finish(self) -> None:
         """Wait for the checkpoints that are being uploaded. Raises what failed."""
@@ -146,7 +151,12 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
         self.execution_context.training_thread_runner.check()
 
     def report(self, *args: Any, **options: Any) -> None:
-        """Report as Ray does, after an upload in the background that failed has been raised."""
+        """Report as Ray does, after an upload in the background that failed has been raised.
+
+        An epoch that the other workers have trained, and reported, is not reported again.
+        """
+        if self.driver.replaying:
+            return
         self.execution_context.training_thread_runner.check()
         super().report(*args, **options)
 

@@ -14,6 +14,7 @@ import ray
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.loop_api import ActorChannel, ElasticTrainContext
+from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, LoopOptions
 from elastic_runtime.loop.job import Job, current_job
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Task:
     checkpoint: Any
     report_index: int
     shards: Any
+    options: LoopOptions
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class TrainWorker:
             _set_environment(task, Path(directory))
             channel, run = ActorChannel(controller), task.run
             context = ElasticTrainContext.make(
-                run, channel, task.worker, task.provisional, task.checkpoint, task.report_index, task.shards
+                run, channel, task.worker, task.provisional, task.checkpoint, task.report_index, task.shards,
+                task.options,
             )
             context.install()
             if os.environ.get("RAY_CHDIR_TO_TRIAL_DIR", "1") == "1":  # as TorchTrainer does
@@ -100,6 +103,7 @@ def outcome_of(context: ElasticTrainContext, function: Callable[[], Any], *, lea
     """Run the training function, and return how it ended. `leave`: the process ends where the worker leaves the job."""
     try:
         value = function()
+        context.driver.finish()
         context.finish()
         used_job().close()
         return Outcome(FINISHED, context.get_world_rank(), value=value)
@@ -119,8 +123,8 @@ def used_job() -> Job:
     job = current_job()
     if job is None:
         raise UsageError(
-            "train_loop_per_worker has ended without elastic_runtime.init(), so that its workers never trained "
-            "together; see docs/ray.md, or use TorchTrainer"
+            "train_loop_per_worker has ended, and its workers never trained together: it prepared no model, or no "
+            f"loader; write: {PREPARE} (see docs/guides/ray_train.md)"
         )
     return job
 

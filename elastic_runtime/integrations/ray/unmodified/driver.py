@@ -1,0 +1,209 @@
+"""The job behind a loop of TorchTrainer: begun with its first training batch, ended with its function.
+
+Invariant: iteration e of the loop over the training loader is epoch e of the job. A loop begins at its first epoch,
+also in a worker that joins in epoch e. It then runs the epochs before e again, each with one batch, in which nothing
+acts and nothing is reported: so counters, schedules and lists of the loop are filled as on the other workers. In epoch
+e it has the state of the others, whatever it did to its own before.
+
+Rejected: replacing `range` in the loop's module, so that it begins with epoch e. It is called for much else, and `while`
+loops, or epochs counted from a checkpoint, have none. Rejected: the loop's local variables as a part of the state. They
+hold anything.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import elastic_runtime
+from elastic_runtime.errors import UsageError
+from elastic_runtime.torch_internals import make_default
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from elastic_runtime.integrations.ray.unmodified.loaders import TrainingSource
+    from elastic_runtime.loop.job import Job
+
+NO_END = 1 << 31
+"""Epochs: how many there are is the loop's to know."""
+PREPARE = (
+    "model = ray.train.torch.prepare_model(model) and loader = ray.train.torch.prepare_data_loader(loader), or use "
+    "job = elastic_runtime.init()"
+)
+SEE = "see docs/guides/ray_train.md"
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """`global_batch_size`: samples of a step at every size; None: each worker has the loader's batch_size, as in Ray."""
+
+    global_batch_size: int | None = None
+
+    def of_job(self) -> dict[str, Any]:
+        """Return the options of `elastic_runtime.init`."""
+        if self.global_batch_size is not None:
+            return {"global_batch_size": self.global_batch_size}
+        return {"scale_batch": (1, sys.maxsize), "scale_lr": "none"}
+
+
+class LoopDriver:
+    """One worker's loop. `models` are those that it has prepared."""
+
+    def __init__(self, options: LoopOptions) -> None:
+        self.options = options
+        self.models: list[torch.nn.Module] = []
+        self.job: Job | None = None
+        self.replaying = False  # epochs that the other workers have trained
+        self._source: TrainingSource | None = None
+        self._batches: Any = None
+        self._epochs: Iterator[int] = iter(())
+        self._epoch = -1  # of the job
+        self._begun = 0  # epochs of the loop
+        self._iterating = self._within = False  # in a batch of the training loader; in job.backward
+        self._alone: Any = None
+        self._members: Any = None
+
+    # Process groups
+
+    def begin_alone(self) -> None:
+        """Give torch a default process group of this process, for collectives before the loop and at size 1."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        self._alone = dist.group.WORLD
+
+    def _follow(self, *_: object) -> None:
+        assert self.job is not None
+        if self.job.world_size == 1:
+            make_default(self._alone)
+
+    # Batches
+
+    @property
+    def trains(self) -> bool:
+        """Whether the loop is about to train: a prepared model is in training mode, with gradients."""
+        return torch.is_grad_enabled() and any(model.training for model in self.models) and not self._iterating
+
+    def epoch(self, source: TrainingSource) -> Iterator[Any]:
+        """Yield this worker's batches of the loop's next epoch. UsageError for a second training loader."""
+        self._prepare(source)
+        number, self._begun = self._begun, self._begun + 1
+        if number > self._epoch:
+            self._epoch = next(self._epochs)
+        if number < self._epoch:
+            self._replay(replaying=True)
+            yield self._batches.sample() if hasattr(self._batches, "sample") else None
+            return
+        if self.replaying:
+            self._replay(replaying=False)
+        for batch in self._batches:
+            self._iterating = True
+            try:
+                yield batch
+            finally:
+                self._iterating = False
+
+    def _replay(self, *, replaying: bool) -> None:
+        """Let nothing act, and no collective reach the other workers, until the loop is where they are."""
+        assert self.job is not None
+        self.job.act(not replaying)
+        if replaying and not self.replaying:
+            self._members = dist.group.WORLD
+            make_default(self._alone)
+        elif not replaying:
+            make_default(self._members)
+            self._set_gradients(None)
+        self.replaying = replaying
+
+    def _prepare(self, source: TrainingSource) -> None:
+        if self._source is not None:
+            if not source.same_as(self._source):
+                raise UsageError(
+                    f"the loop trains with a second loader ({source}), and the first one is {self._source}; a job has "
+                    f"one training loader: make it before the loop over the epochs ({SEE})"
+                )
+            return
+        self._source = source
+        self.job = job = elastic_runtime.init(**self.options.of_job(), progress=False)
+        if self.options.global_batch_size is not None:
+            job.settle_batch(global_batch_size=self.options.global_batch_size, max_batch_per_gpu=source.batch_size)
+        optimizers = _optimizers_of(self.models)
+        scaler = _scaler()
+        if not optimizers:
+            raise UsageError(
+                "the loop over the training loader begins, and no optimizer has parameters of the prepared model; make "
+                f"it before: optimizer = torch.optim.SGD(model.parameters(), lr=...) ({SEE})"
+            )
+        _, _, self._batches = job.prepare(self.models, optimizers, source.loader(), scaler=scaler)
+        if scaler is not None:
+            self._leave_scaling_to_the_job(scaler)
+        job.on_resize(self._follow)
+        self._epochs = job.epochs(NO_END)
+
+    def _leave_scaling_to_the_job(self, scaler: Any) -> None:
+        scale = scaler.scale
+        scaler.scale = lambda outputs: scale(outputs) if self._within else outputs
+
+    # What the loop calls
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> bool:
+        """Run `loss.backward()` as a part of the step; False where it is not one, and torch's own is to run."""
+        if self._within:
+            return False
+        if self.replaying:
+            self._set_gradients(torch.zeros_like)
+            return True
+        if self._iterating:
+            assert self.job is not None
+            self._within = True
+            try:
+                self.job.backward(loss, **options)
+            finally:
+                self._within = False
+            return True
+        if self.trains:
+            raise UsageError(
+                "loss.backward() outside of a loop over a prepared loader: each worker would train alone; write: "
+                f"loader = ray.train.torch.prepare_data_loader(loader), or give it a DistributedSampler ({SEE})"
+            )
+        return False
+
+    def finish(self) -> None:
+        """The training function has returned: end the training, together with the other workers."""
+        if self.replaying:
+            raise UsageError(
+                f"the loop of a worker that joined in epoch {self._epoch} has ended in epoch {self._begun - 1}, which "
+                "the others have trained and it only ran through; decide on the end by the number of the epoch, or use "
+                f"job.epochs of elastic_runtime and job.track ({SEE})"
+            )
+        if self.job is not None and not self.job.leaving:
+            self.job.finish()
+
+    def _set_gradients(self, of: Any) -> None:
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.grad = of(parameter) if of is not None and parameter.requires_grad else None
+
+
+def _optimizers_of(models: Sequence[torch.nn.Module]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that have parameters of these, in the order of their first parameters in them."""
+    place = {id(p): number for number, p in enumerate(p for model in models for p in model.parameters())}
+    found = []
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer) and hasattr(each, "param_groups"):
+            places = [place[id(p)] for group in each.param_groups for p in group["params"] if id(p) in place]
+            found += [(min(places), each)] if places else []
+    return [each for _, each in sorted(found, key=lambda pair: pair[0])]
+
+
+def _scaler() -> torch.amp.GradScaler | None:
+    """Return the loop's scaler, if it has one. UsageError for several."""
+    found = [e for e in gc.get_objects() if issubclass(type(e), torch.amp.GradScaler) and e.is_enabled()]
+    if len(found) > 1:
+        raise UsageError(f"the loop has {len(found)} enabled GradScalers; use one for all optimizers ({SEE})")
+    return found[0] if found else None
