@@ -186,9 +186,7 @@ def main() -> None:
             found[name], why = verdict(name)
             print(f"{name}: {found[name]} ({time.monotonic() - began:.0f} s): {why}", flush=True)
     counts = {each: sum(verdict == each for verdict in found.values()) for each in ("in place", "refused", "wrong")}
-    print_result(
-        examples=len(found), in_place=counts["in place"], refused=counts["refused"], wrong=counts["wrong"]
-    )
+    print_result(examples=len(found), in_place=counts["in place"], refused=counts["refused"], wrong=counts["wrong"])
 
 
 if __name__ == "__main__":

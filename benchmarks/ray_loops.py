@@ -73,6 +73,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 def report(metrics: dict[str, Any], model: nn.Module, **more: Any) -> None:
     """Report, rank 0 with the model."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = None
         if ray.train.get_context().get_world_rank() == 0:
@@ -99,7 +100,7 @@ def linear(config: dict[str, Any]) -> None:
         with torch.no_grad():
             for x, y in valid:
                 total += loss_fn(model(x), y).item()
-        report({"epoch": epoch, "loss": total / len(valid)}, model.module)
+        report({"epoch": epoch, "loss": total / len(valid)}, model)
 
 
 def images(config: dict[str, Any]) -> None:
@@ -129,7 +130,7 @@ def images(config: dict[str, Any]) -> None:
                 prediction = model(x)
                 right += (prediction.argmax(1) == y).sum().item()
                 count += y.shape[0]
-        report({"accuracy": right / count}, model.module)
+        report({"accuracy": right / count}, model)
 
 
 def table(config: dict[str, Any]) -> None:
@@ -143,7 +144,7 @@ def table(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        report({"epoch": epoch, "loss": loss.item()}, model.module)
+        report({"epoch": epoch, "loss": loss.item()}, model)
 
 
 def by_hand(config: dict[str, Any]) -> None:
@@ -159,8 +160,7 @@ def by_hand(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-        if isinstance(model, DistributedDataParallel):
-            report({"epoch": epoch}, model.module)
+        report({"epoch": epoch}, model)
 
 
 def resumed(config: dict[str, Any]) -> None:
@@ -246,9 +246,7 @@ def transformers(config: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: PLC0415
 
     torch.manual_seed(0)
-    small = LlamaConfig(
-        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
+    small = LlamaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     model = watched(LlamaForCausalLM(small), config)
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
@@ -321,7 +319,7 @@ def collectives(config: dict[str, Any]) -> None:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, dist.get_rank())
         assert everyone == list(range(dist.get_world_size()))
-        report({"accuracy": (counts[0] / counts[1]).item(), "evaluated": int(counts[1])}, model.module)
+        report({"accuracy": (counts[0] / counts[1]).item(), "evaluated": int(counts[1])}, model)
 
 
 def accumulated(config: dict[str, Any]) -> None:
@@ -335,7 +333,7 @@ def accumulated(config: dict[str, Any]) -> None:
             if (number + 1) % 2 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        report({"epoch": epoch}, model.module)
+        report({"epoch": epoch}, model)
 
 
 def mixed_precision(config: dict[str, Any]) -> None:
@@ -355,7 +353,7 @@ def mixed_precision(config: dict[str, Any]) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-        report({"epoch": epoch}, model.module)
+        report({"epoch": epoch}, model)
 
 
 def schedules(config: dict[str, Any]) -> None:
@@ -370,7 +368,7 @@ def schedules(config: dict[str, Any]) -> None:
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             steps.step()
-        report({"epoch": epoch, "rate": steps.get_last_lr()[0]}, model.module)
+        report({"epoch": epoch, "rate": steps.get_last_lr()[0]}, model)
 
 
 def arrays(config: dict[str, Any]) -> None:
@@ -387,7 +385,7 @@ def arrays(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        report({"loss": sum(losses) / len(losses)}, model.module)
+        report({"loss": sum(losses) / len(losses)}, model)
 
 
 def padded(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -421,7 +419,7 @@ def ragged(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        report({"epoch": epoch}, model.module)
+        report({"epoch": epoch}, model)
 
 
 def metrics(config: dict[str, Any]) -> None:
@@ -448,7 +446,7 @@ def metrics(config: dict[str, Any]) -> None:
         with torch.no_grad():
             for x, y in valid:
                 accuracy(model(x), y)
-        report({"accuracy": accuracy.compute().item()}, model.module)
+        report({"accuracy": accuracy.compute().item()}, model)
         accuracy.reset()
 
 

@@ -75,9 +75,7 @@ def in_elastic_job() -> bool:
     return bool(os.environ.get("ELASTIC_COORDINATOR"))
 
 
-def fit(
-    run: TrainRunContext, function: Callable[[], Any], options: LoopOptions, *, with_datasets: bool
-) -> Result:
+def fit(run: TrainRunContext, function: Callable[[], Any], options: LoopOptions, *, with_datasets: bool) -> Result:
     """Run the training function in this process, and return the run's result; WorkerGroupError as TorchTrainer."""
     if with_datasets:
         raise UsageError(
@@ -89,7 +87,7 @@ def fit(
     worker = os.environ.get("ELASTIC_WORKER_ID", "")
     newest = channel.checkpoints().latest_checkpoint_result
     context = ElasticTrainContext.make(
-        run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards({}), options
+        run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards(None, []), options
     )
     context.install()
     outcome: Outcome = outcome_of(context, function, leave=True)

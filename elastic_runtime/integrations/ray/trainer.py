@@ -24,14 +24,15 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]
     """TorchTrainer whose group changes in place, at the end of a step: for its own loops, and those of elastic_runtime.
 
     The arguments are TorchTrainer's, and `global_batch_size`: the samples of a step at every size, for loops that call
-    no `elastic_runtime.init`. Without it each worker has the loader's batch_size, as in TorchTrainer. `scaling_config=ScalingConfig(num_workers=(least, most))`: it begins with `least`
-    workers, and each further one joins when Ray has resources for it. UsageError for what cannot be elastic.
+    no `elastic_runtime.init`. Without it each worker has the loader's batch_size, as in TorchTrainer.
+    `scaling_config=ScalingConfig(num_workers=(least, most))`: it begins with `least` workers, and each further one
+    joins when Ray has resources for it. UsageError for what cannot be elastic.
     """
 
     def __init__(self, *args: Any, global_batch_size: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._options = LoopOptions(global_batch_size)
         self._shape = self._checked_shape()
+        self._options = LoopOptions(global_batch_size, self._shape.least)
         if self.validation_config is not None:
             raise UsageError("validation_config is not supported by ElasticTorchTrainer; validate in the loop")
 

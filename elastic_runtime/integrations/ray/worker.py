@@ -69,7 +69,13 @@ class TrainWorker:
             _set_environment(task, Path(directory))
             channel, run = ActorChannel(controller), task.run
             context = ElasticTrainContext.make(
-                run, channel, task.worker, task.provisional, task.checkpoint, task.report_index, task.shards,
+                run,
+                channel,
+                task.worker,
+                task.provisional,
+                task.checkpoint,
+                task.report_index,
+                task.shards,
                 task.options,
             )
             context.install()

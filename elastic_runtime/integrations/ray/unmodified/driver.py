@@ -5,14 +5,15 @@ also in a worker that joins in epoch e. It then runs the epochs before e again, 
 acts and nothing is reported: so counters, schedules and lists of the loop are filled as on the other workers. In epoch
 e it has the state of the others, whatever it did to its own before.
 
-Rejected: replacing `range` in the loop's module, so that it begins with epoch e. It is called for much else, and `while`
-loops, or epochs counted from a checkpoint, have none. Rejected: the loop's local variables as a part of the state. They
-hold anything.
+Rejected: replacing `range` in the loop's module, so that it begins with epoch e. It is called for much else, and
+`while` loops, or epochs counted from a checkpoint, have none. Rejected: the loop's local variables as a part of the
+state. They hold anything.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from elastic_runtime.torch_internals import make_default
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch.utils.data import DataLoader
 
     from elastic_runtime.integrations.ray.unmodified.loaders import TrainingSource
     from elastic_runtime.loop.job import Job
@@ -41,15 +44,23 @@ SEE = "see docs/guides/ray_train.md"
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """`global_batch_size`: samples of a step at every size; None: each worker has the loader's batch_size, as in Ray."""
+    """`global_batch_size`: samples of a step at every size; None: each worker has the loader's batch_size, as in Ray.
+
+    `least`: the least number of workers.
+    """
 
     global_batch_size: int | None = None
+    least: int = 1
 
     def of_job(self) -> dict[str, Any]:
         """Return the options of `elastic_runtime.init`."""
         if self.global_batch_size is not None:
             return {"global_batch_size": self.global_batch_size}
         return {"scale_batch": (1, sys.maxsize), "scale_lr": "none"}
+
+    def kept(self, batch: int) -> int:
+        """Return the samples of a step of a library that counts its steps before it trains: `batch` is a worker's."""
+        return self.global_batch_size or batch * self.least
 
 
 class LoopDriver:
@@ -77,10 +88,14 @@ class LoopDriver:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._alone = dist.group.WORLD
 
-    def _follow(self, *_: object) -> None:
-        assert self.job is not None
-        if self.job.world_size == 1:
-            make_default(self._alone)
+    def follow(self, job: Job) -> None:
+        """Let the default process group be one of this process again where the job has one worker."""
+
+        def resized(_line: dict[str, Any]) -> None:
+            if job.world_size == 1:
+                make_default(self._alone)
+
+        job.on_resize(resized)
 
     # Batches
 
@@ -95,9 +110,11 @@ class LoopDriver:
         number, self._begun = self._begun, self._begun + 1
         if number > self._epoch:
             self._epoch = next(self._epochs)
+            source.begin()
         if number < self._epoch:
             self._replay(replaying=True)
-            yield self._batches.sample() if hasattr(self._batches, "sample") else None
+            batch = source.sample()
+            yield self._batches.sample() if batch is None else batch
             return
         if self.replaying:
             self._replay(replaying=False)
@@ -128,10 +145,18 @@ class LoopDriver:
                     f"one training loader: make it before the loop over the epochs ({SEE})"
                 )
             return
+        os.environ.pop("ELASTIC_CHECKPOINT_DIR", None)  # a loop resumes from its own checkpoints: get_checkpoint()
         self._source = source
-        self.job = job = elastic_runtime.init(**self.options.of_job(), progress=False)
-        if self.options.global_batch_size is not None:
-            job.settle_batch(global_batch_size=self.options.global_batch_size, max_batch_per_gpu=source.batch_size)
+        self.job, self._batches = source.make_job()
+        self.follow(self.job)
+        self._epochs = self.job.epochs(NO_END)
+
+    def make_job(self, loader: DataLoader[Any]) -> tuple[Job, Any]:
+        """Make a job of what the loop has made, and of its loader; return it, and the batches."""
+        options, size = self.options, loader.batch_size or 1
+        job = elastic_runtime.init(**options.of_job(), progress=False)
+        if options.global_batch_size is not None:
+            job.settle_batch(global_batch_size=options.global_batch_size, max_batch_per_gpu=size)
         optimizers = _optimizers_of(self.models)
         scaler = _scaler()
         if not optimizers:
@@ -139,11 +164,10 @@ class LoopDriver:
                 "the loop over the training loader begins, and no optimizer has parameters of the prepared model; make "
                 f"it before: optimizer = torch.optim.SGD(model.parameters(), lr=...) ({SEE})"
             )
-        _, _, self._batches = job.prepare(self.models, optimizers, source.loader(), scaler=scaler)
+        _, _, batches = job.prepare(self.models, optimizers, loader, scaler=scaler)
         if scaler is not None:
             self._leave_scaling_to_the_job(scaler)
-        job.on_resize(self._follow)
-        self._epochs = job.epochs(NO_END)
+        return job, batches
 
     def _leave_scaling_to_the_job(self, scaler: Any) -> None:
         scale = scaler.scale
@@ -181,7 +205,7 @@ class LoopDriver:
                 "the others have trained and it only ran through; decide on the end by the number of the epoch, or use "
                 f"job.epochs of elastic_runtime and job.track ({SEE})"
             )
-        if self.job is not None and not self.job.leaving:
+        if self._source is not None and self.job is not None and not self.job.leaving:
             self.job.finish()
 
     def _set_gradients(self, of: Any) -> None:

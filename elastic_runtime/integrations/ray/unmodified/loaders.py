@@ -16,19 +16,23 @@ from elastic_runtime.integrations.ray.unmodified.driver import SEE, LoopDriver
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from elastic_runtime.loop.job import Job
+
 
 class TrainingSource(Protocol):
     """What a loop trains with, before it is prepared."""
 
-    @property
-    def batch_size(self) -> int:
-        """The samples of one batch of a worker."""
-
-    def loader(self) -> DataLoader[Any]:
-        """Return the loader of all samples, that the job shares out."""
+    def make_job(self) -> tuple[Job, Any]:
+        """Make the job; return it, and its batches."""
 
     def same_as(self, other: Any) -> bool:
         """Whether it has the same samples: a loop may make its loader again in each epoch."""
+
+    def begin(self) -> None:
+        """The training begins: its first batch is asked for next."""
+
+    def sample(self) -> Any:
+        """Return a batch, whichever; None: the job has one."""
 
 
 class EpochOrder(Sampler[int]):
@@ -59,8 +63,8 @@ class EpochOrder(Sampler[int]):
 class LoaderSource:
     """A DataLoader that the loop prepared, or gave a DistributedSampler."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], driver: LoopDriver) -> None:
+        self._loader, self._driver = loader, driver
         self.batch_size = loader.batch_size or 1
         self.order = order_of(loader)
 
@@ -68,13 +72,19 @@ class LoaderSource:
         kind = type(self._loader.dataset).__name__
         return f"{len(self.order)} samples of a {kind}, batch_size={self.batch_size}"
 
-    def loader(self) -> DataLoader[Any]:
-        """Return it over the whole order."""
-        return self.over(self.order)
+    def make_job(self) -> tuple[Job, Any]:
+        """Make the job of the whole order."""
+        return self._driver.make_job(self.over(self.order))
 
     def same_as(self, other: Any) -> bool:
         """Whether it has as many samples of the same kind, in batches of the same size."""
         return str(self) == str(other)
+
+    def begin(self) -> None:
+        """Do nothing: the samples are read by number."""
+
+    def sample(self) -> None:
+        """Leave it to the job."""
 
     def over(self, sampler: Any) -> DataLoader[Any]:
         """Return the same loader over another sampler."""
@@ -117,9 +127,13 @@ def order_of(loader: DataLoader[Any]) -> EpochOrder:
 class PreparedLoader(DataLoader[Any]):
     """A loop's loader over `device`; its attributes are those of the loader that was prepared, but for the sampler."""
 
+    _source: LoaderSource
+    _driver: LoopDriver
+    _device: torch.device | None
+
     def __init__(self, loader: DataLoader[Any], driver: LoopDriver, device: torch.device | None) -> None:
         self.__dict__.update(loader.__dict__)  # DataLoader's own constructor would check and change them
-        source = LoaderSource(loader)
+        source = LoaderSource(loader, driver)
         self.__dict__.update(_source=source, _driver=driver, _device=device, sampler=source.order)
 
     def __len__(self) -> int:
@@ -172,13 +186,13 @@ def check_sampler(loader: DataLoader[Any], *, add_dist_sampler: bool) -> None:
     shared = isinstance(loader.sampler, DistributedSampler)
     if not add_dist_sampler and not shared:
         raise UsageError(
-            "prepare_data_loader(add_dist_sampler=False) got a loader without a DistributedSampler, so that each worker "
-            f"would train on everything; leave add_dist_sampler out, or evaluate with the plain loader ({SEE})"
+            "prepare_data_loader(add_dist_sampler=False) got a loader without a DistributedSampler, so that each "
+            f"worker would train on everything; leave add_dist_sampler out, or evaluate with the plain loader ({SEE})"
         )
     if not shared and not isinstance(loader.sampler, SequentialSampler | RandomSampler):
         kind = type(loader.sampler).__name__
         raise UsageError(
-            f"prepare_data_loader got a loader with a {kind}, which Ray Train replaces by a DistributedSampler; to keep "
-            "it write: job = elastic_runtime.init(), model, optimizer, loader = job.prepare(model, optimizer, loader) "
+            f"prepare_data_loader got a loader with a {kind}, which Ray Train replaces by a DistributedSampler; to "
+            "keep it write: job = elastic_runtime.init(), model, optimizer, loader = job.prepare(model, optimizer, loader) "
             f"({SEE})"
         )

@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.ray_internals import train_loop_utils
 from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, SEE, LoopDriver
+from elastic_runtime.integrations.ray.unmodified.libraries import adapt_libraries
 from elastic_runtime.integrations.ray.unmodified.loaders import (
     LoaderSource,
     PreparedLoader,
@@ -51,16 +52,17 @@ def replace_names(of: LoopDriver) -> None:
     torch.Tensor.backward = _backward_of(torch.Tensor.backward)  # type: ignore[method-assign]
     DataLoader.__iter__ = _iter_of(DataLoader.__iter__)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_training_alone)
+    adapt_libraries()
 
 
-def _prepare_model(model, move_to_device=True, parallel_strategy="ddp", parallel_strategy_kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, FBT002
+def _prepare_model(model, move_to_device=True, parallel_strategy="ddp", parallel_strategy_kwargs=None):  # type: ignore[no-untyped-def]  # noqa: FBT002
     # Its code runs as that of Ray's function, whose globals are others.
     from elastic_runtime.integrations.ray.unmodified.names import prepare_model  # noqa: PLC0415
 
     return prepare_model(model, move_to_device, parallel_strategy, parallel_strategy_kwargs)
 
 
-def _prepare_data_loader(data_loader, add_dist_sampler=True, move_to_device=True, auto_transfer=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, FBT002, ARG001
+def _prepare_data_loader(data_loader, add_dist_sampler=True, move_to_device=True, auto_transfer=True):  # type: ignore[no-untyped-def]  # noqa: FBT002, ARG001
     from elastic_runtime.integrations.ray.unmodified.names import prepare_data_loader  # noqa: PLC0415
 
     return prepare_data_loader(data_loader, add_dist_sampler, move_to_device)
@@ -157,7 +159,7 @@ def _iter_of(iterate_plainly: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(iterate_plainly)
     def shared(self: DataLoader[Any]) -> Any:
         if type(getattr(self, "sampler", None)) is DistributedSampler and driver().trains:
-            return iterate(LoaderSource(self), driver(), None)
+            return iterate(LoaderSource(self, driver()), driver(), None)
         return iterate_plainly(self)
 
     return shared
@@ -166,6 +168,6 @@ def _iter_of(iterate_plainly: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_training_alone(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if current_job() is None:
         raise UsageError(
-            f"{type(optimizer).__name__}.step() before a job has begun: each worker would train alone; write: {PREPARE} "
-            f"({SEE})"
+            f"{type(optimizer).__name__}.step() before a job has begun: each worker would train alone; write: "
+            f"{PREPARE} ({SEE})"
         )
