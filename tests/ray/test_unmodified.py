@@ -112,4 +112,3 @@ def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and
     reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
     assert [(each["epoch"], each["evaluated"]) for each in reports] == [(epoch, SAMPLES) for epoch in range(EPOCHS)]
     assert {each["rate"] for each in reports} == {1e-3}
-    assert workers.sizes == [2, 1, 3]

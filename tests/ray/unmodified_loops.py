@@ -1,4 +1,4 @@
-"""A training function for TorchTrainer, as its users write it, in a worker of an elastic job without Ray's processes."""
+"""A training function for TorchTrainer, as its users write it, in a worker of a job without Ray's processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(config: dict[str, Any]) -> None:
     seen = (directory / f"seen-{os.environ['ELASTIC_WORKER_ID']}").open("w", buffering=1)
     steps = 0
     for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        loader.sampler.set_epoch(epoch)
         model.train()
         for x, y in loader:
             steps += 1
@@ -65,7 +65,7 @@ def train(config: dict[str, Any]) -> None:
                 count += len(model(x))
         dist.all_reduce(count)
         workers = ray.train.get_context().get_world_size()
-        rate = round(schedule.get_last_lr()[0] / 0.99 ** (epoch + 1), 9)
+        rate = round(float(schedule.get_last_lr()[0]) / 0.99 ** (epoch + 1), 9)
         ray.train.report({"epoch": epoch, "evaluated": int(count), "workers": workers, "rate": rate})
     torch.save(model.module.state_dict(), directory / f"model-{ray.train.get_context().get_world_rank()}")
 

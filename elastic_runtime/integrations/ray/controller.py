@@ -124,7 +124,7 @@ class Controller:
         self._workers = 0
         self._most = shape.most
         self._job = self._token = ""
-        self._size = 0
+        self._size = self._epoch = 0  # of an unmodified loop
 
     async def run(self) -> Result:
         """Run the training to its end, with the attempts that its FailureConfig allows."""
@@ -165,7 +165,7 @@ class Controller:
     async def _attempt(self, number: int) -> End:
         assert self._coordinator is not None
         self._job, self._token = f"{self._run.run_id}-{number}", secrets.token_hex(16)
-        self._reports, self._directories, self._size = Reports(), {}, 0
+        self._reports, self._directories, self._size, self._epoch = Reports(), {}, 0, 0
         newest = self._checkpoints.latest_checkpoint_result
         self._first_checkpoint = newest.checkpoint if newest else None
         self._send("open", token=self._token, min_workers=self._shape.least)
@@ -247,6 +247,14 @@ class Controller:
         """Return the nodes of these workers."""
         assert self._group is not None
         return [self._group.node_of(worker) for worker in workers]
+
+    async def epoch(self) -> int:
+        """Return the epoch that the workers of the attempt train."""
+        return self._epoch
+
+    async def note_epoch(self, epoch: int) -> None:
+        """Note it."""
+        self._epoch = epoch
 
     async def get_all_reported_checkpoints(
         self, index: int, consistency_mode: Any, timeout_s: float | None

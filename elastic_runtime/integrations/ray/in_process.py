@@ -21,7 +21,7 @@ from elastic_runtime.integrations.ray.ray_internals import (
     WorkerGroupError,
     result_of,
 )
-from elastic_runtime.integrations.ray.worker import FAILED, Outcome, outcome_of
+from elastic_runtime.integrations.ray.worker import FAILED, Outcome, outcome_of, own_temporary_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +64,13 @@ class StoredReports:
         """Return a node for each worker: it sees its own devices only, so its local rank is 0."""
         return list(workers)
 
+    def epoch(self) -> int:
+        """Return 0: a worker that joins runs through the epochs while the others wait for it."""
+        return 0
+
+    def note_epoch(self, epoch: int) -> None:
+        """Do nothing: nobody asks."""
+
     async def _record(self, checkpoints: CheckpointManager, report: TrainingReport) -> None:
         checkpoints.after_report(report, [report.metrics])
         for callback in self._run.run_config.callbacks:
@@ -90,7 +97,8 @@ def fit(run: TrainRunContext, function: Callable[[], Any], options: LoopOptions,
         run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards(None, []), options
     )
     context.install()
-    outcome: Outcome = outcome_of(context, function, leave=True)
+    with own_temporary_directory():
+        outcome: Outcome = outcome_of(context, function, leave=True)
     if outcome.kind == FAILED:
         assert outcome.error is not None
         raise WorkerGroupError(outcome.text, {outcome.rank: outcome.error})

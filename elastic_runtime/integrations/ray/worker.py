@@ -18,7 +18,7 @@ from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, LoopOpti
 from elastic_runtime.loop.job import Job, current_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 FINISHED = "finished"
 LEFT = "left"
@@ -65,8 +65,8 @@ class TrainWorker:
 
     def run(self, controller: Any, task: Task) -> Outcome:
         """Run the training function. Its error is returned, not raised: Ray would wrap it."""
-        with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as directory:
-            _set_environment(task, Path(directory))
+        with own_temporary_directory() as directory:
+            _set_environment(task, directory)
             channel, run = ActorChannel(controller), task.run
             context = ElasticTrainContext.make(
                 run,
@@ -84,6 +84,20 @@ class TrainWorker:
                 working.mkdir(parents=True, exist_ok=True)
                 os.chdir(working)
             return outcome_of(context, lambda: ray.get(task.functions[0])())  # noqa: PLW0108 - got where errors are caught
+
+
+@contextlib.contextmanager
+def own_temporary_directory() -> Iterator[Path]:
+    """Let temporary files be in a directory of this worker: Ray's callback for Lightning names its own after the rank,
+    which is that of another worker of the same machine after a change of size.
+    """
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as directory:
+        tempfile.tempdir = directory
+        try:
+            yield Path(directory)
+        finally:
+            tempfile.tempdir = before
 
 
 def _set_environment(task: Task, directory: Path) -> None:

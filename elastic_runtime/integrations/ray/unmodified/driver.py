@@ -16,13 +16,14 @@ import gc
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 import elastic_runtime
 from elastic_runtime.errors import UsageError
+from elastic_runtime.membership.torchrun import init_alone
 from elastic_runtime.torch_internals import make_default
 
 if TYPE_CHECKING:
@@ -63,11 +64,21 @@ class LoopOptions:
         return self.global_batch_size or batch * self.least
 
 
+class Others(Protocol):
+    """Where a worker asks what the others are doing."""
+
+    def epoch(self) -> int:
+        """Return the epoch that they train, as far as is known: 0 before."""
+
+    def note_epoch(self, epoch: int) -> None:
+        """Note that they train this epoch from now on. Does not wait."""
+
+
 class LoopDriver:
     """One worker's loop. `models` are those that it has prepared."""
 
-    def __init__(self, options: LoopOptions) -> None:
-        self.options = options
+    def __init__(self, options: LoopOptions, others: Others) -> None:
+        self.options, self._others = options, others
         self.models: list[torch.nn.Module] = []
         self.job: Job | None = None
         self.replaying = False  # epochs that the other workers have trained
@@ -77,7 +88,8 @@ class LoopDriver:
         self._epoch = -1  # of the job
         self._begun = 0  # epochs of the loop
         self._iterating = self._within = False  # in a batch of the training loader; in job.backward
-        self._alone: Any = None
+        self._stepped = self._scales = False  # in this batch; the loop has a GradScaler, which leaves steps out
+        self._alone: Any = None  # the process groups: of this process, and of all workers
         self._members: Any = None
 
     # Process groups
@@ -85,7 +97,7 @@ class LoopDriver:
     def begin_alone(self) -> None:
         """Give torch a default process group of this process, for collectives before the loop and at size 1."""
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            init_alone("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         self._alone = dist.group.WORLD
 
     def follow(self, job: Job) -> None:
@@ -108,34 +120,57 @@ class LoopDriver:
         """Yield this worker's batches of the loop's next epoch. UsageError for a second training loader."""
         self._prepare(source)
         number, self._begun = self._begun, self._begun + 1
-        if number > self._epoch:
-            self._epoch = next(self._epochs)
-            source.begin()
-        if number < self._epoch:
-            self._replay(replaying=True)
+        joined = self._epoch >= 0
+        if joined or number >= self._others.epoch():
+            self._enter(number, source)
+            self._replay(replaying=number < self._epoch)
+        else:
+            self._replay(replaying=True)  # before the others have to wait for it
+        if self.replaying:
             batch = source.sample()
             yield self._batches.sample() if batch is None else batch
             return
-        if self.replaying:
-            self._replay(replaying=False)
         for batch in self._batches:
-            self._iterating = True
+            self._iterating, self._stepped = True, False
             try:
                 yield batch
             finally:
                 self._iterating = False
+            self._check_stepped()
+
+    def _enter(self, number: int, source: TrainingSource) -> None:
+        """Enter the job's next epoch, unless that is ahead of the loop's; the first time, join the other workers."""
+        assert self.job is not None
+        if number <= self._epoch:
+            return
+        self._epoch = next(self._epochs)
+        self._members = dist.group.WORLD
+        source.begin()
+        if self.job.is_leader:
+            self._others.note_epoch(self._epoch)
 
     def _replay(self, *, replaying: bool) -> None:
         """Let nothing act, and no collective reach the other workers, until the loop is where they are."""
         assert self.job is not None
         self.job.act(not replaying)
-        if replaying and not self.replaying:
-            self._members = dist.group.WORLD
+        if replaying:
             make_default(self._alone)
-        elif not replaying:
+        elif self.replaying:
             make_default(self._members)
             self._set_gradients(None)
         self.replaying = replaying
+
+    def note_step(self) -> None:
+        """An optimizer steps."""
+        self._stepped = True
+
+    def _check_stepped(self) -> None:
+        """UsageError for gradients of a whole step that the loop keeps for its next batches."""
+        if self._stepped or self._scales or not (self.job is not None and self.job.applied):
+            return
+        gradients = (parameter.grad for model in self.models for parameter in model.parameters())
+        if any(gradient is not None and bool(gradient.any()) for gradient in gradients):
+            refuse_accumulation("a batch ended without optimizer.step()")
 
     def _prepare(self, source: TrainingSource) -> None:
         if self._source is not None:
@@ -154,17 +189,12 @@ class LoopDriver:
     def make_job(self, loader: DataLoader[Any]) -> tuple[Job, Any]:
         """Make a job of what the loop has made, and of its loader; return it, and the batches."""
         options, size = self.options, loader.batch_size or 1
+        optimizers, scaler = _optimizers_of(self.models), _scaler()
         job = elastic_runtime.init(**options.of_job(), progress=False)
         if options.global_batch_size is not None:
             job.settle_batch(global_batch_size=options.global_batch_size, max_batch_per_gpu=size)
-        optimizers = _optimizers_of(self.models)
-        scaler = _scaler()
-        if not optimizers:
-            raise UsageError(
-                "the loop over the training loader begins, and no optimizer has parameters of the prepared model; make "
-                f"it before: optimizer = torch.optim.SGD(model.parameters(), lr=...) ({SEE})"
-            )
         _, _, batches = job.prepare(self.models, optimizers, loader, scaler=scaler)
+        self._scales = scaler is not None
         if scaler is not None:
             self._leave_scaling_to_the_job(scaler)
         return job, batches
@@ -215,13 +245,18 @@ class LoopDriver:
 
 
 def _optimizers_of(models: Sequence[torch.nn.Module]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that have parameters of these, in the order of their first parameters in them."""
+    """Return the optimizers that have parameters of these, in the order of their first ones. UsageError for none."""
     place = {id(p): number for number, p in enumerate(p for model in models for p in model.parameters())}
     found = []
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer) and hasattr(each, "param_groups"):
             places = [place[id(p)] for group in each.param_groups for p in group["params"] if id(p) in place]
             found += [(min(places), each)] if places else []
+    if not found:
+        raise UsageError(
+            "the loop over the training loader begins, and no optimizer has parameters of the prepared model; write: "
+            f"optimizer = torch.optim.SGD(model.parameters(), lr=0.01), before the loop ({SEE})"
+        )
     return [each for _, each in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -231,3 +266,12 @@ def _scaler() -> torch.amp.GradScaler | None:
     if len(found) > 1:
         raise UsageError(f"the loop has {len(found)} enabled GradScalers; use one for all optimizers ({SEE})")
     return found[0] if found else None
+
+
+def refuse_accumulation(call: str) -> NoReturn:
+    """UsageError for gradients that the loop adds up over several batches."""
+    raise UsageError(
+        f"{call}: gradients are accumulated in the loop, and a worker that joins has none of them; write: "
+        "optimizer.step() and optimizer.zero_grad() for each batch, and ElasticTorchTrainer(..., global_batch_size=N) "
+        f"for the samples of a step, which accumulates as the number of workers needs it ({SEE})"
+    )

@@ -187,12 +187,12 @@ def check_sampler(loader: DataLoader[Any], *, add_dist_sampler: bool) -> None:
     if not add_dist_sampler and not shared:
         raise UsageError(
             "prepare_data_loader(add_dist_sampler=False) got a loader without a DistributedSampler, so that each "
-            f"worker would train on everything; leave add_dist_sampler out, or evaluate with the plain loader ({SEE})"
+            f"worker would train on everything; write: prepare_data_loader(loader) ({SEE})"
         )
     if not shared and not isinstance(loader.sampler, SequentialSampler | RandomSampler):
         kind = type(loader.sampler).__name__
         raise UsageError(
             f"prepare_data_loader got a loader with a {kind}, which Ray Train replaces by a DistributedSampler; to "
-            "keep it write: job = elastic_runtime.init(), model, optimizer, loader = job.prepare(model, optimizer, loader) "
-            f"({SEE})"
+            "keep it, write: job = elastic_runtime.init(), "
+            f"model, optimizer, loader = job.prepare(model, optimizer, loader) ({SEE})"
         )

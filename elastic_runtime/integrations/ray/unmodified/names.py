@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.ray_internals import train_loop_utils
-from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, SEE, LoopDriver
+from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, SEE, LoopDriver, refuse_accumulation
 from elastic_runtime.integrations.ray.unmodified.libraries import adapt_libraries
 from elastic_runtime.integrations.ray.unmodified.loaders import (
     LoaderSource,
@@ -51,7 +51,8 @@ def replace_names(of: LoopDriver) -> None:
     _replace_parallel(torch.nn.parallel.DistributedDataParallel)
     torch.Tensor.backward = _backward_of(torch.Tensor.backward)  # type: ignore[method-assign]
     DataLoader.__iter__ = _iter_of(DataLoader.__iter__)  # type: ignore[method-assign]
-    register_optimizer_step_pre_hook(_refuse_training_alone)
+    torch.distributed.init_process_group = _refuse_second_group
+    register_optimizer_step_pre_hook(_note_step)
     adapt_libraries()
 
 
@@ -127,15 +128,6 @@ def _replace_parallel(parallel: Any) -> None:
             delattr(parallel, name)
 
 
-def refuse_accumulation(call: str) -> None:
-    """UsageError for gradients that the loop adds up over several batches."""
-    raise UsageError(
-        f"{call}: gradients are accumulated in the loop, and a worker that joins has none of them; leave it out, step "
-        "with each batch, and keep the samples of a step by ElasticTorchTrainer(..., global_batch_size=N), which "
-        f"accumulates as the number of workers needs it ({SEE})"
-    )
-
-
 def _backward_of(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def of_step(
@@ -165,7 +157,16 @@ def _iter_of(iterate_plainly: Callable[..., Any]) -> Callable[..., Any]:
     return shared
 
 
-def _refuse_training_alone(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _refuse_second_group(*_: Any, **__: Any) -> None:
+    raise UsageError(
+        "torch.distributed.init_process_group() is called, but the default process group is there, as in TorchTrainer; "
+        f"leave it out ({SEE})"
+    )
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """UsageError for a worker that trains alone."""
+    driver().note_step()
     if current_job() is None:
         raise UsageError(
             f"{type(optimizer).__name__}.step() before a job has begun: each worker would train alone; write: "
