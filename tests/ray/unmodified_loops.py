@@ -23,7 +23,7 @@ from tests.forked import preload
 
 preload("tests.ray.unmodified_loops")
 
-SAMPLES, BATCH, EPOCHS = 48, 4, 30
+SAMPLES, BATCH, EPOCHS = 48, 4, 16
 SOME, PLENTY = 40, 120
 """Steps that take 20 ms, and 200 ms; those after them take a second, as long as there is no file "go"."""
 

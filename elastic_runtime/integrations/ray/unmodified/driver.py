@@ -118,7 +118,7 @@ class LoopDriver:
 
     def epoch(self, source: TrainingSource) -> Iterator[Any]:
         """Yield this worker's batches of the loop's next epoch. UsageError for a second training loader."""
-        self._prepare(source)
+        source = self._prepare(source)
         number, self._begun = self._begun, self._begun + 1
         joined = self._epoch >= 0
         if joined or number >= self._others.epoch():
@@ -172,19 +172,21 @@ class LoopDriver:
         if any(gradient is not None and bool(gradient.any()) for gradient in gradients):
             refuse_accumulation("a batch ended without optimizer.step()")
 
-    def _prepare(self, source: TrainingSource) -> None:
+    def _prepare(self, source: TrainingSource) -> TrainingSource:
+        """Return the loader of the first epoch, of which the job is made; a loop may make an equal one in each epoch."""
         if self._source is not None:
             if not source.same_as(self._source):
                 raise UsageError(
                     f"the loop trains with a second loader ({source}), and the first one is {self._source}; a job has "
                     f"one training loader: make it before the loop over the epochs ({SEE})"
                 )
-            return
+            return self._source
         os.environ.pop("ELASTIC_CHECKPOINT_DIR", None)  # a loop resumes from its own checkpoints: get_checkpoint()
         self._source = source
         self.job, self._batches = source.make_job()
         self.follow(self.job)
         self._epochs = self.job.epochs(NO_END)
+        return source
 
     def make_job(self, loader: DataLoader[Any]) -> tuple[Job, Any]:
         """Make a job of what the loop has made, and of its loader; return it, and the batches."""
