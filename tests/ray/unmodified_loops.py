@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig, UserCallback
+from ray.train import Checkpoint, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import prepare_data_loader, prepare_model
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,7 +46,8 @@ def train(config: dict[str, Any]) -> None:
     evaluation = prepare_data_loader(DataLoader(data(), batch_size=BATCH))
     seen = (directory / f"seen-{os.environ['ELASTIC_WORKER_ID']}").open("w", buffering=1)
     steps = 0
-    for epoch in range(EPOCHS):
+    checkpoint = ray.train.get_checkpoint()
+    for epoch in range(0 if checkpoint is None else int(Path(checkpoint.path, "epoch").read_text()) + 1, EPOCHS):
         loader.sampler.set_epoch(epoch)
         model.train()
         for x, y in loader:
@@ -66,7 +68,11 @@ def train(config: dict[str, Any]) -> None:
         dist.all_reduce(count)
         workers = ray.train.get_context().get_world_size()
         rate = round(float(schedule.get_last_lr()[0]) / 0.99 ** (epoch + 1), 9)
-        ray.train.report({"epoch": epoch, "evaluated": int(count), "workers": workers, "rate": rate})
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "epoch").write_text(str(epoch))
+            saved = Checkpoint.from_directory(folder) if ray.train.get_context().get_world_rank() == 0 else None
+            metrics = {"epoch": epoch, "evaluated": int(count), "workers": workers, "rate": rate}
+            ray.train.report(metrics, checkpoint=saved)
     torch.save(model.module.state_dict(), directory / f"model-{ray.train.get_context().get_world_rank()}")
 
 

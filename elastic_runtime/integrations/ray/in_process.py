@@ -11,6 +11,9 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+from pyarrow.fs import FileType
+from ray.train import Checkpoint
+
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.datasets import Shards
 from elastic_runtime.integrations.ray.loop_api import ElasticTrainContext
@@ -47,6 +50,24 @@ class StoredReports:
         """Return the checkpoints as they are in the storage now."""
         config = self._run.run_config
         return CheckpointManager(config.checkpoint_config, config.storage_context)
+
+    def first_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint of when the job's first worker began: an unmodified loop counts epochs from it.
+
+        What was trained since is in the job's own checkpoints, if there are some.
+        """
+        storage = self._run.run_config.storage_context
+        files, file = (
+            storage.storage_filesystem,
+            f"{storage.experiment_fs_path}/.begun-{os.environ.get('JOB_UUID', '')}",
+        )
+        if files.get_file_info(file).type == FileType.NotFound:
+            newest = self.checkpoints().latest_checkpoint_result
+            with files.open_output_stream(file) as begun:
+                begun.write(newest.checkpoint.path.encode() if newest else b"")
+        with files.open_input_stream(file) as begun:
+            path = begun.read().decode()
+        return Checkpoint(path, files) if path else None
 
     def directory_of(self, point: Point, wanted: str | None) -> str:
         """Return a name made of the point: no worker asks another one."""
@@ -92,9 +113,8 @@ def fit(run: TrainRunContext, function: Callable[[], Any], options: LoopOptions,
         run.run_config.name = f"{os.environ.get('JOB_NAME', 'job')}-{os.environ.get('JOB_UUID', '')[:8]}".strip("-")
     channel = StoredReports(run)
     worker = os.environ.get("ELASTIC_WORKER_ID", "")
-    newest = channel.checkpoints().latest_checkpoint_result
     context = ElasticTrainContext.make(
-        run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards(None, []), options
+        run, channel, worker, (worker,), channel.first_checkpoint(), 0, Shards(None, []), options
     )
     context.install()
     with own_temporary_directory():

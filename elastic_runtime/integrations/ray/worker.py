@@ -78,6 +78,7 @@ class TrainWorker:
                 task.shards,
                 task.options,
             )
+            context.driver.restarts = True
             context.install()
             if os.environ.get("RAY_CHDIR_TO_TRIAL_DIR", "1") == "1":  # as TorchTrainer does
                 working = Path(context.storage_context.local_working_directory)

@@ -21,6 +21,7 @@ class RayAccelerator(ElasticAccelerator):
     """An Accelerator that needs no `accelerator.epochs`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        driver().before_job()
         super().__init__(*args, **kwargs)
         driver().follow(self.job)
 

@@ -75,7 +75,13 @@ class Others(Protocol):
 
 
 class LoopDriver:
-    """One worker's loop. `models` are those that it has prepared."""
+    """One worker's loop. `models` are those that it has prepared.
+
+    `restarts`: each attempt begins at the newest checkpoint of `ray.train.report`, so the job must not be further. Else
+    the loop begins at the same one each time, and the job resumes at a checkpoint of its own.
+    """
+
+    restarts = False
 
     def __init__(self, options: LoopOptions, others: Others) -> None:
         self.options, self._others = options, others
@@ -173,7 +179,7 @@ class LoopDriver:
             refuse_accumulation("a batch ended without optimizer.step()")
 
     def _prepare(self, source: TrainingSource) -> TrainingSource:
-        """Return the loader of the first epoch, of which the job is made; a loop may make an equal one in each epoch."""
+        """Return the loader of the first epoch, which the job reads; a loop may make an equal one in each epoch."""
         if self._source is not None:
             if not source.same_as(self._source):
                 raise UsageError(
@@ -181,17 +187,22 @@ class LoopDriver:
                     f"one training loader: make it before the loop over the epochs ({SEE})"
                 )
             return self._source
-        os.environ.pop("ELASTIC_CHECKPOINT_DIR", None)  # a loop resumes from its own checkpoints: get_checkpoint()
         self._source = source
         self.job, self._batches = source.make_job()
         self.follow(self.job)
         self._epochs = self.job.epochs(NO_END)
         return source
 
+    def before_job(self) -> None:
+        """A job is about to be made, whose epochs are counted here."""
+        if self.restarts:
+            os.environ.pop("ELASTIC_CHECKPOINT_DIR", None)
+
     def make_job(self, loader: DataLoader[Any]) -> tuple[Job, Any]:
         """Make a job of what the loop has made, and of its loader; return it, and the batches."""
         options, size = self.options, loader.batch_size or 1
         optimizers, scaler = _optimizers_of(self.models), _scaler()
+        self.before_job()
         job = elastic_runtime.init(**options.of_job(), progress=False)
         if options.global_batch_size is not None:
             job.settle_batch(global_batch_size=options.global_batch_size, max_batch_per_gpu=size)
