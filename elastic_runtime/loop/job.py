@@ -299,11 +299,12 @@ class Job:
         check(loader)
         return Source(loader, self._options.seed).steps(self._batch(loader).samples)
 
-    def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
+    def epochs(self, count: int | None, *, start: int = 0) -> Iterator[int]:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
 
         `start`: where a training begins whose script has loaded a checkpoint of its own, saved after so many epochs. A
-        checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
+        checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker; None:
+        `finish` ends the training.
 
         Left by `break`, at the same place on every worker, the training has finished when the process ends well.
         """
@@ -312,12 +313,13 @@ class Job:
         if start and not session.started:
             self.begin_at(Position(start, 0, start * (steps or 0)))
         assert self._state is not None
-        self._state.totals = Totals(count, -1, -1 if steps is None else steps)
-        self._start(total_steps=None if steps is None else count * steps)
-        if session.position.epoch >= count:
+        end = sys.maxsize if count is None else count
+        self._state.totals = Totals(-1 if count is None else count, -1, -1 if steps is None else steps)
+        self._start(total_steps=None if steps is None or count is None else count * steps)
+        if session.position.epoch >= end:
             _log.warning("%d epochs are trained already: nothing to do (a new job starts from the beginning)", count)
         while not session.finished:
-            while session.position.epoch < count:
+            while session.position.epoch < end:
                 epoch = session.position.epoch
                 session.begin_epoch()
                 yield epoch

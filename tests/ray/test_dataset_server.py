@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("ray")
 
 import pyarrow as pa
+import ray
 
-from elastic_runtime.integrations.ray import datasets
 from elastic_runtime.integrations.ray.dataset_server import Epoch, Piece
 from elastic_runtime.integrations.ray.datasets import Rows, RowStream
 
@@ -36,7 +36,7 @@ def held(epoch: Epoch) -> int:
 
 @pytest.fixture(autouse=True)
 def _blocks_are_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.ray, "get", lambda reference: reference)
+    monkeypatch.setattr(ray, "get", lambda reference: reference)
 
 
 def test_an_epoch_holds_the_blocks_of_two_steps_however_long_it_is() -> None:

@@ -88,6 +88,7 @@ class Workers:
             )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and_three_workers(tmp_path: Path) -> None:
     workers = Workers(tmp_path)
     with workers.coordinator as coordinator:

@@ -12,9 +12,11 @@ state. They hold anything.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
+import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from elastic_runtime.integrations.ray.unmodified.loaders import TrainingSource
     from elastic_runtime.loop.job import Job
 
-NO_END = 1 << 31
-"""Epochs: how many there are is the loop's to know."""
 PREPARE = (
     "model = ray.train.torch.prepare_model(model) and loader = ray.train.torch.prepare_data_loader(loader), or use "
     "job = elastic_runtime.init()"
@@ -94,7 +94,7 @@ class LoopDriver:
         self._epoch = -1  # of the job
         self._begun = 0  # epochs of the loop
         self._iterating = self._within = False  # in a batch of the training loader; in job.backward
-        self._stepped = self._scales = False  # in this batch; the loop has a GradScaler, which leaves steps out
+        self._stepped, self._notes_steps = True, False  # in this batch; whether that is noted at all
         self._alone: Any = None  # the process groups: of this process, and of all workers
         self._members: Any = None
 
@@ -137,7 +137,7 @@ class LoopDriver:
             yield self._batches.sample() if batch is None else batch
             return
         for batch in self._batches:
-            self._iterating, self._stepped = True, False
+            self._iterating, self._stepped = True, not self._notes_steps
             try:
                 yield batch
             finally:
@@ -166,16 +166,23 @@ class LoopDriver:
             self._set_gradients(None)
         self.replaying = replaying
 
-    def note_step(self) -> None:
-        """An optimizer steps."""
-        self._stepped = True
+    def _note_steps_of(self, actor: Any) -> None:
+        """Note each call of `step` of an optimizer, or of a scaler, which calls an optimizer's where it acts."""
+        step = actor.step
+
+        @functools.wraps(step)
+        def noted(_self: object, *args: Any, **options: Any) -> Any:
+            self._stepped = True
+            return step(*args, **options)
+
+        actor.step = types.MethodType(noted, actor)
 
     def _check_stepped(self) -> None:
-        """UsageError for gradients of a whole step that the loop keeps for its next batches."""
-        if self._stepped or self._scales or not (self.job is not None and self.job.applied):
+        """UsageError for a batch whose gradients the loop keeps for its next batches."""
+        if self._stepped or self.job is None:
             return
         gradients = (parameter.grad for model in self.models for parameter in model.parameters())
-        if any(gradient is not None and bool(gradient.any()) for gradient in gradients):
+        if not self.job.applied or any(gradient is not None and bool(gradient.any()) for gradient in gradients):
             refuse_accumulation("a batch ended without optimizer.step()")
 
     def _prepare(self, source: TrainingSource) -> TrainingSource:
@@ -190,7 +197,7 @@ class LoopDriver:
         self._source = source
         self.job, self._batches = source.make_job()
         self.follow(self.job)
-        self._epochs = self.job.epochs(NO_END)
+        self._epochs = self.job.epochs(None)  # how many there are is the loop's to know
         return source
 
     def before_job(self) -> None:
@@ -207,7 +214,9 @@ class LoopDriver:
         if options.global_batch_size is not None:
             job.settle_batch(global_batch_size=options.global_batch_size, max_batch_per_gpu=size)
         _, _, batches = job.prepare(self.models, optimizers, loader, scaler=scaler)
-        self._scales = scaler is not None
+        self._notes_steps = True
+        for each in (*optimizers, *([scaler] if scaler is not None else [])):
+            self._note_steps_of(each)
         if scaler is not None:
             self._leave_scaling_to_the_job(scaler)
         return job, batches

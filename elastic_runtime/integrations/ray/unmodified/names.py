@@ -52,7 +52,7 @@ def replace_names(of: LoopDriver) -> None:
     torch.Tensor.backward = _backward_of(torch.Tensor.backward)  # type: ignore[method-assign]
     DataLoader.__iter__ = _iter_of(DataLoader.__iter__)  # type: ignore[method-assign]
     torch.distributed.init_process_group = _refuse_second_group
-    register_optimizer_step_pre_hook(_note_step)
+    register_optimizer_step_pre_hook(_refuse_training_alone)
     adapt_libraries()
 
 
@@ -164,9 +164,7 @@ def _refuse_second_group(*_: Any, **__: Any) -> None:
     )
 
 
-def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """UsageError for a worker that trains alone."""
-    driver().note_step()
+def _refuse_training_alone(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if current_job() is None:
         raise UsageError(
             f"{type(optimizer).__name__}.step() before a job has begun: each worker would train alone; write: "
