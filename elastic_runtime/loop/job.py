@@ -303,8 +303,8 @@ class Job:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
 
         `start`: where a training begins whose script has loaded a checkpoint of its own, saved after so many epochs. A
-        checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker; None:
-        `finish` ends the training.
+        checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
+        None: `finish` ends the training.
 
         Left by `break`, at the same place on every worker, the training has finished when the process ends well.
         """

@@ -210,9 +210,9 @@ def test_each_row_of_a_streamed_dataset_is_trained_once_an_epoch_through_two_one
     trainer = ElasticTorchTrainer(
         over_stream,
         train_loop_config={"directory": str(tmp_path)},
-        scaling_config=ScalingConfig(num_workers=(1, 2)),
+        scaling_config=ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 0.5}),
         run_config=RunConfig(name="stream", storage_path=str(tmp_path / "results")),
-        datasets={"train": rows.map_batches(drawn, num_cpus=0)},
+        datasets={"train": rows.map_batches(drawn, num_cpus=0.5)},
     )
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(trainer.fit)

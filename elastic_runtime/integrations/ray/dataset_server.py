@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_runtime.integrations.ray.ray_internals import blocks_of
 
@@ -31,6 +32,10 @@ class Piece:
     rows: int
     first: int
     block: tuple[Any, ...] | None
+
+    def dropped(self) -> Piece:
+        """Return the piece without its block."""
+        return Piece(self.rows, self.first, None)
 
 
 @dataclass
@@ -60,16 +65,15 @@ class Epoch:
         self.applied = (self.applied[1], rows)
         number, before = self._dropped
         while number < len(self.pieces) and before + self.pieces[number].rows <= self.applied[0]:
-            piece = self.pieces[number]
-            before += piece.rows
-            self.pieces[number] = Piece(piece.rows, piece.first, None)
+            before += self.pieces[number].rows
+            self.pieces[number] = self.pieces[number].dropped()
             number += 1
         self._dropped = (number, before)
 
     def close(self) -> None:
         """End the execution, and drop all references."""
         self.ended = True
-        self.pieces = [Piece(piece.rows, piece.first, None) for piece in self.pieces]
+        self.pieces = [piece.dropped() for piece in self.pieces]
         close = getattr(self.coming, "close", None)
         if close is not None:
             close()
@@ -131,4 +135,5 @@ def _pieces(dataset: Any) -> Iterator[Piece]:
 def start_server(datasets: Mapping[str, Any]) -> Any:
     """Start the actor on the node of the calling program. It ends with its handles."""
     given = {name: each() if callable(each) else each for name, each in datasets.items()}
-    return ray.remote(DatasetServer).options(num_cpus=0).remote(given)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(DatasetServer).options(num_cpus=0, scheduling_strategy=here).remote(given)

@@ -65,7 +65,7 @@ class Rows:
         """Let go of the blocks whose rows all come before this one."""
         while self._dropped < len(self._ends) and self._ends[self._dropped] <= row:
             self._fetched.pop(self._dropped, None)
-            self._pieces[self._dropped] = type(self._pieces[0])(self._pieces[self._dropped].rows, 0, None)
+            self._pieces[self._dropped] = self._pieces[self._dropped].dropped()
             self._dropped += 1
 
     def block(self, rows: Sequence[int]) -> Any:
