@@ -60,7 +60,7 @@ def init(
     reduction: Literal["fast", "exact"] = "fast",
     shards: int = 8,
     scale_batch: tuple[int, int] | None = None,
-    scale_lr: Literal["linear", "sqrt"] = "linear",
+    scale_lr: Literal["linear", "sqrt", "none"] = "linear",
     checkpoint_every_s: float = 300.0,
     keep_checkpoints: int = 2,
     progress: bool | None = None,
@@ -71,7 +71,7 @@ def init(
     `max_batch_per_gpu`: the most samples of one iteration; larger shares are cut, and their gradients added up. "auto":
     as many as fit into memory.
     `scale_batch`: (least, most) samples of a step, which then has the loader's batch_size for each worker; the learning
-    rate, chosen for `global_batch_size`, is scaled by `scale_lr`.
+    rate, chosen for `global_batch_size`, is scaled by `scale_lr`; "none": it stays as it is.
     `seed`: of the order of the samples.
     `reduction`: "fast", or "exact": the same parameters to the bit whatever sizes the job had; each step is then
     computed as `shards` parts of a fixed shape.

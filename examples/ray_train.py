@@ -4,7 +4,8 @@
     python examples/ray_train.py
 
 The training begins on the one free CPU; the other one is taken by other work of Ray. When that ends, a second worker
-joins; then the program asks for one worker again. The processes stay, and no step is lost. With GPUs: `use_gpu=True`.
+joins; then the program asks for one worker again. The processes stay, and no step is lost. The training function knows
+nothing of that: it is one for TorchTrainer. With GPUs: `use_gpu=True`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
+import ray.train.torch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from ray.cluster_utils import Cluster
@@ -35,30 +37,29 @@ if TYPE_CHECKING:
 NAME, EPOCHS = "digits", 80
 
 
-def train(config: dict[str, Any]) -> int:
-    """Train on one worker; a loop of Ray Train, with a job of elastic_runtime in place of DDP. Returns the steps."""
+def train(config: dict[str, Any]) -> None:
+    """Train on one worker: a loop for Ray Train's TorchTrainer, as it is."""
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    loader = ray.train.torch.prepare_data_loader(DataLoader(data, batch_size=64, shuffle=True))
+    model = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    job = elastic.init(global_batch_size=64)
-    model, optimizer, loader = job.prepare(model, optimizer, DataLoader(data, batch_size=64, shuffle=True))
-    for epoch in job.epochs(config["epochs"]):
+    context = ray.train.get_context()
+    for epoch in range(config["epochs"]):
+        loader.sampler.set_epoch(epoch)
         for inputs, targets in loader:
             loss = F.cross_entropy(model(inputs), targets)
-            job.backward(loss)
-            optimizer.step()
             optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
             time.sleep(0.005)  # the steps of a larger model
-        metrics = {"epoch": epoch, "loss": loss.item(), "workers": ray.train.get_context().get_world_size()}
+        metrics = {"epoch": epoch, "loss": loss.item(), "workers": context.get_world_size()}
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = None
-            if job.is_leader and epoch % 20 == 19:
-                torch.save(model.state_dict(), Path(directory) / "model.pt")
+            if context.get_world_rank() == 0 and epoch % 20 == 19:
+                torch.save(model.module.state_dict(), Path(directory) / "model.pt")
                 checkpoint = Checkpoint.from_directory(directory)
             ray.train.report(metrics, checkpoint=checkpoint)
-    return job.step
 
 
 @ray.remote(num_cpus=1)
@@ -81,10 +82,11 @@ def main() -> None:
             train_loop_config={"epochs": EPOCHS},
             scaling_config=ScalingConfig(num_workers=(1, 2)),
             run_config=RunConfig(name=NAME, storage_path=directory),
+            global_batch_size=64,
         )
         result = trainer.fit()
         print("the last checkpoint:", result.metrics)
-        print("steps:", result.return_value, "of", EPOCHS * 29)
+        print("epochs:", result.metrics["epoch"] + 1, "of", EPOCHS)
 
 
 def change(other: Any) -> None:

@@ -160,6 +160,21 @@ class Job:
         assert self._state is not None
         self._state.position = position
 
+    def act(self, acts: bool) -> None:  # noqa: FBT001
+        """Whether optimizers, schedulers and scaler may act: not while an integration's loop runs again what the other
+        workers have run. After `prepare`.
+        """
+        self._prepared.passive = not acts
+
+    def finish(self) -> None:
+        """End the training after this epoch, once all workers have come to this call: for integrations, whose loops
+        have an end that the job is not given.
+        """
+        session = self._prepared
+        session.leave_epoch(session.position.epoch)
+        while not session.finished:
+            session.finish()
+
     def keep_epochs_whole(self) -> None:
         """Keep all steps of a rehearsal's first epoch: for integrations whose loop counts them. After `prepare`."""
         self._prepared.whole_epochs = True
@@ -282,11 +297,12 @@ class Job:
         check(loader)
         return Source(loader, self._options.seed).steps(self._batch(loader).samples)
 
-    def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
+    def epochs(self, count: int | None, *, start: int = 0) -> Iterator[int]:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
 
         `start`: the number of epochs after which a checkpoint was saved that the script has loaded by itself. A
         checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
+        None: `finish` ends the training.
 
         Left by `break`, at the same place on every worker, the training has finished when the process ends well.
         """
@@ -295,12 +311,13 @@ class Job:
         if start and not session.started:
             self.begin_at(Position(start, 0, start * (steps or 0)))
         assert self._state is not None
-        self._state.totals = Totals(count, -1, -1 if steps is None else steps)
-        self._start(total_steps=None if steps is None else count * steps)
-        if session.position.epoch >= count:
+        end = sys.maxsize if count is None else count
+        self._state.totals = Totals(-1 if count is None else count, -1, -1 if steps is None else steps)
+        self._start(total_steps=None if steps is None or count is None else count * steps)
+        if session.position.epoch >= end:
             _log.warning("%d epochs are trained already: nothing to do (a new job starts from the beginning)", count)
         while not session.finished:
-            while session.position.epoch < count:
+            while session.position.epoch < end:
                 epoch = session.position.epoch
                 session.begin_epoch()
                 yield epoch

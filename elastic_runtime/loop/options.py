@@ -30,7 +30,7 @@ class TrainingOptions:
         if self.reduction not in REDUCTIONS:
             raise SettingsError(f"reduction is {self.reduction!r}, but it must be 'fast' or 'exact'")
         if self.scale_lr not in LR_RULES:
-            raise SettingsError(f"scale_lr is {self.scale_lr!r}, but it must be 'linear' or 'sqrt'")
+            raise SettingsError(f"scale_lr is {self.scale_lr!r}, but it must be 'linear', 'sqrt' or 'none'")
         if self.scale_batch is not None:
             self._check_scale(*self.scale_batch)
         if self.global_batch_size is not None:

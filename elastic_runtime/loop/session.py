@@ -49,6 +49,7 @@ class Session:
 
     loader: ElasticLoader  # set once it is made: the two need each other
     warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
+    passive = False  # the script runs again what others have run, and nothing acts
     whole_epochs = False  # in a rehearsal, too: another loop counts their steps
     structure: NewParameters | None = None  # what model and optimizers consist of; None: not watched
 
@@ -129,6 +130,8 @@ class Session:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
         if self._released:
             return True
+        if self.passive:
+            return False
         if self._step.micro is None:
             self._member.stable_state.end()
         return not self._catching_up and (self._step.micro is None or self._step.state in ACTING)

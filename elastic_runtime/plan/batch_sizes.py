@@ -16,7 +16,7 @@ from elastic_runtime.plan.batches import micro_batches
 if TYPE_CHECKING:
     from elastic_runtime.plan.batches import MicroBatch
 
-LR_RULES = ("linear", "sqrt")
+LR_RULES = ("linear", "sqrt", "none")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class GlobalBatch:
 
     def lr_factor(self, world_size: int) -> float:
         """Return the factor of the learning rate, which was chosen for `samples`, with `world_size` workers."""
+        if self.rule == "none":
+            return 1.0
         ratio = self.at(world_size) / self.samples
         return math.sqrt(ratio) if self.rule == "sqrt" else ratio
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,17 @@ from elastic_runtime.integrations.ray.datasets import shards_of
 from elastic_runtime.integrations.ray.leave import drain, is_empty
 from tests.polling import until
 from tests.ray.conftest import FEW_PROCESSES
-from tests.ray.train_loops import STEPS_PER_EPOCH, Seen, fail, over_rows, train
+from tests.ray.train_loops import (
+    ROWS,
+    STEPS_PER_EPOCH,
+    STREAM_EPOCHS,
+    Seen,
+    drawn,
+    fail,
+    over_rows,
+    over_stream,
+    train,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,6 +200,42 @@ def test_a_ray_dataset_is_computed_once_and_its_rows_are_read_by_number(raylets:
     assert sorted(rows[number]["x"].item() for number in range(len(rows))) == list(range(20))
     with pytest.raises(UsageError, match=r"get_dataset_shard\('test'\): datasets=.* of the trainer has \['train'\]"):
         shards.get_dataset_shard(SimpleNamespace(dataset_name="test"))
+
+
+@pytest.mark.slow
+def test_each_row_of_a_streamed_dataset_is_trained_once_an_epoch_through_two_one_and_two_workers(
+    raylets: Any, tmp_path: Path
+) -> None:
+    rows = ray.data.from_items([{"x": number} for number in range(ROWS)], override_num_blocks=7)
+    trainer = ElasticTorchTrainer(
+        over_stream,
+        train_loop_config={"directory": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(name="stream", storage_path=str(tmp_path / "results")),
+        datasets={"train": rows.map_batches(drawn, num_cpus=0.5)},
+    )
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(trainer.fit)
+        for size in (2, 1, 2):
+            until(lambda: limited("stream", size), "the training")  # noqa: B023
+            until(lambda: future.done() or current_workers("stream") == size, f"{size} workers")  # noqa: B023
+        (tmp_path / "go").touch()
+        result = future.result(120)
+    seen = [line.split() for file in tmp_path.glob("seen-*") for line in file.read_text().splitlines()]
+    wanted = [(epoch, number) for epoch in range(STREAM_EPOCHS) for number in range(ROWS)]
+    assert sorted((int(epoch), int(number)) for epoch, number, _ in seen) == wanted
+    assert len({drawn for _, _, drawn in seen}) == len(wanted)  # computed again in each epoch
+    assert result.metrics == {"epoch": STREAM_EPOCHS - 1, "evaluated": ROWS}
+    assert "data-usage-metrics-poller" not in {thread.name for thread in threading.enumerate()}
+
+
+def limited(name: str, size: int) -> bool:
+    """Limit the size; False: the training does not run yet."""
+    try:
+        limit_workers(name, size)
+    except UsageError:
+        return False
+    return True
 
 
 @pytest.mark.slow

@@ -8,13 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import ray.train
+import ray.train.torch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from ray.train import Checkpoint, CheckpointUploadMode, UserCallback
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_runtime as elastic
+from elastic_runtime.integrations.ray.unmodified.names import driver
 
 SAMPLES, BATCH = 256, 16
 STEPS_PER_EPOCH = SAMPLES // BATCH
@@ -108,6 +111,41 @@ def over_rows(_config: dict[str, Any]) -> list[int]:
             optimizer.step()
             optimizer.zero_grad()
     return sorted(seen)
+
+
+ROWS, STREAM_EPOCHS = 40, 12
+
+
+def drawn(batch: dict[str, Any]) -> dict[str, Any]:
+    """A transformation with a random part, which is another one each time that it is computed."""
+    return {**batch, "drawn": numpy.random.default_rng().random(len(batch["x"]))}
+
+
+def over_stream(config: dict[str, Any]) -> None:
+    """A loop for TorchTrainer over a Ray dataset; writes down the rows of each epoch, and evaluates all of them."""
+    directory = Path(config["directory"])
+    torch.set_num_threads(1)
+    rows = ray.train.get_dataset_shard("train")
+    model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    seen = (directory / f"seen-{os.getpid()}").open("w", buffering=1)
+    for epoch in range(STREAM_EPOCHS):
+        model.train()
+        for batch in rows.iter_torch_batches(batch_size=4, dtypes=torch.float32, local_shuffle_buffer_size=16):
+            optimizer.zero_grad()
+            model(batch["x"].unsqueeze(1)).square().mean().backward()
+            optimizer.step()
+            if not driver().replaying:
+                pairs = zip(batch["x"].tolist(), batch["drawn"].tolist(), strict=True)
+                seen.write("".join(f"{epoch} {int(x)} {value}\n" for x, value in pairs))
+            if not (directory / "go").exists():
+                time.sleep(0.05 if epoch < STREAM_EPOCHS // 2 else LONG_WAIT_S)
+        model.eval()
+        count = torch.zeros(1)
+        for arrays in rows.iter_batches(batch_size=8):
+            count += len(arrays["x"])
+        torch.distributed.all_reduce(count)
+        ray.train.report({"epoch": epoch, "evaluated": int(count)})
 
 
 class Seen(UserCallback):  # type: ignore[misc]

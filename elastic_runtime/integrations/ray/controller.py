@@ -41,6 +41,7 @@ from elastic_runtime.integrations.ray.worker import Task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from elastic_runtime.integrations.ray.unmodified.driver import LoopOptions
 
 PROGRAM = "kfp_gpuquota.cluster.ray.coordinator"
 END_S = 5.0
@@ -106,8 +107,12 @@ _log = logging.getLogger("ray.train.elastic_runtime")
 class Controller:
     """One training. Its methods run in one event loop; it ends with the program that called `fit`."""
 
-    def __init__(self, run: TrainRunContext, shape: Shape, functions: tuple[Any, ...], shards: Any) -> None:
+    def __init__(
+        self, run: TrainRunContext, shape: Shape, functions: tuple[Any, ...], shards: Any, options: LoopOptions
+    ) -> None:
         self._run, self._shape, self._functions, self._shards = run, shape, functions, shards
+        self._options = options
+        self._first_checkpoint: Any = None  # with which the attempt began
         config = run.run_config
         self._storage = config.storage_context
         self._checkpoints = CheckpointManager(config.checkpoint_config, self._storage)
@@ -119,7 +124,7 @@ class Controller:
         self._workers = 0
         self._most = shape.most
         self._job = self._token = ""
-        self._size = 0
+        self._size = self._epoch = 0  # of an unmodified loop
 
     async def run(self) -> Result:
         """Run the training to its end, with the attempts that its FailureConfig allows."""
@@ -160,7 +165,9 @@ class Controller:
     async def _attempt(self, number: int) -> End:
         assert self._coordinator is not None
         self._job, self._token = f"{self._run.run_id}-{number}", secrets.token_hex(16)
-        self._reports, self._directories, self._size = Reports(), {}, 0
+        self._reports, self._directories, self._size, self._epoch = Reports(), {}, 0, 0
+        newest = self._checkpoints.latest_checkpoint_result
+        self._first_checkpoint = newest.checkpoint if newest else None
         self._send("open", token=self._token, min_workers=self._shape.least)
         self._group = Group(self._shape, self._name_worker, self._task, self._send, self._on_end)
         self._group.limit(self._most)
@@ -198,7 +205,6 @@ class Controller:
 
     def _task(self, worker: str, provisional: tuple[str, ...]) -> Task:
         assert self._coordinator is not None
-        newest = self._checkpoints.latest_checkpoint_result
         return Task(
             worker=worker,
             job=self._job,
@@ -209,9 +215,10 @@ class Controller:
             authority=self._coordinator.authority,
             token=self._token,
             checkpoints=self._own_checkpoints(),
-            checkpoint=newest.checkpoint if newest else None,
+            checkpoint=self._first_checkpoint,
             report_index=report_index(self._checkpoints),
             shards=self._shards,
+            options=self._options,
         )
 
     def _own_checkpoints(self) -> str:
@@ -240,6 +247,14 @@ class Controller:
         """Return the nodes of these workers."""
         assert self._group is not None
         return [self._group.node_of(worker) for worker in workers]
+
+    async def epoch(self) -> int:
+        """Return the epoch that the workers of the attempt train."""
+        return self._epoch
+
+    async def note_epoch(self, epoch: int) -> None:
+        """Note it."""
+        self._epoch = epoch
 
     async def get_all_reported_checkpoints(
         self, index: int, consistency_mode: Any, timeout_s: float | None

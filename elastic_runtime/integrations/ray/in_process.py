@@ -11,6 +11,9 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+from pyarrow.fs import FileType
+from ray.train import Checkpoint
+
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.datasets import Shards
 from elastic_runtime.integrations.ray.loop_api import ElasticTrainContext
@@ -21,7 +24,7 @@ from elastic_runtime.integrations.ray.ray_internals import (
     WorkerGroupError,
     result_of,
 )
-from elastic_runtime.integrations.ray.worker import FAILED, Outcome, outcome_of
+from elastic_runtime.integrations.ray.worker import FAILED, Outcome, outcome_of, own_temporary_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from ray.train import Result
 
     from elastic_runtime.integrations.ray.reports import Point
+    from elastic_runtime.integrations.ray.unmodified.driver import LoopOptions
 
 UNNAMED = "ray_train_run-"
 
@@ -47,6 +51,24 @@ class StoredReports:
         config = self._run.run_config
         return CheckpointManager(config.checkpoint_config, config.storage_context)
 
+    def first_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint of when the job's first worker began: an unmodified loop counts epochs from it.
+
+        What was trained since is in the job's own checkpoints, if there are some.
+        """
+        storage = self._run.run_config.storage_context
+        files, file = (
+            storage.storage_filesystem,
+            f"{storage.experiment_fs_path}/.begun-{os.environ.get('JOB_UUID', '')}",
+        )
+        if files.get_file_info(file).type == FileType.NotFound:
+            newest = self.checkpoints().latest_checkpoint_result
+            with files.open_output_stream(file) as begun:
+                begun.write(newest.checkpoint.path.encode() if newest else b"")
+        with files.open_input_stream(file) as begun:
+            path = begun.read().decode()
+        return Checkpoint(path, files) if path else None
+
     def directory_of(self, point: Point, wanted: str | None) -> str:
         """Return a name made of the point: no worker asks another one."""
         return wanted or f"checkpoint_{point.step:09d}_{point.call}"
@@ -63,6 +85,13 @@ class StoredReports:
         """Return a node for each worker: it sees its own devices only, so its local rank is 0."""
         return list(workers)
 
+    def epoch(self) -> int:
+        """Return 0: a worker that joins runs through the epochs while the others wait for it."""
+        return 0
+
+    def note_epoch(self, epoch: int) -> None:
+        """Do nothing: nobody asks."""
+
     async def _record(self, checkpoints: CheckpointManager, report: TrainingReport) -> None:
         checkpoints.after_report(report, [report.metrics])
         for callback in self._run.run_config.callbacks:
@@ -74,7 +103,7 @@ def in_elastic_job() -> bool:
     return bool(os.environ.get("ELASTIC_COORDINATOR"))
 
 
-def fit(run: TrainRunContext, function: Callable[[], Any], *, with_datasets: bool) -> Result:
+def fit(run: TrainRunContext, function: Callable[[], Any], options: LoopOptions, *, with_datasets: bool) -> Result:
     """Run the training function in this process, and return the run's result; WorkerGroupError as TorchTrainer."""
     if with_datasets:
         raise UsageError(
@@ -84,12 +113,12 @@ def fit(run: TrainRunContext, function: Callable[[], Any], *, with_datasets: boo
         run.run_config.name = f"{os.environ.get('JOB_NAME', 'job')}-{os.environ.get('JOB_UUID', '')[:8]}".strip("-")
     channel = StoredReports(run)
     worker = os.environ.get("ELASTIC_WORKER_ID", "")
-    newest = channel.checkpoints().latest_checkpoint_result
     context = ElasticTrainContext.make(
-        run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards({})
+        run, channel, worker, (worker,), channel.first_checkpoint(), 0, Shards(None, []), options
     )
     context.install()
-    outcome: Outcome = outcome_of(context, function, leave=True)
+    with own_temporary_directory():
+        outcome: Outcome = outcome_of(context, function, leave=True)
     if outcome.kind == FAILED:
         assert outcome.error is not None
         raise WorkerGroupError(outcome.text, {outcome.rank: outcome.error})

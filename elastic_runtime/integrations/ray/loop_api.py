@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.integrations.ray.fixed_groups import refuse_fixed_groups
 from elastic_runtime.integrations.ray.ray_internals import (
     DistributedContext,
     DistributedTrainFnUtils,
@@ -26,6 +25,8 @@ from elastic_runtime.integrations.ray.ray_internals import (
     set_train_fn_utils,
 )
 from elastic_runtime.integrations.ray.reports import Point
+from elastic_runtime.integrations.ray.unmodified.driver import LoopDriver, LoopOptions
+from elastic_runtime.integrations.ray.unmodified.names import replace_names
 from elastic_runtime.loop.job import Job, current_job
 
 if TYPE_CHECKING:
@@ -63,6 +64,12 @@ class Channel(Protocol):
     def nodes_of(self, workers: tuple[str, ...]) -> list[str]:
         """Return the nodes of these workers."""
 
+    def epoch(self) -> int:
+        """Return the epoch that the other workers train, as far as is known: 0 before."""
+
+    def note_epoch(self, epoch: int) -> None:
+        """Note that all train this epoch from now on. Does not wait."""
+
 
 class ActorChannel:
     """The controller of the training, an actor."""
@@ -81,6 +88,14 @@ class ActorChannel:
     def nodes_of(self, workers: tuple[str, ...]) -> list[str]:
         """Ask the controller."""
         return list(ray.get(self.actor.nodes_of.remote(workers)))
+
+    def epoch(self) -> int:
+        """Ask the controller."""
+        return int(ray.get(self.actor.epoch.remote()))
+
+    def note_epoch(self, epoch: int) -> None:
+        """Send it to the controller."""
+        self.actor.note_epoch.remote(epoch)
 
 
 class ReportQueue:
@@ -104,6 +119,7 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
     _provisional: tuple[str, ...]
     _nodes: tuple[tuple[str, ...], list[str]]
     _point: Point
+    driver: LoopDriver
 
     @classmethod
     def make(
@@ -115,6 +131,7 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
         checkpoint: Any,
         report_index: int,
         shards: Any,
+        options: LoopOptions,
     ) -> ElasticTrainContext:
         """Return the context that the training function of this process gets."""
         errors = BackgroundErrors()
@@ -132,13 +149,15 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
         )
         self._channel, self._worker, self._provisional = channel, worker, provisional
         self._nodes, self._point = ((), []), Point(-1, 0)
+        self.driver = LoopDriver(options, channel)
         return self
 
     def install(self) -> None:
-        """Let the functions of `ray.train` in this process use this context, and refuse those that cannot."""
+        """Let the functions of `ray.train` in this process use this context, and what a loop prepares be the job's."""
         set_train_context(self)
         set_train_fn_utils(ElasticTrainFnUtils())
-        refuse_fixed_groups()
+        self.driver.begin_alone()
+        replace_names(self.driver)
 
     def finish(self) -> None:
         """Wait for the checkpoints that are being uploaded. Raises what failed."""
@@ -146,7 +165,12 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
         self.execution_context.training_thread_runner.check()
 
     def report(self, *args: Any, **options: Any) -> None:
-        """Report as Ray does, after an upload in the background that failed has been raised."""
+        """Report as Ray does, after an upload in the background that failed has been raised.
+
+        An epoch that the other workers have trained, and reported, is not reported again.
+        """
+        if self.driver.replaying:
+            return
         self.execution_context.training_thread_runner.check()
         super().report(*args, **options)
 
@@ -210,6 +234,13 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
 
 class ElasticTrainFnUtils(DistributedTrainFnUtils):  # type: ignore[misc]
     """The functions of `ray.train` in an elastic worker."""
+
+    def is_distributed(self) -> bool:
+        """Whether Ray has assigned the devices: in a job of a cluster of this project the process sees its own only.
+
+        `ray.train.torch.get_device` asks; it would start Ray there.
+        """
+        return bool(ray.is_initialized())
 
     def get_preemption_info(self) -> None:
         """Return nothing: a worker leaves at the end of a step by itself, and the others train on."""

@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+import ray.data
 from ray._private.state import state
 from ray.train import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
 TESTED = "2.60"
 
 try:
-    from ray._common.usage.usage_lib import TagKey
+    from ray.data._internal.delegating_block_builder import DelegatingBlockBuilder
     from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
     from ray.train.v2._internal.execution.context import (
         DistributedContext,
@@ -48,13 +49,16 @@ __all__ = [
     "DistributedTrainFnUtils",
     "ExecutionContext",
     "PreemptionContext",
-    "TagKey",
     "TrainContext",
     "TrainRunContext",
     "TrainingFailedError",
     "TrainingReport",
     "WorkerGroupError",
+    "accessor_of",
+    "blocks_of",
     "draining_nodes",
+    "finalized",
+    "joined_blocks",
     "report_index",
     "resources_of",
     "result_of",
@@ -88,3 +92,34 @@ def result_of(checkpoints: CheckpointManager, storage: Any, error: Exception | N
 def training_function(trainer: Any) -> Callable[[], Any]:
     """Return the trainer's loop with its configuration, as TorchTrainer runs it."""
     return cast("Callable[[], Any]", trainer._get_train_func())  # noqa: SLF001
+
+
+def blocks_of(dataset: Any) -> Iterator[tuple[Any, int, int]]:
+    """Execute a Ray dataset; yield each block's reference, the first of its rows that counts, and how many do."""
+    for bundle in dataset.iter_internal_ref_bundles():
+        for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
+            if part is None:
+                yield entry.ref, 0, int(entry.metadata.num_rows)
+            else:
+                yield entry.ref, part.start_offset, part.end_offset - part.start_offset
+
+
+def accessor_of(block: Any) -> Any:
+    """Return what reads a block, in whatever format it is."""
+    return ray.data.block.BlockAccessor.for_block(block)
+
+
+def finalized(finalize: Callable[[Any], Any], batch: Any) -> Any:
+    """Return the batch as Ray Data's last function for it leaves it: on the device."""
+    found = finalize(batch)
+    if found.on_consume is not None:
+        found.on_consume()
+    return found.data
+
+
+def joined_blocks(blocks: Sequence[Any]) -> Any:
+    """Return one block with the rows of all."""
+    builder = DelegatingBlockBuilder()
+    for block in blocks:
+        builder.add_block(block)
+    return builder.build()

@@ -14,21 +14,25 @@ from elastic_runtime.integrations.ray.datasets import shards_of
 from elastic_runtime.integrations.ray.group import Shape
 from elastic_runtime.integrations.ray.in_process import fit, in_elastic_job
 from elastic_runtime.integrations.ray.ray_internals import resources_of, training_function
+from elastic_runtime.integrations.ray.unmodified.driver import LoopOptions
 
 if TYPE_CHECKING:
     from ray.train import Result
 
 
 class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]
-    """TorchTrainer for loops of elastic_runtime: the group changes in place, at the end of a step.
+    """TorchTrainer whose group changes in place, at the end of a step: for its own loops, and those of elastic_runtime.
 
-    The arguments are TorchTrainer's. `scaling_config=ScalingConfig(num_workers=(least, most))`: it begins with `least`
-    workers, and each further one joins when Ray has resources for it. UsageError for what cannot be elastic.
+    The arguments are TorchTrainer's, and `global_batch_size`: the samples of a step at every size, for loops that call
+    no `elastic_runtime.init`. Without it each worker has the loader's batch_size, as in TorchTrainer.
+    `scaling_config=ScalingConfig(num_workers=(least, most))`: it begins with `least` workers, and each further one
+    joins when Ray has resources for it. UsageError for what cannot be elastic.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, global_batch_size: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._shape = self._checked_shape()
+        self._options = LoopOptions(global_batch_size, self._shape.least)
         if self.validation_config is not None:
             raise UsageError("validation_config is not supported by ElasticTorchTrainer; validate in the loop")
 
@@ -38,7 +42,9 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]
         In a worker of a job of our cluster the loop runs in this process, with the workers that the quota allows.
         """
         if in_elastic_job():
-            return fit(self.train_run_context, training_function(self), with_datasets=bool(self.datasets))
+            return fit(
+                self.train_run_context, training_function(self), self._options, with_datasets=bool(self.datasets)
+            )
         function = ray.put(training_function(self))
         shards = shards_of(self.datasets)
         controller = self._start(function, shards)
@@ -60,7 +66,7 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]
             num_cpus=0, name=name, namespace=NAMESPACE, scheduling_strategy=here, max_concurrency=1000
         )
         try:
-            return actor.remote(self.train_run_context, self._shape, (function,), shards)
+            return actor.remote(self.train_run_context, self._shape, (function,), shards, self._options)
         except ValueError as error:
             raise UsageError(
                 f"a training named {name!r} runs on this Ray cluster; choose another RunConfig(name=...), or wait"

@@ -14,10 +14,11 @@ import ray
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.loop_api import ActorChannel, ElasticTrainContext
+from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, LoopOptions
 from elastic_runtime.loop.job import Job, current_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 FINISHED = "finished"
 LEFT = "left"
@@ -41,6 +42,7 @@ class Task:
     checkpoint: Any
     report_index: int
     shards: Any
+    options: LoopOptions
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,40 @@ class TrainWorker:
 
     def run(self, controller: Any, task: Task) -> Outcome:
         """Run the training function. Its error is returned, not raised: Ray would wrap it."""
-        with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as directory:
-            _set_environment(task, Path(directory))
+        with own_temporary_directory() as directory:
+            _set_environment(task, directory)
             channel, run = ActorChannel(controller), task.run
             context = ElasticTrainContext.make(
-                run, channel, task.worker, task.provisional, task.checkpoint, task.report_index, task.shards
+                run,
+                channel,
+                task.worker,
+                task.provisional,
+                task.checkpoint,
+                task.report_index,
+                task.shards,
+                task.options,
             )
+            context.driver.restarts = True
             context.install()
             if os.environ.get("RAY_CHDIR_TO_TRIAL_DIR", "1") == "1":  # as TorchTrainer does
                 working = Path(context.storage_context.local_working_directory)
                 working.mkdir(parents=True, exist_ok=True)
                 os.chdir(working)
             return outcome_of(context, lambda: ray.get(task.functions[0])())  # noqa: PLW0108 - got where errors are caught
+
+
+@contextlib.contextmanager
+def own_temporary_directory() -> Iterator[Path]:
+    """Let temporary files be in a directory of this worker: Ray's callback for Lightning names its own after the rank,
+    which is that of another worker of the same machine after a change of size.
+    """
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as directory:
+        tempfile.tempdir = directory
+        try:
+            yield Path(directory)
+        finally:
+            tempfile.tempdir = before
 
 
 def _set_environment(task: Task, directory: Path) -> None:
@@ -100,6 +124,7 @@ def outcome_of(context: ElasticTrainContext, function: Callable[[], Any], *, lea
     """Run the training function, and return how it ended. `leave`: the process ends where the worker leaves the job."""
     try:
         value = function()
+        context.driver.finish()
         context.finish()
         used_job().close()
         return Outcome(FINISHED, context.get_world_rank(), value=value)
@@ -119,8 +144,8 @@ def used_job() -> Job:
     job = current_job()
     if job is None:
         raise UsageError(
-            "train_loop_per_worker has ended without elastic_runtime.init(), so that its workers never trained "
-            "together; see docs/ray.md, or use TorchTrainer"
+            "train_loop_per_worker has ended, and its workers never trained together: it prepared no model, or no "
+            f"loader; write: {PREPARE} (see docs/guides/ray_train.md)"
         )
     return job
 

@@ -43,12 +43,18 @@ class ElasticTrainer(Trainer):
     that bring a way of distributing, or of saving, of their own.
     """
 
+    _begun = _led = _agreeing = False
+    _first_step = 0
+
     def __init__(
         self, *args: Any, global_batch_size: int | None = None, elastic: dict[str, Any] | None = None, **kwargs: Any
     ):
-        self._begun = self._led = self._agreeing = False
-        self._first_step = 0
         super().__init__(*args, **kwargs)
+        self.make_elastic(global_batch_size, elastic)
+
+    def make_elastic(self, global_batch_size: int | None = None, elastic: dict[str, Any] | None = None) -> None:
+        """Make the job, once Trainer's arguments are there; also of one that was constructed as another class."""
+        self.accelerator.backward = self._backward  # what training_step calls
         check_arguments(self.args)
         check_class(self)
         micro = self.args.per_device_train_batch_size
@@ -70,7 +76,6 @@ class ElasticTrainer(Trainer):
         state = PartialState()
         state.num_processes, state.distributed_type, state.backend = 1, DistributedType.NO, None
         super().create_accelerator_and_postprocess()
-        self.accelerator.backward = self._backward  # what training_step calls
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.job.backward(loss, weight=self._weight)
