@@ -7,6 +7,7 @@ of optimizers, random streams) or this rank's part of one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,13 +58,21 @@ def take_apart(tree: object, dims: Mapping[str, int]) -> Parts:
     """
     skeleton, tensors = pack(tree)
     parts = Parts(skeleton, [], [], [])
-    for place, tensor in zip(holes(skeleton), tensors, strict=True):
-        dim = shard_dim(place, tensor) if isinstance(tensor, DTensor) else dims.get(place)
+    paths = holes(skeleton) if dims else []  # which take as long as all of the rest
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            dim = shard_dim(partial(_path, skeleton, index), tensor)
+        else:
+            dim = dims.get(paths[index]) if dims else None
         kind = None if dim is None else Sharded(tensor.dtype, tuple(tensor.shape), dim)
         parts.kinds.append(kind)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         (parts.replicated if kind is None else parts.shards).append(local)
     return parts
+
+
+def _path(skeleton: Skeleton, index: int) -> str:
+    return holes(skeleton)[index]
 
 
 def shared_parts(parts: Parts) -> dict[str, Any]:

@@ -170,21 +170,23 @@ def as_dtensor(tensor: Sharded, local: torch.Tensor, mesh: DeviceMesh) -> torch.
     )
 
 
-def shard_dim(name: str, tensor: torch.Tensor) -> int | None:
-    """Along which dimension a tensor is sharded; None: every rank has all of it. UsageError for another layout."""
+def shard_dim(name: Callable[[], str], tensor: torch.Tensor) -> int | None:
+    """Along which dimension a tensor is sharded; None: every rank has all of it. UsageError for another layout, which
+    calls the tensor `name()`.
+    """
     if not isinstance(tensor, DTensor):
         return None
     placement = tensor.placements[0]
     if len(tensor.placements) != 1 or type(placement) is not Shard:
         raise UsageError(
-            f"{name} is laid out as {tensor.placements}; shard= must use the mesh that it is given, as it is: one "
+            f"{name()} is laid out as {tensor.placements}; shard= must use the mesh that it is given, as it is: one "
             "dimension, over which everything is sharded"
         )
     return placement.dim
 
 
 def _dim_of(name: str, parameter: torch.Tensor) -> int:
-    dim = shard_dim(name, parameter)
+    dim = shard_dim(lambda: name, parameter)
     if dim is None:
         raise UsageError(
             f"shard= left parameter {name!r} unsharded; end it with fully_shard(model, mesh=mesh), and without "

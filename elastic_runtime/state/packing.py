@@ -64,7 +64,7 @@ def _culprit(value: object, path: str = "") -> str:
 
 
 def _dig(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Hole:
-    tensors.append(tensor.detach())
+    tensors.append(tensor.detach() if tensor.requires_grad else tensor)
     return Hole(len(tensors) - 1)
 
 
