@@ -49,7 +49,8 @@ class ChangeRecorder:
         for uid, placements in self.state.new_promises(plan).items():
             job = self._job(uid)
             at = job.promised_at if job.promised else self.now
-            self.change.jobs[uid] = msgspec.structs.replace(job, promised=placements, promised_at=at)
+            victims = plan.victims.get(uid, ()) if placements else ()
+            self.change.jobs[uid] = msgspec.structs.replace(job, promised=placements, promised_at=at, victims=victims)
 
     def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
         """Record the stop of a job with this intent; a job without workers gets its final phase at once."""

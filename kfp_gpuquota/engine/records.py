@@ -49,8 +49,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `generation_high` is the highest generation number used, `size` the GPUs it last ran with, `members` the workers of
     `generation`, which is in force. `incident_at` is when its last restart was counted, in seconds since the epoch.
     `growth_failed` is why it is not expanded again in this run. `promised` are the placements of its next workers, for
-    which plans made room since `promised_at`. `updated_at` is when its sizes were last changed. `ran_s` is how long its
-    earlier starts have run together. `owner`: None is the user of the cluster itself.
+    which plans made room since `promised_at`, by asking the workers `victims` to leave. `updated_at` is when its
+    sizes were last changed. `ran_s` is how long its earlier starts have run together. `owner`: None is the user of
+    the cluster itself.
     """
 
     uid: str
@@ -72,6 +73,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     growth_failed: Reason | None = None
     promised: tuple[Placement, ...] = ()
     promised_at: float = 0.0
+    victims: tuple[str, ...] = ()
     updated_at: float = 0.0
     ran_s: float = 0.0
     owner: Owner | None = None

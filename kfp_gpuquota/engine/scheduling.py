@@ -40,7 +40,7 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
     if after.completing != (before is not None and before.completing):
         yield scheduler.JobCompleting(after.uid, after.completing)
     if after.promised != (() if before is None else before.promised):
-        yield scheduler.PlacementsPromised(after.uid, after.promised, after.promised_at)
+        yield scheduler.PlacementsPromised(after.uid, after.promised, after.promised_at, after.victims)
     yield from _growth(before, after)
     yield from _progress(before, after)
 

@@ -67,6 +67,7 @@ def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool, s
         below=state.below.values(),
         sheltered=state.sheltered.values(),
         promised=state.promised.values(),
+        workers=state.workers,
         now=now,
         in_order=strict,
         strict=strict,
@@ -85,6 +86,7 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
     nominate: list[Nominate] = []
     idle: set[str] = set()
     promises: dict[str, tuple[Placement, ...]] = {}
+    victims = _victims(cycle)
     for job, outcome in sorted(outcomes.items(), key=lambda item: item[0].uid):
         before = job.active + len(outcome.stop) - len(outcome.start) - len(outcome.nominate) - len(outcome.hold)
         if outcome.stop and len(outcome.stop) == before:
@@ -105,8 +107,28 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
     waiting = _waiting(state, cycle, outcomes, promised_now)
     waiting.update((n.job, n.reason) for n in nominate if n.job in idle)
     return Plan(
-        tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting, promises, cycle.again_at
+        bind=tuple(bind),
+        resize=tuple(resize),
+        evict=tuple(evict),
+        move=tuple(move),
+        nominate=tuple(nominate),
+        waiting=waiting,
+        promises=promises,
+        victims={uid: victims[uid] for uid in promises if uid in victims},
+        again_at=cycle.again_at,
     )
+
+
+def _victims(cycle: Cycle) -> dict[str, tuple[str, ...]]:
+    """Return the workers that leave for each job, those that were asked earlier and have not exited included."""
+    found: dict[str, list[str]] = {}
+    for task, (job, _) in cycle.causes.items():
+        if task.status is Status.LEAVING and task.job is not job:
+            found.setdefault(job.uid, []).append(task.id)
+    for job in cycle.promised:
+        earlier = set(job.victims)
+        found.setdefault(job.uid, []).extend(task.id for task in cycle.ledger.leaving if task.id in earlier)
+    return {uid: tuple(sorted(set(ids))) for uid, ids in found.items() if ids}
 
 
 def _outcomes(ledger: Ledger, mark: int) -> dict[Job, Outcome]:

@@ -195,24 +195,27 @@ def test_another_leader_keeps_what_was_promised_until_it_is_carried_out(controll
     controlled.add_nodes(1, gpus=2)
     lender, borrower = controlled.team(guaranteed=2), controlled.team(guaranteed=0)
     controlled.start()
-    for name in ("b0", "b1"):
-        path = controlled.pod(borrower, name)
+    kept = controlled.pod(borrower, "kept", labels_={"app": "kept"})
+    asked = controlled.pod(borrower, "asked")
+    for path in (kept, asked):
         controlled.until_bound(path)
-        controlled.cluster.api.patch(path, {"metadata": {"finalizers": ["example.com/keeps"]}})
+    controlled.until(kept, lambda p: p["status"].get("phase") == "Running")
+    controlled.cluster.api.patch(asked, {"metadata": {"finalizers": ["example.com/keeps"]}})
+    budget = _budget_for_kept(controlled, borrower)
     owner = controlled.pod(lender, "owner", gpus=2)
     quota = controlled.until(f"{QUOTAS}/{lender}", lambda one: one.get("status", {}).get("promises"))
     (promise,) = quota["status"]["promises"]
     assert promise["job"] == controlled.cluster.api.get(owner)["metadata"]["uid"]
     assert [sorted(one["devices"]) for one in promise["placements"]] == [[0, 1]]
-    for name in ("b0", "b1"):
-        controlled.until(f"/api/v1/namespaces/{borrower}/pods/{name}", is_leaving)
-    controlled.kill()
+    assert len(promise["victims"]) == 2
+    controlled.until(asked, is_leaving)
+    controlled.wait(lambda: "EvictionBlocked" in controlled.log())
+    controlled.kill()  # one of them was not asked to leave
     controlled.start()
     controlled.pod(lender, "later")
     assert controlled.cluster.api.get(f"{QUOTAS}/{lender}")["status"]["promises"] == [promise]
-    for name in ("b0", "b1"):
-        pod = f"/api/v1/namespaces/{borrower}/pods/{name}"
-        controlled.cluster.api.patch(pod, {"metadata": {"finalizers": []}})
+    controlled.cluster.api.patch(asked, {"metadata": {"finalizers": []}})
+    controlled.cluster.api.delete(budget)
     controlled.until_bound(owner)
     controlled.until(f"{QUOTAS}/{lender}", lambda one: not one["status"].get("promises"))
     assert controlled.waiting(lender) == {"later"}
@@ -224,16 +227,22 @@ def test_a_disruption_budget_delays_a_reclaim_and_no_longer_than_it_forbids(cont
     controlled.start()
     path = controlled.pod(borrower, "kept", labels_={"app": "kept"})
     controlled.until(path, lambda p: p["status"].get("phase") == "Running")
-    budgets = f"/apis/policy/v1/namespaces/{borrower}/poddisruptionbudgets"
+    budget = _budget_for_kept(controlled, borrower)
+    mine = controlled.pod(lender, "mine")
+    controlled.wait(lambda: "EvictionBlocked" in controlled.log())
+    assert holds(controlled.cluster.api.get(path))
+    controlled.cluster.api.delete(budget)
+    controlled.until_bound(mine)
+
+
+def _budget_for_kept(controlled: Controlled, namespace: str) -> str:
+    """Create a budget that forbids to evict the running pod with the label `app: kept`; return its path."""
+    budgets = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
     selector = {"matchLabels": {"app": "kept"}}
     budget = {"metadata": {"name": "kept"}, "spec": {"minAvailable": 1, "selector": selector}}
     controlled.cluster.api.create(budgets, budget)
     controlled.until(f"{budgets}/kept", lambda b: b.get("status", {}).get("currentHealthy") == 1)
-    mine = controlled.pod(lender, "mine")
-    controlled.wait(lambda: "EvictionBlocked" in controlled.log())
-    assert holds(controlled.cluster.api.get(path))
-    controlled.cluster.api.delete(f"{budgets}/kept")
-    controlled.until_bound(mine)
+    return f"{budgets}/kept"
 
 
 def test_a_malformed_quota_says_so_and_leaves_the_last_good_one_in_force(controlled: Controlled) -> None:

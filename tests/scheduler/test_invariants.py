@@ -34,7 +34,7 @@ from kfp_gpuquota.scheduler import (
 )
 from kfp_gpuquota.scheduler.dump import decode_dump, replay, take_dump
 from kfp_gpuquota.scheduler.state.copying import copied
-from tests.scheduler.world import World
+from tests.scheduler.world import World, stopped
 
 if TYPE_CHECKING:
     import random
@@ -321,6 +321,41 @@ def test_guaranteed_quota_is_always_obtained_in_a_bounded_number_of_rounds(
         world.session(f"s{i}", "mine")
     world.settle(2 * total + 4)
     assert all(world.size(f"s{i}") == 1 for i in range(mine))
+
+
+@settings(max_examples=2 * EXAMPLES, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=10),
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+def test_a_process_that_ends_between_two_requests_costs_no_promise(
+    nodes: list[int], borrowers: list[tuple[int, int, int]], owners: list[int], asked: int
+) -> None:
+    """The next one asks the other workers to leave, and gives what becomes free to nobody else."""
+    world = World()
+    for i, gpus in enumerate(nodes):
+        world.node(f"n{i}", gpus)
+    world.project("owner", sum(nodes))
+    world.project("borrower")
+    for i, (gpus, more, workers) in enumerate(borrowers):
+        fields = {"gpus_per_worker": 1} if workers else {}
+        world.submit(f"b{i}", "borrower", gpus, 1 if more else None, gpus + more if more else None, **fields)
+    world.settle()
+    for i, gpus in enumerate(owners):
+        world.submit(f"o{i}", "owner", min(gpus, max(nodes)))
+    world.now += 1
+    decided = world.plan()
+    world.carry_out(decided, asked=asked)
+    world.submit("younger", "owner", 1)
+    again = world.plan()
+    started = {bind.job for bind in again.bind} | {resize.job for resize in again.resize if resize.add}
+    for job in decided.victims:  # those that move may be given another place
+        kept = again.promises.get(job) == decided.promises[job]
+        assert kept or job in started, f"the promise of {job} is dropped"
+    assert set(stopped(decided)[asked:]) <= set(stopped(again))
+    world.settle()
 
 
 def test_a_worker_that_is_gone_frees_its_devices_once() -> None:

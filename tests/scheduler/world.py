@@ -28,6 +28,12 @@ from kfp_gpuquota.scheduler import (
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI
 
 
+def stopped(decided: Plan) -> list[str]:
+    """Return the workers that the plan asks to leave."""
+    whole = [worker for one in decided.evict for worker in one.workers]
+    return [*whole, *(w for one in decided.resize for w in one.remove), *(one.worker for one in decided.move)]
+
+
 @dataclass
 class Running:
     """A worker of the simulated cluster."""
@@ -143,26 +149,21 @@ class World:
         for worker in [w for w, r in self.workers.items() if r.leaving]:
             self.exit(worker)
 
-    def carry_out(self, decided: Plan) -> None:
-        for evict in decided.evict:
-            for worker in evict.workers:
-                self.leave(worker)
-        for resize in decided.resize:
-            for worker in resize.remove:
-                self.leave(worker)
-            for placement in resize.add:
-                self.start(resize.job, placement)
-        for bind in decided.bind:
-            for placement in bind.placements:
-                self.start(bind.job, placement)
-        for move in decided.move:
-            self.leave(move.worker)
+    def carry_out(self, decided: Plan, *, asked: int | None = None) -> None:
+        """Carry the plan out; of the workers that it stops only the first `asked` are asked to leave."""
+        for worker in stopped(decided)[:asked]:
+            self.leave(worker)
+        started = [(one.job, one.add) for one in decided.resize] + [(one.job, one.placements) for one in decided.bind]
+        for job, placements in started:
+            for placement in placements:
+                self.start(job, placement)
         self.promise(decided)
-        self.check()
+        if asked is None:  # else part of a gang may be left
+            self.check()
 
     def promise(self, decided: Plan) -> None:
         for uid, placements in changed_promises(self.state.promises, decided).items():
-            self.state.apply(PlacementsPromised(uid, placements, self.now))
+            self.state.apply(PlacementsPromised(uid, placements, self.now, decided.victims.get(uid, ())))
 
     def plan(self) -> Plan:
         return plan(self.state, self.now)

@@ -97,6 +97,7 @@ class SimulatedCluster:
         self.requested: set[str] = set()  # jobs that a user stops, suspends or changes in the present request
         self.disturbed = False  # the nodes or a quota have changed since the last plan
         self.up = False
+        self.loop.killed = self._killed
         self.start_engine()
         for project in history.projects:
             self.cluster.set_project(project)
@@ -134,6 +135,10 @@ class SimulatedCluster:
         if self.up:
             self.stop_engine()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _killed(self) -> None:
+        self.stop_engine()
+        self.start_engine()
 
     def _clock(self, at_least: float) -> SteadyClock:
         return SteadyClock(at_least, lambda: EPOCH + self.loop.time(), self.loop.time)
@@ -178,6 +183,8 @@ class SimulatedCluster:
             case h.Restart(away_s):
                 self.stop_engine()
                 self.loop.call_later(away_s, self.start_engine)
+            case h.Kill(asks):
+                self.processes.asks = asks
             case h.Delete(chosen):
                 self._delete(chosen)
             case h.Crash(number) | h.Silence(number) if alive := [p for p in self.processes.all.values() if p.alive]:

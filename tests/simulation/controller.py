@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.engine.records import Intent
+from kfp_gpuquota.errors import ClusterUnavailableError
 from kfp_gpuquota.server.membership.listening import ListeningClock
 from kfp_gpuquota.server.membership.service import LONGEST_TICK_S, MembershipService
-from tests.kubernetes.detached import Detached
+from tests.kubernetes.detached import QUOTAS, Detached
 from tests.kubernetes.twin_world import EPOCH, Answering, World
 
 if TYPE_CHECKING:
@@ -17,13 +18,34 @@ if TYPE_CHECKING:
     from kfp_gpuquota.engine.job_book import Change
 
 
+ENDS_S = 0.3
+"""Within this time the status of a quota is written."""
+
+
+class Mortal(Answering):
+    """Answers, but no request to leave after `asks` of them: the controller ends then; what it promises is stored."""
+
+    asks: int | None = None
+    ended: Callable[[], None] | None = None
+
+    def answer(self, verb: str, path: str, body: object) -> bytes:
+        """Answer, or raise ClusterUnavailableError."""
+        if self.asks is not None and (verb == "DELETE" or path.endswith("/eviction")):
+            self.asks -= 1
+            if self.asks == -1 and self.ended is not None:
+                asyncio.get_running_loop().call_later(ENDS_S, self.ended)
+        if self.asks is not None and self.asks < 0 and not path.startswith(QUOTAS):
+            raise ClusterUnavailableError("the controller ends")
+        return super().answer(verb, path, body)
+
+
 class SimulatedController(Detached):
     """A controller in simulated time, whose requests the world answers."""
 
     def __init__(self, world: World, fail: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(clock=lambda: EPOCH + loop.time())
-        self.connection = Answering(world)
+        self.connection: Mortal = Mortal(world)
         self.controller._connection = self.connection
         self.controller._writer._connection = self.connection
         self.membership = cast("MembershipService", self.controller.elastic.membership.service)
@@ -35,7 +57,7 @@ class SimulatedController(Detached):
     def _observed(self, change: Change) -> None:
         """Apply a change, and check that all workers of a job that stops have been asked to leave."""
         self._apply(change)
-        for record in self.book.workers.values() if self.controller.elastic.pod_events.started else ():
+        for record in self.book.workers.values() if self.controller.snapshot.complete else ():
             job = self.book.jobs[record.worker.job_uid]
             if record.alive and not record.released and (job.intent is not Intent.RUN or job.suspended):
                 stops = f"{job.spec.name} stops ({job.intent}, {job.status.phase})"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     Draw = Callable[[int, int], int]
 
+KILLED = 0.2
+"""Of the submissions and changes of quotas, the part at which the process ends between two requests."""
 PROJECTS = ("a", "b", "c")
 
 
@@ -71,7 +73,13 @@ class Restart(Happening, frozen=True, tag=True):
     away_s: float
 
 
-Any_ = Submit | Delete | Suspend | Resume | Update | SetQuota | Crash | Silence | LoseNode | Restart
+class Kill(Happening, frozen=True, tag=True):
+    """The process ends instead of asking one more worker to leave than `asks`, and is started again at once."""
+
+    asks: int
+
+
+Any_ = Submit | Delete | Suspend | Resume | Update | SetQuota | Crash | Silence | LoseNode | Restart | Kill
 
 
 class History(msgspec.Struct, frozen=True):
@@ -87,6 +95,16 @@ class History(msgspec.Struct, frozen=True):
         """Return the same history in a cluster in which a job gets a reservation soon."""
         after_s = random.Random(self.seed).choice((0.0, 0.5, 2.0, 5.0, 15.0, 40.0))
         return msgspec.structs.replace(self, reserve_after_s=after_s)
+
+    def with_kills(self) -> History:
+        """Return the same history, in which the process ends before some of its requests."""
+        chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
+        for after_s, happening in self.happenings:
+            if isinstance(happening, Submit | SetQuota) and chance.random() < KILLED:
+                found += [(after_s, Kill(chance.randint(0, 2))), (0.0, happening)]
+            else:
+                found.append((after_s, happening))
+        return msgspec.structs.replace(self, happenings=tuple(found))
 
 
 def from_seed(seed: int, *, most: int = 24) -> History:

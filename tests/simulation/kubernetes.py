@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 REST_S = 150.0
 COLLECTED_S = 1.0
+PLANNED_S = 0.5
+"""A controller that has just started has planned, and written its promises."""
 UNPINNED_EVERY = 7
 """Of each seventh job kube-scheduler checks more than the plan does."""
 
@@ -58,6 +60,8 @@ class SimulatedKubernetes:
         self.jobs = self.kubelets.jobs
         self.kubelets.nodes |= {f"n{i}": gpus for i, gpus in enumerate(self.history.nodes)}
         self.controller: SimulatedController | None = None
+        self._replaced: asyncio.Future[None] = self.loop.create_future()
+        self._replaced.set_result(None)
         for name in self.kubelets.nodes:
             self._put_node(name)
         for project in self.history.projects:
@@ -79,8 +83,10 @@ class SimulatedKubernetes:
         for after_s, happening in self.history.happenings:
             if after_s:
                 await asyncio.sleep(after_s)
+            await self._replaced
             await self._happen(happening)
         await asyncio.sleep(REST_S)
+        await self._replaced
         await self._until_written()
         self._check_rest()
         await self._check_restart()
@@ -129,8 +135,37 @@ class SimulatedKubernetes:
                 self._change(name, priority=(10, 60, 90)[low - 1] if priority is None else priority)
             case h.Restart(away_s):
                 await self._restart(away_s)
+            case h.Kill(asks):
+                assert self.controller is not None
+                self.controller.connection.asks, self.controller.connection.ended = asks, self._killed
             case _:
                 self._fault(happening)
+
+    def _killed(self) -> None:
+        self._replaced = asyncio.ensure_future(self._replace())
+
+    async def _replace(self) -> None:
+        """Start another controller at once; it keeps what this one has promised, and stored."""
+        assert self.controller is not None
+        decided, stored = self.controller.book.promised, self._stored_promises()
+        if any(self.jobs[job_of(pod)].touched for _, _, pod in self.kubelets.holders()):
+            stored = {}  # what a user has deleted or suspended may be what leaves
+        stored = {job: found for job, found in stored.items() if len(decided.get(job, ())) == len(found)}
+        await self._restart(0.0)
+        happened = self.happened
+        await asyncio.sleep(PLANNED_S)
+        kept = self._stored_promises()
+        jobs = self.controller.book.jobs
+        for job, placements in stored.items() if happened == self.happened else ():
+            waits = job in jobs and not self.controller.book.alive_of(job) and not jobs[job].suspended
+            if waits and kept.get(job) != placements:
+                self.fail(f"the next controller drops the promise of {job}: {placements}")
+
+    def _stored_promises(self) -> dict[str, Any]:
+        """Return the placements promised by job for which workers leave, as the quotas' status has them."""
+        quotas = self.world.objects[watches.QUOTAS].values()
+        found = [promise for quota in quotas for promise in quota.get("status", {}).get("promises", ())]
+        return {promise["job"]: promise["placements"] for promise in found if promise.get("victims")}
 
     async def _restart(self, away_s: float) -> None:
         assert self.controller is not None

@@ -6,6 +6,8 @@ import asyncio
 import selectors
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.processes import Killed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextvars import Context
@@ -32,6 +34,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self._simulated = _Selector()
         self.dead: list[object] = []
         self.rested = asyncio.Event()
+        self.killed: Callable[[], None] = lambda: None
         super().__init__(self._simulated)
 
     def time(self) -> float:
@@ -50,7 +53,10 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def _call(self, callback: Callable[..., object], *args: object) -> None:
         owner = getattr(callback, "__self__", None)
         if not any(owner is each for each in self.dead):
-            callback(*args)
+            try:
+                callback(*args)
+            except Killed:
+                self.killed()
 
 
 def simulate(run: Callable[[], object]) -> None:

@@ -29,6 +29,10 @@ class Process(Member):
     ended_at: float | None = None
 
 
+class Killed(BaseException):
+    """The engine's process ends here; nothing of it may catch that."""
+
+
 class Processes:
     """A `WorkerRuntime`. It outlives the engine, whose present driver is `driver`; None: the engine is down."""
 
@@ -38,6 +42,7 @@ class Processes:
         self.paces: dict[str, Pace] = {}
         self.all: dict[str, Process] = {}
         self.prevented: set[str] = set()
+        self.asks: int | None = None  # workers that are asked to leave before the engine is killed
         self.trainings = Trainings(loop, rng, lambda member, code: self.end(cast("Process", member), code))
 
     # WorkerRuntime
@@ -69,6 +74,11 @@ class Processes:
         return True
 
     def terminate(self, worker: str) -> None:
+        if self.asks is not None:
+            self.asks -= 1
+            if self.asks < 0:
+                self.asks = None
+                raise Killed
         process = self.all.get(worker)
         if process is None or not process.alive or process.ending:
             return

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
 from tests.simulation import kubernetes
-from tests.simulation.histories import Delete, History, Submit, draw_history, from_seed
+from tests.simulation.histories import Delete, History, Kill, Submit, draw_history, from_seed
 from tests.simulation.running import play
 from tests.simulation.trainings import ELASTIC
 
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds:
         try:
-            play(from_seed(seed).with_reservations())
+            play(from_seed(seed).with_reservations().with_kills())
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
@@ -41,7 +41,7 @@ def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> No
 def test_the_controller_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds[::KUBERNETES_EVERY]:
         try:
-            kubernetes.play(from_seed(seed).with_reservations())
+            kubernetes.play(from_seed(seed).with_reservations().with_kills())
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
@@ -91,6 +91,20 @@ def test_the_end_of_a_run_is_not_recorded_as_a_generation_of_the_next() -> None:
 def test_a_gang_that_moves_is_promised_no_worker_more_than_it_has() -> None:
     """When the first of its workers had exited, a sixth one was promised to a gang of five."""
     play(from_seed(743))
+
+
+def test_another_process_asks_those_to_leave_that_the_one_before_did_not_ask() -> None:
+    """It ended between two evictions for one job; the next one dropped its promise, and evicted others."""
+
+    def submit(name: str, gpus: int, project: str) -> Submit:
+        return Submit(JobSpec(name=name, project=project, command=("works",), gpus=gpus), (0.3, 0.0, None, 1.0))
+
+    borrowers = tuple((1.0, submit(f"j{number:02}", 1, "b")) for number in (1, 3, 4, 5))
+    others = ((20.0, Kill(1)), (0.0, submit("j06", 2, "a")), (0.0, submit("j08", 1, "b")))
+    history = History((4,), (Project(name="a", guaranteed=2), Project(name="b", guaranteed=1)), (*borrowers, *others))
+    for records in (play(history).state.jobs.values(), kubernetes.play(history).records.values()):
+        attempts = {job.spec.name: job.attempt for job in records if job.status.phase is Phase.RUNNING}
+        assert attempts == {"j01": 1, "j03": 1, "j06": 1}
 
 
 @given(data=st.data())

@@ -66,6 +66,7 @@ class Cycle:
         below: Iterable[Job] = (),
         sheltered: Iterable[Job] = (),
         promised: Iterable[Job] = (),
+        workers: Mapping[str, Task] | None = None,
         now: float = 0.0,
         in_order: bool = False,
         strict: bool = False,
@@ -73,6 +74,7 @@ class Cycle:
     ) -> None:
         self.ledger = ledger
         self.shapes = shapes or {}
+        self.workers = workers or {}
         self.below = below
         self.in_order = in_order
         self.strict = strict
@@ -104,8 +106,13 @@ class Cycle:
         A job of which all promises are held by placeholders requests nothing more: its workers are still exiting.
         """
         self.kept: set[Task] = set()
-        due = [job for job in promised if not self._is_deferred(job)]
-        for job, tasks in keep(self.ledger, due).items():
+        self.promised = list(promised)
+        due = [job for job in self.promised if not self._is_deferred(job)]
+        kept, asked = keep(self.ledger, due, self.workers)
+        for task, job in asked.items():  # a process ended before it had asked all of them
+            self.causes[task] = (job, _why_again(task.job, job))
+            self.victims[task.job] = None
+        for job, tasks in kept.items():
             own = [task for task in tasks if task.moved is None]
             if own:
                 self.touched[job] = None
@@ -429,6 +436,15 @@ class Cycle:
         if quota.barred_by_limit(job, amount, future=False):
             return False
         return placement.place_all(self.ledger, [task], future=False)
+
+
+def _why_again(victim: Job, job: Job) -> str:
+    """Return the action by which the victim's worker was chosen, as far as it can be told from the jobs alone."""
+    if victim.active >= victim.wanted and victim.lent:
+        return "allocate"
+    if victim.queue is not job.queue:
+        return "reclaim"
+    return "preempt" if victim.priority < job.priority else "consolidate"
 
 
 def _sheltered(jobs: Iterable[Job], now: float, most_s: float = UNLIMITED) -> dict[Job, float]:

@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
     """All decisions for one state. `waiting` has the reason of each pending job, by uid, also of nominated jobs.
 
     `promises` are the placements that must be promised from now on, by uid of the job: `PlacementsPromised`. Those of
-    other jobs are at an end.
+    other jobs are at an end. `victims` are the workers that leave for a promise, by the same uid.
 
     `again_at` is when to plan again without an event, in seconds since the epoch, because a decision waits for that
     time (a cool-down, a gang below its minimum). None: only an event can change the plan.
@@ -70,6 +70,7 @@ class Plan(msgspec.Struct, frozen=True):
     nominate: tuple[Nominate, ...] = ()
     waiting: dict[str, Reason] = {}
     promises: dict[str, tuple[Placement, ...]] = {}
+    victims: dict[str, tuple[str, ...]] = {}
     again_at: float | None = None
 
     @property

@@ -8,6 +8,9 @@ Invariant: a promise ends when it is carried out, when an event makes it impossi
 job or its quota changes), or when a job that may reclaim from the promised one takes its place, and for no other
 reason. So room that is made for a job is not given to the next one in the queue while its former holders exit.
 
+The workers that leave for a promise are stored with it. A process that ends between two of its requests leaves some of
+them running; the first plan of the next one asks those, too, instead of finding the promise impossible.
+
 Rejected: deciding again in each plan from what is held, with a simulation of the next plan that gives up decisions
 which that plan would not keep. A job whose minimum is below its size started again on the node that was being cleared,
 the job that waited cleared another one, and so on: one job was moved 47 times in 1.7 s.
@@ -33,19 +36,49 @@ if TYPE_CHECKING:
     Promises = Mapping[str, tuple[Placement, ...]]
 
 Kept = dict["Job", list[Task]]
+Asked = dict[Task, "Job"]
+"""Workers that are asked to leave again, and the job that each leaves for."""
 
 
-def keep(ledger: Ledger, promised: Iterable[Job]) -> Kept:
-    """Nominate the promised placements, then bind what can start; return the tasks of each promise that is kept."""
-    kept: Kept = {}
-    for job in sorted(promised, key=lambda job: (job.promised_at, job.uid)):
-        tasks = _nominate(ledger, job)
-        if tasks:
-            kept[job] = tasks
+def keep(ledger: Ledger, promised: Iterable[Job], workers: Mapping[str, Task]) -> tuple[Kept, Asked]:
+    """Nominate the promised placements, then bind what can start; return the tasks of each promise that is kept.
+
+    Also the victims of these that still run, with the job that each leaves for: they are asked to leave now.
+    """
+    in_order = sorted(promised, key=lambda job: (job.promised_at, job.uid))
+    kept, asked = _kept(ledger, in_order, workers)
     for job, tasks in kept.items():
         if all(task.moved is None for task in tasks):
             _start(ledger, job, tasks)
-    return kept
+    return kept, asked
+
+
+def _kept(ledger: Ledger, promised: Sequence[Job], workers: Mapping[str, Task]) -> tuple[Kept, Asked]:
+    """Nominate; for a promise that cannot be kept nobody is asked to leave."""
+    mark = ledger.mark()
+    asking = [job for job in promised if job.victims]
+    while True:
+        asked = _ask_again(ledger, asking, workers)
+        kept: Kept = {}
+        for job in promised:
+            if tasks := _nominate(ledger, job):
+                kept[job] = tasks
+        in_vain = {job for job in asked.values() if job not in kept}
+        if not in_vain:
+            return kept, asked
+        asking = [job for job in asking if job not in in_vain]
+        ledger.rollback(mark)
+
+
+def _ask_again(ledger: Ledger, promised: Iterable[Job], workers: Mapping[str, Task]) -> Asked:
+    """Let victims leave that the process did not ask which made the promise; return them with its job."""
+    asked: Asked = {}
+    for job in promised:
+        for task in (workers[worker] for worker in job.victims if worker in workers):
+            if task.status is Status.HELD and task.job.preemptible:
+                ledger.set(task, Status.LEAVING, task.node, task.devices)
+                asked[task] = job
+    return asked
 
 
 def changed_promises(promised: Promises, plan: Plan) -> dict[str, tuple[Placement, ...]]:

@@ -139,6 +139,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     overlapping: bool = False
     promised: tuple[Placement, ...] = ()
     promised_at: Number = 0.0
+    victims: tuple[str, ...] = ()
     submitted_at: Number = 0.0
     suspended: bool = False
     completing: bool = False

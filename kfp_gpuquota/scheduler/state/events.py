@@ -180,13 +180,15 @@ class WorkerGone(Event, frozen=True, tag=True):
 class PlacementsPromised(Event, frozen=True, tag=True):
     """A plan made room for the next workers of the job at these placements; they replace those promised before.
 
-    None: it has no promise any more. `at` is when it was promised: an earlier promise is kept first, and a promise that
-    replaces another one has the time of that one.
+    None: it has no promise any more. `victims` are the workers that leave for it; of those that were not asked to,
+    because a process ended between two requests, the next plan asks the rest again. `at` is when it was promised: an
+    earlier promise is kept first, and a promise that replaces another one has the time of that one.
     """
 
     job: str
     placements: tuple[Placement, ...] = ()
     at: float = 0.0
+    victims: tuple[str, ...] = ()
 
 
 class UsageRecalled(Event, frozen=True, tag=True):

@@ -263,9 +263,9 @@ class Job:
     shrink. `throughput` is by number of workers, in one unit for all: samples per second if the training reports them
     (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
     `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
-    moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the placements
-    for which room was made, at `promised_at`. Before `deferred_until` it gets no workers above its minimum, for the
-    reason `deferred_for`.
+    moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the
+    placements for which room was made, at `promised_at`, by asking the workers `victims` to leave. Before
+    `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`.
     """
 
     uid: str
@@ -287,6 +287,7 @@ class Job:
     removed: bool = False
     promised: tuple[Placement, ...] = ()
     promised_at: float = 0.0
+    victims: tuple[str, ...] = ()
     tasks: dict[str, Task] = field(default_factory=dict)
     pending: list[Task] = field(default_factory=list)
     hosts: dict[Host, int] = field(default_factory=dict)

@@ -183,7 +183,7 @@ class State:
     def _(self, event: events.PlacementsPromised) -> None:
         job = self._job(event.job)
         job.promised_at = job.promised_at if job.promised else event.at
-        job.promised = event.placements
+        job.promised, job.victims = event.placements, event.victims
         self._changed(job)
 
     @_apply.register

@@ -124,11 +124,11 @@ class Snapshot:
     def _restore_promises(self) -> None:
         """Emit what an earlier controller promised to jobs that still exist."""
         for name in sorted(self.quotas):
-            for uid, placements, at in stored_promises(self.quotas[name], self.state):
-                if uid in self.elastic.book.jobs:
-                    self.elastic.book.promise(uid, placements, at)
+            for promise in stored_promises(self.quotas[name], self.state):
+                if promise.job in self.elastic.book.jobs:
+                    self.elastic.book.promise(promise)
                 else:
-                    self.emit(scheduler.PlacementsPromised(uid, placements, at))
+                    self.emit(promise)
 
     @staticmethod
     def _safely(emit: Callable[[T], None], what: T) -> None:

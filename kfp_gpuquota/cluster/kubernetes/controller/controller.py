@@ -528,7 +528,8 @@ class Controller:
             self.actions.start(bind.job, bind.placements, bind.reason)
         for uid in promised.keys() & state.jobs.keys():
             if uid not in self.elastic.book.jobs:  # whose records have their own
-                self.snapshot.emit(scheduler.PlacementsPromised(uid, promised[uid], self._now()))
+                victims = plan.victims.get(uid, ()) if promised[uid] else ()
+                self.snapshot.emit(scheduler.PlacementsPromised(uid, promised[uid], self._now(), victims))
             self._quota_status.decided(state.jobs[uid].queue.name)
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):

@@ -296,6 +296,7 @@ class ElasticJobs:
             evict=tuple(e for e in plan.evict if e.job in jobs),
             move=tuple(m for m in plan.move if m.job in jobs),
             promises=plan.promises,
+            victims=plan.victims,
             waiting={uid: reason for uid, reason in plan.waiting.items() if uid in jobs},
         )
         self.decisions.plan(own)

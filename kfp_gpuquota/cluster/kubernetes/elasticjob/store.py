@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.api import Node, Reason
-    from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
@@ -103,9 +102,10 @@ class Book(Store):
         self.jobs[uid] = with_status(job, reason=reason)
         self.changed(uid)
 
-    def promise(self, uid: str, placements: tuple[Placement, ...], at: float) -> None:
+    def promise(self, event: scheduler.PlacementsPromised) -> None:
         """Record the placements of the job's next workers that an earlier controller has promised."""
-        self.record(msgspec.structs.replace(self.jobs[uid], promised=placements, promised_at=at))
+        promised, at, victims = event.placements, event.at, event.victims
+        self.record(msgspec.structs.replace(self.jobs[event.job], promised=promised, promised_at=at, victims=victims))
 
     def put_worker(self, record: WorkerRecord) -> None:
         """Add or update a worker; it holds its devices until it has exited."""

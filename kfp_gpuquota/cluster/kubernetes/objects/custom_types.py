@@ -34,11 +34,15 @@ class PromisedPlacement(Struct, frozen=True):
 
 
 class Promise(Struct, frozen=True):
-    """Placements for which room is made. `job` names the scheduler's job, `at` is in seconds since 1970."""
+    """Placements for which room is made. `job` names the scheduler's job, `at` is in seconds since 1970.
+
+    `victims` are the workers that leave for it.
+    """
 
     job: str
     at: float = 0
     placements: tuple[PromisedPlacement, ...] = ()
+    victims: tuple[str, ...] = ()
 
 
 class GpuQuotaStatus(Struct, frozen=True):
