@@ -23,11 +23,12 @@ from elastic_runtime.loop.job_builder import JobBuilder
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method, watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
-from elastic_runtime.process.metric_rows import MetricRows
 from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes, report_errors
+from elastic_runtime.process.reporting import MetricRows
 from elastic_runtime.reduction.backward_pass import Loss
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
+from elastic_runtime.torch_internals.modules import uncompiled
 from elastic_runtime.validation.carried_state import CarriedState
 from elastic_runtime.validation.changed_parameters import ChangedParameters
 from elastic_runtime.validation.new_parameters import NewParameters
@@ -37,7 +38,6 @@ from elastic_runtime.validation.prepare_checks import (
     check_kinds,
     check_parameters,
     check_synchronized,
-    plain,
 )
 from elastic_runtime.validation.unprepared import LoaderWatch, find_schedulers
 
@@ -223,7 +223,7 @@ class Job:
         batch = self._batch(loaders[0])
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
-        whole = plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(plain, models))
+        whole = uncompiled(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(uncompiled, models))
         check_gradients(whole)
         check_parameters(whole, optimizers)
         _take_from_others(whole)
@@ -246,7 +246,7 @@ class Job:
         session.structure = NewParameters(whole, optimizers) if shard is None else None
         session.watches.append(LoaderWatch(models))
         session.watches.append(OptimizerAttributes(optimizers))
-        if shard is None and all(each is plain(each) for each in models):
+        if shard is None and all(each is uncompiled(each) for each in models):
             session.watches.append(CarriedState(models))
         if shard is None:
             session.watches.append(ChangedParameters(models))
@@ -288,7 +288,7 @@ class Job:
                 guard_class(each, ("update_parameters",), session.may_act)
 
     def steps_per_epoch(self, loader: DataLoader[Any]) -> int:
-        """Global steps of an epoch of this loader, which need not be prepared yet: for schedules that are made before.
+        """Return the global steps of an epoch of this loader, which need not be prepared yet: for schedules.
 
         UsageError if it cannot be determined.
         """
@@ -298,7 +298,7 @@ class Job:
         return Source(loader, self._options.seed).steps(self._batch(loader).samples)
 
     def epochs(self, count: int | None, *, start: int = 0) -> Iterator[int]:
-        """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
+        """Yield the epochs from where the training stands up to `count`; a joiner begins in the middle of one.
 
         `start`: the number of epochs after which a checkpoint was saved that the script has loaded by itself. A
         checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
@@ -325,7 +325,7 @@ class Job:
             session.finish()
 
     def steps(self, count: int) -> Iterator[Any]:
-        """The loader's batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
+        """Yield the batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
         session = self._prepared
         assert self._state is not None
         self._state.totals = Totals(-1, count)
@@ -385,7 +385,7 @@ class Job:
         self._prepared.run_pass(given, more=more)
 
     def skip(self) -> None:
-        """This micro-batch counts for nothing, in place of `backward` (a loss that is not finite, a broken sample).
+        """Count this micro-batch for nothing, in place of `backward` (a loss that is not finite, a broken sample).
 
         The step's mean is over what the other micro-batches and workers have; the rest of the iteration stays as it is.
         Where all are skipped, optimizer, scheduler and scaler do nothing in that step. Not with shard=: LoopError.
@@ -475,7 +475,7 @@ class Job:
         return self._prepared.batch_start
 
     def mean(self, value: torch.Tensor | float, *, weight: float = 1.0) -> float:
-        """The mean over all workers of one number of each, the same on every worker; weighted by each one's `weight`.
+        """Return the mean over all workers of one number of each, weighted by each one's `weight`; the same on all.
 
         At a place that all workers reach, as for `job.repeat`: after an epoch's loop, or in an iteration after
         `optimizer.step()` where `job.applied`; LoopError elsewhere.
@@ -489,7 +489,7 @@ class Job:
         return self.repeat(work)
 
     def report(self, **metrics: float) -> None:
-        """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""
+        """Write the script's own figures (loss, accuracy) to the report file; send them with the next progress."""
         self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
 
     def on_report(self, callback: Callable[..., object]) -> Callable[..., object]:
@@ -558,7 +558,7 @@ class Job:
         self._call_leader()
 
     def _check_trained(self) -> None:
-        """At the exit of a cluster's worker: it fails where the loop never began, for each worker would have done all
+        """Fail at the exit of a cluster's worker whose loop never began, for each worker would have done all
         the work by itself, and none would have been the one that saves.
         """
         began = self._session is not None and self._session.started
@@ -568,7 +568,7 @@ class Job:
         end_with(UsageError.exit_code)
 
     def _check_only_one(self) -> None:
-        """UsageError for a second training in a process of a cluster, which has ended the job with the first one."""
+        """Raise UsageError for a second training in a cluster's process: the job has ended with the first one."""
         if _trained and _trained[0] is not self:
             raise UsageError(
                 "this process has trained another job already: a cluster runs one training for each process, and ends "
@@ -595,7 +595,7 @@ class Job:
 
     @contextmanager
     def _at_lr(self, optimizer: torch.optim.Optimizer, batch: GlobalBatch) -> Iterator[None]:
-        """The learning rates that suit the size, while the optimizer steps; schedulers see those of the script."""
+        """Set the learning rates that suit the size, while the optimizer steps; schedulers see those of the script."""
         factor = batch.lr_factor(self.world_size)
         if factor == 1.0:
             yield
@@ -642,7 +642,7 @@ def _several(given: Any) -> list[Any]:
 
 
 def _take_from_others(model: torch.nn.Module) -> None:
-    """A notebook makes a job again for the same model: the one before it lets go."""
+    """Release the model from an earlier job: a notebook makes a job again for the same model."""
     for session in list(_sessions):
         if session.owns(model.parameters()):
             session.release()

@@ -19,7 +19,7 @@ from elastic_runtime.plan.batches import lockstep_batches, shard_batches
 from elastic_runtime.process.device_memory import MemoryFollower
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.step_modes import ExactMode, FastMode, Mode, numerics
-from elastic_runtime.validation.prepare_checks import plain
+from elastic_runtime.torch_internals.modules import uncompiled
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -62,7 +62,7 @@ class JobBuilder:
         options = self._options
         options.check_sharded(scaled=scaler is not None)
         optimizers = {name: part for name, part in state.parts if isinstance(part, torch.optim.Optimizer)}
-        wrapping = Wrapping(state.model, list(map(plain, models)), optimizers, shard)
+        wrapping = Wrapping(state.model, list(map(uncompiled, models)), optimizers, shard)
         sharding = self._member.shard(
             state, wrapping, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
         )

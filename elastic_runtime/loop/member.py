@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from elastic_runtime.errors import CollectiveError, LoopError, RunError
 from elastic_runtime.membership import torchrun
-from elastic_runtime.membership.coordinator_client import Coordinator
+from elastic_runtime.membership.coordinator_client import Coordinator, EventOutbox
 from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
-from elastic_runtime.membership.outbox import EventOutbox
 from elastic_runtime.membership.pair_authentication import raise_open_files
 from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.membership.rendezvous_store import CoordinatorStore
@@ -189,7 +188,7 @@ class Member:
         return self._coordinator is not None
 
     def check_state(self, state: TrainingState) -> None:
-        """StateError at the start, where it can be sent or saved and cannot be pickled, is better than later."""
+        """Raise StateError, at the start, for a state that would be sent or saved and cannot be pickled."""
         if self.sharding is None and (self._environment.checkpoint_dir or self._coordinator):
             pack(state.capture())
 
@@ -201,12 +200,12 @@ class Member:
         return self._generations.interrupt.is_set
 
     def check(self) -> None:
-        """CollectiveError where the generation in force was ended from outside."""
+        """Raise CollectiveError if the generation in force was ended from outside."""
         if self.must_recover:
             raise CollectiveError("the coordinator ended this generation")
 
     def vote(self) -> Generation | None:
-        """The generation to which this worker is prepared to switch, or None."""
+        """Return the generation to which this worker is prepared to switch, or None."""
         return self._generations.vote()
 
     def report_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
@@ -217,7 +216,7 @@ class Member:
             self.reporter.progress(position.step, position.epoch, total_steps, force=force)
 
     def report_halved(self, failed: int, now: int | None) -> None:
-        """An iteration of `failed` samples was out of memory; from now on they have at most `now`."""
+        """Report that an iteration of `failed` samples was out of memory; from now on they have at most `now`."""
         _log.warning("an iteration of %d samples does not fit into memory; going on with at most %s", failed, now)
         self.reporter.line("out_of_memory", samples=failed, max_batch=now)
 
@@ -251,7 +250,7 @@ class Member:
             self._preemption.soft = True
 
     def _join_static(self, state: TrainingState, rank: int, size: int) -> None:
-        """Under torchrun: its ranks, for as long as they live. Every worker begins where rank 0's checkpoint ends."""
+        """Join torchrun's ranks, until they exit. Every worker begins where rank 0's checkpoint ends."""
         if self._generations.adopted is not None:
             return
         if not dist.is_initialized():
@@ -278,7 +277,7 @@ class Member:
         self._settle(state, generation, "agreed")
 
     def recover(self, state: TrainingState, error: CollectiveError | None) -> None:
-        """After the loss of a peer: wait for the next generation, and enter it.
+        """Wait for the next generation after the loss of a peer, and enter it.
 
         Under torchrun there is none: rank 0 saves the state of the step's beginning, and all workers are restarted.
         """
@@ -328,7 +327,7 @@ class Member:
         return True
 
     def finish(self, step: int) -> None:
-        """The last step is applied."""
+        """Report that the last step is applied."""
         self.reporter.line("finished", step=step)
         self.reporter.close()
         self._outbox.publish("TrainingFinished", step=step)
@@ -452,7 +451,7 @@ class Member:
     # Checkpoints
 
     def save_if_due(self, state: TrainingState) -> None:
-        """Between two steps: save a checkpoint if one is due."""
+        """Save a checkpoint between two steps, if one is due."""
         self._checkpoints.if_due(state, leader=self.rank_and_size[0] == 0)
 
     # The coordinator
@@ -481,5 +480,5 @@ class Member:
 
 
 def _backend() -> str:
-    """Devices and libraries: NCCL where tensors of the training may be on a GPU. Unchecked on real GPUs so far."""
+    """Return devices and libraries: NCCL if tensors may be on a GPU. Unchecked on real GPUs so far."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -41,7 +41,7 @@ def guard_method(
     around: Callable[[], AbstractContextManager[None]] | None,
     evaluate: Callable[[Callable[..., Any], Callable[[], Any]], Any],
 ) -> None:
-    """`target.method(...)` does nothing, and returns None, unless `may_act()`; it acts within `around()`, if given.
+    """Make `target.method(...)` do nothing and return None unless `may_act()`; it acts within `around()`, if given.
 
     For optimizers: the replacement is a bound method of the instance like the one that LRScheduler puts there, which
     looks at `optimizer.step.__func__` and at its own mark on it. With a closure, `evaluate(act, closure)` decides.
@@ -66,7 +66,7 @@ def guard_method(
 
 
 def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
-    """UsageError if a GradScaler calls `optimizer.step` that was not given to `prepare`."""
+    """Raise UsageError if a GradScaler calls `optimizer.step` that was not given to `prepare`."""
     if scaler is not None and not hasattr(type(scaler), GUARDED):
         raise UsageError(
             f"{type(scaler).__name__} was not given to prepare: its scale would reach no joiner and no checkpoint; use "

@@ -47,7 +47,7 @@ class TrainingOptions:
         return f"reduction='exact', shards={self.shards}" if self.exact else "reduction='fast'"
 
     def check(self, global_batch: int) -> None:
-        """BatchPlanError if a step of this number of samples cannot be split as asked."""
+        """Raise BatchPlanError if a step of this number of samples cannot be split as asked."""
         check_batch(global_batch, self.max_batch_per_gpu)
         if not self.exact:
             return
@@ -58,7 +58,7 @@ class TrainingOptions:
         check_shards(global_batch, self.shards, self.max_batch_per_gpu)
 
     def check_sharded(self, *, scaled: bool) -> None:
-        """SettingsError for what does not go together with shard=. `scaled`: a GradScaler was given."""
+        """Raise SettingsError for what does not go together with shard=. `scaled`: a GradScaler was given."""
         if self.exact:
             raise SettingsError(
                 "reduction='exact' and shard= exclude each other, for FSDP adds up gradients in its own order; leave "
@@ -76,7 +76,7 @@ class TrainingOptions:
             )
 
     def batch(self, global_batch: int, per_worker: int) -> GlobalBatch:
-        """The samples of a step at each size."""
+        """Return the samples of a step at each size."""
         return GlobalBatch(global_batch, per_worker, self.scale_batch, self.scale_lr)
 
     def _check_scale(self, least: int, most: int) -> None:

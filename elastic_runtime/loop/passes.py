@@ -22,7 +22,7 @@ import torch
 
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.loop.step_states import StepState
-from elastic_runtime.state.copies import Copies
+from elastic_runtime.state.layouts import Copies
 from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.torch_internals import forget_unscaled
 
@@ -49,7 +49,7 @@ class SummedPasses:
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def check(self, micro: MicroBatch, mode: Mode, *, first: bool) -> None:
-        """UsageError and LoopError where an iteration cannot have several."""
+        """Raise UsageError or LoopError if an iteration cannot have several."""
         if mode.name != "fast":
             raise UsageError(
                 f"job.backward(more=True) and optimizer.step(closure) need reduction='fast' without shard=, and this "
@@ -72,13 +72,13 @@ class SummedPasses:
             parameter.grad = None
 
     def add_back(self) -> None:
-        """Gradients of several passes add up where the script does not clear them, as they do in torch."""
+        """Add the gradients of previous passes that the script has not cleared, as torch does."""
         for parameter, gradient in self._aside:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._aside = []
 
     def add_one(self) -> None:
-        """A pass is summed, and about to be applied; others follow."""
+        """Count a pass that is summed and about to be applied; others follow."""
         if not self.done:
             skeleton, tensors = pack(self._state.capture())
             self._before = unpack(skeleton, self._copies.take(tensors))
@@ -95,7 +95,7 @@ class SummedPasses:
         self.forget()
 
     def forget(self) -> None:
-        """The iteration is over."""
+        """End the iteration."""
         self.done, self.applied, self._before, self._aside = 0, False, None, []
 
 
@@ -137,7 +137,7 @@ class ClosureSteps:
         return found
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """The loss of the global batch at the parameters of now, whose gradients are there then."""
+        """Return the loss of the global batch at the present parameters, and leave its gradients."""
         before = self._step.evaluations
         value = closure()
         if self._step.state is StepState.REPEATED or self._session.catching_up:

@@ -127,7 +127,7 @@ class Session:
         return self.position.step - (self._step.state in COUNTED)
 
     def may_act(self) -> bool:
-        """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
+        """Return whether optimizer, scheduler and scaler act now: outside an iteration, or if a step is complete."""
         if self._released:
             return True
         if self.passive:
@@ -137,7 +137,7 @@ class Session:
         return not self._catching_up and (self._step.micro is None or self._step.state in ACTING)
 
     def may_step(self) -> bool:
-        """Whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
+        """Return whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
         if self._step.backpropagating:
             raise LoopError(
                 "optimizer.step() was called within job.backward, by a hook, where the gradients are those of this "
@@ -151,7 +151,7 @@ class Session:
         return may
 
     def may_scale(self) -> bool:
-        """Whether a GradScaler acts now; it may leave the optimizer's step out, which is its business."""
+        """Return whether a GradScaler acts now; it may leave the optimizer's step out."""
         may = self.may_act()
         if may:
             self._step.note_skipping()
@@ -211,7 +211,7 @@ class Session:
         return self._member.awaited and self.last_step is None
 
     def begin_epoch(self) -> None:
-        """The script gets the next epoch, or one again that others, or a checkpoint, have begun."""
+        """Begin the script's next epoch, or one again that others, or a checkpoint, have begun."""
         if self._keeps_epochs:
             self._member.stable_state.end()
             self._epoch_start.begin()
@@ -227,7 +227,7 @@ class Session:
         return result
 
     def enter_epoch(self) -> None:
-        """The loop begins to iterate, possibly in the middle of an epoch. LoopError outside `job.epochs`."""
+        """Begin the loop over the loader, possibly in the middle of an epoch. LoopError outside `job.epochs`."""
         if not self.started:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
@@ -240,7 +240,7 @@ class Session:
         self._remember()
 
     def leave_epoch(self, epoch: int) -> None:
-        """The script is done with an epoch, unless others already are further."""
+        """End an epoch of the script, unless others are further already."""
         self.abandon_iteration()
         if self.position.epoch == epoch:
             self._state.position, self._state.resumed = self.position.after_epoch(), False
@@ -257,7 +257,7 @@ class Session:
         self._end()
 
     def finish_early(self) -> None:
-        """The process ends well after the loop was left by `break`: the training is over where it stands."""
+        """End the training where it stands: the loop was left by `break`, and the process ends well."""
         if self.started and not self.finished:
             self.abandon_iteration()
             self._end()
@@ -273,7 +273,7 @@ class Session:
         self._mode.reducer.release()
 
     def owns(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether one of these is trained here."""
+        """Return whether one of these is trained here."""
         own = {id(parameter) for _, parameter in self._state.parameters()}
         return any(id(parameter) in own for parameter in parameters)
 
@@ -298,7 +298,7 @@ class Session:
     # Iterations
 
     def begin_iteration(self, micro_batch: MicroBatch) -> int:
-        """The loop gets this micro-batch next; return the iteration's number."""
+        """Begin an iteration over this micro-batch; return the iteration's number."""
         if self.watches:
             self._watch(micro_batch)
         self._step.begin(micro_batch, self.loader.order_checksum)
@@ -307,7 +307,7 @@ class Session:
         return self._iteration
 
     def _watch(self, micro_batch: MicroBatch) -> None:
-        """Let the first iterations be looked at."""
+        """Run the watches of the first iterations."""
         for watch in self.watches:
             watch.before_iteration(micro_batch.size)
         if self._iteration > MOST_WATCHED:
@@ -371,11 +371,11 @@ class Session:
         return torch.tensor(0.0) if norm is None else norm
 
     def out_of_memory(self, error: BaseException | None) -> bool:
-        """Whether the iteration did not fit, and is going to be repeated in halves."""
+        """Return whether the iteration did not fit, and is going to be repeated in halves."""
         return self._repeating(partial(self._step.out_of_memory, error)) is not False
 
     def end_iteration(self) -> bool:
-        """The loop is done with an iteration; False where what follows is to be planned again."""
+        """End an iteration; return False if what follows is to be planned again."""
         step = self._step
         micro, counted, repeated = step.micro, step.state in COUNTED, step.state is StepState.REPEATED
         changed, self._moved = self._moved, False
@@ -396,7 +396,7 @@ class Session:
         return not changed
 
     def pause(self) -> None:
-        """Work beside the training comes next: an iteration that completed a step counts from here on.
+        """Prepare for work beside the training: an iteration that completed a step counts from here on.
 
         LoopError in one that did not, and before its optimizer stepped: workers would not be at the same state.
         """
@@ -416,8 +416,8 @@ class Session:
         self._moved = True
 
     def abandon_iteration(self, iteration: int | None = None) -> None:
-        """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
-        it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
+        """End an iteration in which the loop was left (this one: a generator may be closed long after). A step counts
+        if it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
         if iteration is not None and iteration != self._iteration:
             return
@@ -430,7 +430,7 @@ class Session:
             self._count(micro)
 
     def _count(self, micro: MicroBatch) -> None:
-        """A step is over."""
+        """Count a step as applied."""
         self._state.position = self.position.after_step(micro.step_samples)
         self._report_progress()
 
@@ -454,7 +454,7 @@ class Session:
         self._report_progress(force=True)
 
     def _change_membership(self) -> bool:
-        """Between two steps: make the switch that was agreed on, or the one that a loss calls for."""
+        """Make the switch that was agreed on, or the one that a loss calls for, between two steps."""
         agreed, self._step.agreed = self._step.agreed, None
         self._member.leave_if_preempted(self._state)
         if self._member.must_recover:

@@ -39,10 +39,10 @@ class Observer(Protocol):
     """Looks at the gradients of each step, as a rehearsal does."""
 
     def summed(self) -> None:
-        """The gradients of a step are summed over all workers. CollectiveError: repeat the step."""
+        """Look at the gradients of a step, which are summed over all workers. CollectiveError: repeat the step."""
 
     def between_steps(self) -> None:
-        """A step is about to begin, possibly for the second time."""
+        """Note that a step is about to begin, possibly for the second time."""
 
 
 _CHECKSUM_OF_PASS = (11, 7)
@@ -103,23 +103,23 @@ class GlobalStep:
         return self._earlier.done
 
     def note_acting(self) -> None:
-        """An optimizer acts on it."""
+        """Note that an optimizer acts on the step."""
         self._unapplied.steps_are_applied = True
         if self.state is StepState.PASSED:
             self._earlier.applied = True
         self.note_skipping()
 
     def note_asked(self) -> None:
-        """The script called `optimizer.step()` where it does not act."""
+        """Note that the script called `optimizer.step()` where it does not act."""
         self._unapplied.steps_are_applied = True
 
     def note_skipping(self) -> None:
-        """A GradScaler decides whether an optimizer acts on it."""
+        """Note that a GradScaler decides whether an optimizer acts on the step."""
         if self.state is StepState.SUMMED:
             self._change(StepTrigger.ACTED)
 
     def begin(self, micro_batch: MicroBatch, order_checksum: int) -> None:
-        """The loop gets this micro-batch next. `order_checksum`: equal for workers with the same order of samples."""
+        """Begin an iteration. `order_checksum`: equal for workers with the same order of samples."""
         if self._shows_zeros:
             self.clear()
         self._mode.begin_micro_batch(micro_batch, self._training.position.step, first=self.first)
@@ -162,7 +162,7 @@ class GlobalStep:
                 raise
 
     def _check_stray(self, name: str) -> None:
-        """LoopError for a gradient of the script's own within an iteration; outside of one it is the script's."""
+        """Raise LoopError for a gradient of the script's own within an iteration; outside of one it is the script's."""
         if self.micro is None or self.state is StepState.REPEATED:
             return
         raise LoopError(
@@ -289,7 +289,7 @@ class GlobalStep:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def take_over(self) -> None:
-        """Others have applied it, and this worker has their state: the rest of the iteration is as if it had, with
+        """Continue with the state of others, who have applied the step: the rest of the iteration is as if it had, with
         gradients for what the script does to them where `job.applied`, though nothing comes of it.
         """
         self.show_zeros()
@@ -407,7 +407,7 @@ class GlobalStep:
 
 
 def _half(state: TrainingState, scaler: torch.amp.GradScaler | None) -> bool:
-    """Whether gradients are computed in float16, where a loss that was scaled down by a worker's share underflows.
+    """Return whether gradients are computed in float16, where a loss scaled down by a worker's share underflows.
 
     They are scaled in the buckets then, which are float32.
     """

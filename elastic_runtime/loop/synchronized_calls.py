@@ -93,7 +93,7 @@ class SynchronizedCalls:
         return tensor
 
     def all_gather(self, value: Result) -> list[Result]:
-        """Each worker's `value`, by rank. CollectiveError where one is lost."""
+        """Return each worker's `value`, by rank. CollectiveError where one is lost."""
         group = self._member.group
         if group is None or group.size == 1:
             skeleton, tensors = pack(value)

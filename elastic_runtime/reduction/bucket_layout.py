@@ -65,7 +65,7 @@ class Bucket:
         return self.whole[: self.size]
 
     def memory(self) -> torch.Tensor:
-        """A new buffer of zeros, padding included."""
+        """Return a new buffer of zeros, padding included."""
         return torch.zeros(self.size + PADDING, dtype=self.dtype, device=self.device)
 
 
@@ -102,7 +102,7 @@ class Layout:
         return self._trained != self._trainable()
 
     def allocate(self) -> None:
-        """New memory everywhere: what is in flight keeps the old one."""
+        """Allocate new memory everywhere: what is in flight keeps the old one."""
         for bucket in self.buckets:
             bucket.whole = bucket.memory()
             for slot in bucket.slots:
@@ -112,7 +112,7 @@ class Layout:
         self._same_dtype = all(slot.view.dtype == slot.parameter.dtype for slot in self.slots)
 
     def metadata_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The caller's numbers, then one for each slot, at the end of the last bucket's buffer."""
+        """Return the caller's numbers, then one for each slot, at the end of the last bucket's buffer."""
         size = self.buckets[-1].size
         return whole[size - self._metadata_size : size]
 
@@ -151,12 +151,12 @@ class Layout:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
 
     def present(self, touched: list[bool]) -> torch.Tensor:
-        """Which slots have a gradient after this step: those that got one, and those that kept one. Shape: (slots,)."""
+        """Return which slots have a gradient after this step: they got one, or kept one. Shape: (slots,)."""
         kept = set(self.kept)
         return torch.tensor([got or slot in kept for slot, got in zip(self.slots, touched, strict=True)])
 
     def touched(self) -> list[bool]:
-        """Which slots got a gradient in this step."""
+        """Return which slots got a gradient in this step."""
         return [slot.touched == self.step for slot in self.slots]
 
     def distribute(self, factor: float = 1.0, *, all_used: bool = False) -> None:
@@ -202,7 +202,7 @@ def numbers(parameter: torch.Tensor) -> int:
 
 
 def _lay_out(slots: list[Slot], metadata_size: int) -> list[Bucket]:
-    """Buckets in launching order: reverse order of definition, by dtype and device; the metadata ends the last one."""
+    """Return buckets in launching order: reverse order of definition, by dtype and device; metadata ends the last."""
     open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     buckets: list[Bucket] = []
     for slot in reversed(slots):
@@ -223,7 +223,7 @@ def _lay_out(slots: list[Slot], metadata_size: int) -> list[Bucket]:
 
 
 def view_of(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The slot's elements in the parameter's own memory layout, so that optimizers take their fast paths."""
+    """Return the slot's elements in the parameter's own memory layout, so that optimizers take their fast paths."""
     parameter = slot.parameter
     part = flat[slot.start : slot.start + numbers(parameter)]
     if parameter.is_complex():

@@ -89,7 +89,7 @@ class ExactReducer(BucketReducer):
         self._views: dict[tuple[int, Slot], torch.Tensor] = {(0, slot): slot.view for slot in self._layout.slots}
 
     def _row(self, row: int) -> list[torch.Tensor]:
-        """The buckets of a partial sum; memory for it is made when it is first needed."""
+        """Return the buckets of a partial sum; memory for it is allocated when it is first needed."""
         while row >= len(self._rows):
             self._rows.append([bucket.memory() for bucket in self._layout.buckets])
             for each in self._layout.slots:
@@ -126,12 +126,12 @@ class ExactReducer(BucketReducer):
         return views, [torch.full((), _NOTHING, dtype=view.dtype, device=view.device).expand_as(view) for view in views]
 
     def _gradients_of(self, row: int, index: int) -> torch.Tensor:
-        """A bucket of a partial sum, without metadata and padding. Shape: (elements,)."""
+        """Return a bucket of a partial sum, without metadata and padding. Shape: (elements,)."""
         last = self._layout.buckets[index].slots[-1]
         return self._row(row)[index][: last.start + numbers(last.parameter)]
 
     def _fill_metadata(self) -> None:
-        """The numbers ride in this rank's first partial sum; the others carry nothing."""
+        """Write the numbers into this rank's first partial sum; the others carry nothing."""
         self._layout.used.copy_(self._layout.present(self._layout.touched()))
         for row in self._rows[1:]:
             self._layout.metadata_of(row[-1]).fill_(_NOTHING)
@@ -198,7 +198,7 @@ class Exchange:
         self._gathering = group.gather_parts(self._bucket.whole[: part * group.size])
 
     def finish(self, group: Group) -> None:
-        """Until all parts are there."""
+        """Wait until all parts are there."""
         group.wait(self._gathering)
         self._gathering = []
 

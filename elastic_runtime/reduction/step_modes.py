@@ -59,7 +59,7 @@ class Mode:
         make_reducer: Callable[[int], GradientReducer],
         agreement: Agreement | None = None,
     ) -> None:
-        """`make_reducer` gets the number of values in the metadata."""
+        """Make the reducer: `make_reducer` gets the number of values in the metadata."""
         self.buffers = self._buffers = buffers
         self._streams = streams
         self.metadata = StepMetadata(buffers, agreement)
@@ -92,7 +92,7 @@ class Mode:
         return self.metadata.take(section, keeps=leader, samples=micro.step_samples, workers=workers, group=group)
 
     def completed(self, step: int) -> None:
-        """Called when the gradients are summed, before optimizer and scheduler act."""
+        """Continue when the gradients are summed, before optimizer and scheduler act."""
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip this worker's copy of the summed gradients; no collective is needed."""

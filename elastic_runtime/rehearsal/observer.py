@@ -20,14 +20,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
 from elastic_runtime.errors import CollectiveError, ElasticError
 from elastic_runtime.rehearsal.records import Fingerprints, fingerprint_of, fingerprints_of, flattened
 from elastic_runtime.rehearsal.timetable import FAILING, JOINED, LAST, SAVED, SECOND
 from elastic_runtime.state import checkpoint
+from elastic_runtime.torch_internals.modules import BatchStatistics, Dropout, inner_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,13 +85,13 @@ def _with_parts(value: Any) -> list[Any]:
     """An object, and the modules, optimizers or schedulers that it is made of."""
     if isinstance(value, torch.nn.Module):
         return list(value.modules())
-    parts = [*getattr(value, "_schedulers", ()), getattr(value, "optimizer", None)]
+    parts = [*inner_schedulers(value), getattr(value, "optimizer", None)]
     return [value, *(part for part in parts if part is not None)]
 
 
 def uses_batch_statistics(module: torch.nn.Module) -> bool:
     """Whether it normalizes with the mean and variance of the samples that one worker has."""
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return isinstance(module, BatchStatistics) and (module.training or module.running_mean is None)
 
 
 class SwitchedOff:
@@ -133,7 +132,7 @@ def _to_change(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     if uses_batch_statistics(module) and module.training:
         yield "training", False
     for name, value in vars(module).items():
-        drops = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+        drops = "drop" in name or (name == "p" and isinstance(module, Dropout))
         if drops and isinstance(value, float) and value:
             yield name, 0.0
 

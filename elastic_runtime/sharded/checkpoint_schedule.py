@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_runtime.errors import CheckpointError, SettingsError
 from elastic_runtime.sharded import files
 from elastic_runtime.state import checkpoint
-from elastic_runtime.state.copies import Copies
-from elastic_runtime.state.layouts import describe
+from elastic_runtime.state.layouts import Copies, describe
 from elastic_runtime.state.packing import pack, unpack
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ import torch
 from elastic_runtime.errors import CheckpointError
 from elastic_runtime.sharded.layout import Sharded
 from elastic_runtime.state import checkpoint
+from elastic_runtime.state.checkpoint import is_own
 from elastic_runtime.state.codec import Skeleton, decode, encode, is_opaque
-from elastic_runtime.state.file_owner import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import CheckpointError
 from elastic_runtime.state.codec import decode, encode
-from elastic_runtime.state.file_owner import is_own
 from elastic_runtime.state.layouts import allocate, describe, flat
 from elastic_runtime.state.packing import pack, unpack
 
@@ -73,7 +72,7 @@ def write_whole(target: Path, partial: Path, step: int, blocks: Iterable[bytes |
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~stat.S_IWOTH)  # see `file_owner`
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~stat.S_IWOTH)  # see `is_own`
             file.writelines(blocks)
             file.flush()
             os.fsync(file.fileno())
@@ -142,3 +141,17 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_own(file: BufferedReader) -> bool:
+    """Return whether objects of this open file may be unpickled: it is this job's own, as far as the system records it.
+
+    Objects that only pickle can make are a program for their reader. They are decoded only from files that this user,
+    root or the owner of the folder has written, and that not everybody may write to. Jobs that share a volume and run
+    as one user cannot be told apart: there a job's files are as trusted as its volume.
+    """
+    facts, folder = os.fstat(file.fileno()), Path(file.name).parent.stat()
+    owners = {os.geteuid(), 0}
+    if not folder.st_mode & stat.S_IWOTH or folder.st_mode & stat.S_ISVTX:
+        owners.add(folder.st_uid)  # the volume of another user's number, as NFS shows root's files
+    return facts.st_uid in owners and not facts.st_mode & stat.S_IWOTH

@@ -61,3 +61,27 @@ def _fills_its_memory(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return tensor.numel() > 0
+
+
+class Copies:
+    """Copies of one state's tensors at a time, on `device`; None: on that of each tensor.
+
+    Their memory is kept: fresh memory costs several times what a copy does.
+    """
+
+    def __init__(self, device: str | None = "cpu") -> None:
+        self._device = device
+        self._tensors: list[torch.Tensor] = []
+
+    def make_room(self, tensors: list[Description]) -> None:
+        """Allocate memory for a copy of such tensors; writing zeros makes the system provide its pages."""
+        self._tensors = [allocate(each, self._device, zeros=True) for each in tensors]
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The copy, valid until the next one is taken."""
+        if describe(tensors) != describe(self._tensors):
+            pairs = zip(describe(tensors), tensors, strict=True)
+            self._tensors = [allocate(each, self._device or tensor.device) for each, tensor in pairs]
+        for copy, tensor in zip(self._tensors, tensors, strict=True):
+            copy.copy_(tensor)
+        return self._tensors

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 from copyreg import _reconstructor as reconstruct  # type: ignore[attr-defined]
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.amp import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm as BatchStatistics
 from torch.nn.modules.batchnorm import _NormBase as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.nn.modules.module import Module
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXTRA_STATE",
+    "OPTIMIZER_ATTRIBUTES",
     "BatchNorm",
+    "BatchStatistics",
+    "Dropout",
     "LoaderIterator",
     "batch_norm",
     "drop_loader_processes",
     "has_extra_state",
     "index_sampler",
+    "inner_schedulers",
     "is_compiled",
     "is_persistent",
     "own_buffers",
@@ -37,8 +42,15 @@ __all__ = [
     "reconstruct",
     "scale_of",
     "stepping_scaler",
+    "uncompiled",
+    "was_given_to_a_scheduler",
     "writes_to",
 ]
+
+OPTIMIZER_ATTRIBUTES: Final = frozenset(
+    {"_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"}
+)
+"""Numbers that torch itself keeps in attributes of an optimizer."""
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -95,10 +107,25 @@ def stepping_scaler() -> GradScaler | None:
 
 def batch_norm(layer: torch.nn.SyncBatchNorm, values: torch.Tensor) -> torch.Tensor:
     """Return what the layer computes from this process's values alone."""
-    found: torch.Tensor = _BatchNorm.forward(layer, values)
+    found: torch.Tensor = BatchStatistics.forward(layer, values)
     return found
 
 
 def writes_to(tensor: torch.Tensor) -> int:
     """Return the number of times that the tensor was written to in place: there is no public counter."""
     return tensor._version  # noqa: SLF001
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model that `torch.compile(model)` was made of; the model itself if it is none."""
+    return getattr(model, "_orig_mod", model)
+
+
+def was_given_to_a_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scheduler was made for the optimizer: it marks `optimizer.step`."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def inner_schedulers(scheduler: object) -> list[Any]:
+    """Return the schedulers that SequentialLR and its like are made of."""
+    return list(getattr(scheduler, "_schedulers", ()))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.torch_internals.modules import OPTIMIZER_ATTRIBUTES
 from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 LOOKS_AT = 64
 """Iterations: of several steps, in whichever parts a step is computed."""
-_OF_TORCH = {"_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"}
 
 
 class OptimizerAttributes(LoopWatch):
@@ -58,4 +58,4 @@ def _is_own(optimizer: torch.optim.Optimizer) -> bool:
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     named = vars(optimizer).items()
-    return {name: value for name, value in named if type(value) in {int, float} and name not in _OF_TORCH}
+    return {name: value for name, value in named if type(value) in {int, float} and name not in OPTIMIZER_ATTRIBUTES}

@@ -82,8 +82,3 @@ def check_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimi
                         f"{number} that is none of the model's, so that its gradient would not be summed; give "
                         "prepare all modules that have parameters, as a list: prepare([model, criterion], ...)"
                     )
-
-
-def plain(model: Any) -> Any:
-    """Return the module that `torch.compile` wrapped: names of parameters do not depend on it."""
-    return getattr(model, "_orig_mod", model)

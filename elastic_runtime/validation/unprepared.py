@@ -20,7 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_runtime.data.dataloader import Batches
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.torch_internals.modules import LoaderIterator, index_sampler
+from elastic_runtime.torch_internals.modules import (
+    LoaderIterator,
+    index_sampler,
+    inner_schedulers,
+    was_given_to_a_scheduler,
+)
 from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ def find_schedulers(
 
     UsageError if one has several: they could not be identified on other workers.
     """
-    if not any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in optimizers):
+    if not any(was_given_to_a_scheduler(optimizer) for optimizer in optimizers):
         return []
     tracked = {id(part) for each in prepared for part in _with_parts(each)}
     found = [each for each in _schedulers() if id(each) not in tracked]
@@ -59,7 +64,7 @@ def _schedulers() -> list[LRScheduler]:
 
 def _with_parts(scheduler: Any) -> list[Any]:
     """A scheduler, and those that it is made of: of a sequence, of a wrapper."""
-    parts = [*getattr(scheduler, "_schedulers", ()), getattr(scheduler, "scheduler", None)]
+    parts = [*inner_schedulers(scheduler), getattr(scheduler, "scheduler", None)]
     return [scheduler, *(inner for part in parts if part is not None for inner in _with_parts(part))]
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from elastic_runtime.loop import member
 from elastic_runtime.loop.member import Member
 from elastic_runtime.membership import generations
+from elastic_runtime.membership.coordinator_client import EventOutbox
 from elastic_runtime.membership.generations import Generations
-from elastic_runtime.membership.outbox import EventOutbox
 from elastic_runtime.state.random_streams import RandomStreams
 from elastic_runtime.state.training_state import TrainingState
 

@@ -26,11 +26,10 @@ import elastic_runtime
 from elastic_runtime.errors import CheckpointError, SettingsError, UsageError
 from elastic_runtime.membership import coordinator_client as coordinator_module
 from elastic_runtime.membership import generations as generations_module
-from elastic_runtime.membership.coordinator_client import FIRST_PAUSE_S, Coordinator
+from elastic_runtime.membership.coordinator_client import FIRST_PAUSE_S, Coordinator, EventOutbox
 from elastic_runtime.membership.environment import Environment
 from elastic_runtime.membership.generations import Generation, Generations
 from elastic_runtime.membership.orders import Order
-from elastic_runtime.membership.outbox import EventOutbox
 from elastic_runtime.membership.process_group import Interrupt
 from tests import forked
 from tests.cluster.conftest import CLOCK

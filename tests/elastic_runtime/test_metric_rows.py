@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import elastic_runtime
-from elastic_runtime.process.metric_rows import MetricRows
+from elastic_runtime.process.reporting import MetricRows
 from tests.elastic_runtime.zoo.parts import vectors
 
 

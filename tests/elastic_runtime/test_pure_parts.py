@@ -14,8 +14,7 @@ import elastic_runtime
 from elastic_runtime.errors import BatchPlanError, StateError
 from elastic_runtime.plan.batches import check_batch, micro_batches, split
 from elastic_runtime.plan.order import epoch_order, mix_seed, steps_in_epoch
-from elastic_runtime.state.copies import Copies
-from elastic_runtime.state.layouts import describe
+from elastic_runtime.state.layouts import Copies, describe
 from elastic_runtime.state.packing import pack, unpack
 
 SIZES = st.integers(1, 40)

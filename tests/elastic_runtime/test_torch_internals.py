@@ -74,6 +74,30 @@ def test_a_scaler_that_steps_an_optimizer_is_known_to_its_step() -> None:
     assert found == [None, scaler]
 
 
+def test_schedulers_show_their_optimizer_and_what_they_are_made_of() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert not modules.was_given_to_a_scheduler(optimizer)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    whole = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+    assert modules.was_given_to_a_scheduler(optimizer)
+    assert modules.inner_schedulers(whole) == parts
+    assert modules.inner_schedulers(parts[0]) == []
+    numbers = {name for name, value in vars(optimizer).items() if type(value) in {int, float}}
+    assert numbers <= modules.OPTIMIZER_ATTRIBUTES
+
+
+def test_a_compiled_copy_is_traced_to_its_model() -> None:
+    model = nn.Linear(1, 1)
+    assert modules.uncompiled(torch.compile(model, backend="eager")) is model
+    assert modules.uncompiled(model) is model
+
+
+def test_layers_whose_results_depend_on_the_samples_have_their_base_classes() -> None:
+    assert isinstance(nn.BatchNorm2d(1), modules.BatchStatistics)
+    assert not isinstance(nn.InstanceNorm1d(1), modules.BatchStatistics)
+    assert isinstance(nn.Dropout2d(), modules.Dropout)
+
+
 def test_a_tensor_counts_what_is_written_to_it() -> None:
     tensor = torch.zeros(2)
     before = modules.writes_to(tensor)

@@ -6,13 +6,15 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from elastic_runtime.torch_internals.modules import uncompiled
+
 IGNORED_LABEL = -100
 CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def is_causal(model: Any) -> bool:
     """Whether a model's loss shifts labels, by its name, which torch.compile and PEFT's adapters hide."""
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return type(model).__name__ in CAUSAL_MODELS

@@ -119,10 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the web page as browsers reach it: each job's page is then in its status and in its step's log",
     )  # fmt: skip
     parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument(
-        "--log-format", default="text", choices=logging_setup.FORMATS, help="json: one object for each line"
-    )
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    logging_setup.add_options(parser)
     return parser
 
 

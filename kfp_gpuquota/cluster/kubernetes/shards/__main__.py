@@ -90,8 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0, help="for workers and the leader; 0: any free one")
     parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
     parser.add_argument("--advertise", default="", help="URL under which workers reach the port")
-    parser.add_argument("--log-format", default="text", choices=logging_setup.FORMATS, help="json: one object a line")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    logging_setup.add_options(parser)
     return parser
 
 

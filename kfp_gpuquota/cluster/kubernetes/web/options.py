@@ -117,6 +117,5 @@ def _parser() -> argparse.ArgumentParser:
         "--what-if-files", default="/var/run/secrets/gpuquota-controller", metavar="DIR",
         help="directory with the controller's ca.crt and a token for it (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--log-format", default="text", choices=logging_setup.FORMATS)
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    logging_setup.add_options(parser)
     return parser

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 FORMATS: Final = ("text", "json")
@@ -40,6 +41,12 @@ def cause() -> str:
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
     """Return the `extra` of a logging call that adds these fields to its JSON object."""
     return {_FIELDS: values}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --log-format and --log-level, the arguments of `configure`."""
+    parser.add_argument("--log-format", default="text", choices=FORMATS, help="json: one object for each line")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
 
 def configure(form: str, level: str) -> None:
