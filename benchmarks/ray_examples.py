@@ -54,7 +54,7 @@ def options_of(name: str, storage: Path, **config: Any) -> dict[str, Any]:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig  # noqa: PLC0415
     from ray_loops import BATCH, tables  # noqa: PLC0415
 
-    datasets = {"train": make()} if (make := tables().get(name)) else None
+    datasets = {"train": tables()[name]()} if name in SPLIT_BY_RAY_DATA else None
     return {
         "train_loop_config": {"global_batch": 2 * BATCH, "divide": True, **config},
         "datasets": datasets,

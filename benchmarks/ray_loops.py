@@ -452,6 +452,7 @@ def metrics(config: dict[str, Any]) -> None:
 
 def tables() -> dict[str, Any]:
     """Return the datasets of the loops that read one, by the loop's name."""
+    ray.data.DataContext.get_current().execution_options.preserve_order = True  # else blocks come as they are ready
     x, y = numbers().tensors
     rows = [{"x": x[n].numpy(), "y": float(y[n])} for n in range(SAMPLES)]
     texts = [{"tokens": [1 + (n + k) % 15 for k in range(1 + n % 7)], "label": n % 3} for n in range(SAMPLES - 5)]

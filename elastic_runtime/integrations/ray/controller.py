@@ -24,6 +24,7 @@ import ray
 from ray.train import Result, UserCallback
 
 from elastic_runtime.errors import RunError
+from elastic_runtime.integrations.ray.first_checkpoint import FirstCheckpoint
 from elastic_runtime.integrations.ray.group import End, Group, Shape
 from elastic_runtime.integrations.ray.ray_internals import (
     CheckpointManager,
@@ -112,6 +113,7 @@ class Controller:
     ) -> None:
         self._run, self._shape, self._functions, self._shards = run, shape, functions, shards
         self._options = options
+        self._first = FirstCheckpoint(run.run_config.storage_context, run.run_id)
         self._first_checkpoint: Any = None  # with which the attempt began
         config = run.run_config
         self._storage = config.storage_context
@@ -141,6 +143,7 @@ class Controller:
                 listening.cancel()
             if self._coordinator:
                 await self._coordinator.stop()
+            self._first.drop()
             self._drop_own_checkpoints()
         result = result_of(self._checkpoints, self._storage, error)
         result.return_value = value
@@ -167,7 +170,7 @@ class Controller:
         self._job, self._token = f"{self._run.run_id}-{number}", secrets.token_hex(16)
         self._reports, self._directories, self._size, self._epoch = Reports(), {}, 0, 0
         newest = self._checkpoints.latest_checkpoint_result
-        self._first_checkpoint = newest.checkpoint if newest else None
+        self._first_checkpoint = self._first.keep(newest.checkpoint) if newest else None
         self._send("open", token=self._token, min_workers=self._shape.least)
         self._group = Group(self._shape, self._name_worker, self._task, self._send, self._on_end)
         self._group.limit(self._most)

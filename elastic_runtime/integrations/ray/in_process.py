@@ -11,11 +11,9 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from pyarrow.fs import FileType
-from ray.train import Checkpoint
-
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.datasets import Shards
+from elastic_runtime.integrations.ray.first_checkpoint import FirstCheckpoint
 from elastic_runtime.integrations.ray.loop_api import ElasticTrainContext
 from elastic_runtime.integrations.ray.ray_internals import (
     CheckpointManager,
@@ -29,7 +27,7 @@ from elastic_runtime.integrations.ray.worker import FAILED, Outcome, outcome_of,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ray.train import Result
+    from ray.train import Checkpoint, Result
 
     from elastic_runtime.integrations.ray.reports import Point
     from elastic_runtime.integrations.ray.unmodified.driver import LoopOptions
@@ -56,18 +54,11 @@ class StoredReports:
 
         What was trained since is in the job's own checkpoints, if there are some.
         """
-        storage = self._run.run_config.storage_context
-        files, file = (
-            storage.storage_filesystem,
-            f"{storage.experiment_fs_path}/.begun-{os.environ.get('JOB_UUID', '')}",
-        )
-        if files.get_file_info(file).type == FileType.NotFound:
-            newest = self.checkpoints().latest_checkpoint_result
-            with files.open_output_stream(file) as begun:
-                begun.write(newest.checkpoint.path.encode() if newest else b"")
-        with files.open_input_stream(file) as begun:
-            path = begun.read().decode()
-        return Checkpoint(path, files) if path else None
+        first = FirstCheckpoint(self._run.run_config.storage_context, os.environ.get("JOB_UUID", ""))
+        if first.kept:
+            return first.read()
+        newest = self.checkpoints().latest_checkpoint_result
+        return first.keep(newest.checkpoint if newest else None)
 
     def directory_of(self, point: Point, wanted: str | None) -> str:
         """Return a name made of the point: no worker asks another one."""
