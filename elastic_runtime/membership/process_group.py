@@ -75,6 +75,11 @@ class Transfer:
         self._start = start
         background.start(self._run, "elastic-transfer")
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether all has been sent and received."""
+        return self.ended.is_set() and not self.errors
+
     def _run(self) -> None:
         try:
             for work in self._start(self.called_away):

@@ -17,6 +17,7 @@ loss could not go back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
 from collections import Counter
@@ -136,14 +137,20 @@ class Mirror:
 
     # The generations
 
-    def leave_generation(self) -> None:
-        """Before a change of members: wait for a transfer, unless a peer was lost. No copies are made until `enter`."""
-        try:
-            self._settle()
-        except CollectiveError:
-            for slot in self._slots:
-                if slot.transfer is not None:
-                    slot.give_up()
+    def leave_generation(self, *, agreed: bool) -> None:
+        """Before a change of members: end a transfer. No copies are made until `enter`.
+
+        `agreed`: all members have begun the same step, so the transfer is waited for. After a loss it is not: a peer
+        that is alive may not begin that step any more.
+        """
+        with contextlib.suppress(CollectiveError):
+            if agreed:
+                self._settle()
+        for slot in self._slots:
+            if slot.transfer is not None and slot.transfer.succeeded:
+                slot.transfer = None
+            elif slot.transfer is not None:
+                slot.give_up()
         self._group = None
 
     def enter(self, group: Group, number: int, nodes: Sequence[int]) -> None:

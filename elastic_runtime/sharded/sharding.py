@@ -139,7 +139,7 @@ class Sharding:
         group, self._old_group = self._old_group, None
         if group is None or self._held is None:
             return
-        self._mirror.leave_generation()
+        self._mirror.leave_generation(agreed=True)
         parts = take_apart(self._state.capture(), {})
         resharding = Resharding(parts.sharded, group.size, held, self.device)
         try:
@@ -152,8 +152,8 @@ class Sharding:
 
         Raises CollectiveError where a member was lost, CheckpointError where a shard is and no checkpoint is there.
         """
-        self._mirror.leave_generation()
         old_group, self._old_group = self._old_group, None
+        self._mirror.leave_generation(agreed=old_group is not None)
         if not self._wrapped and self._initial is None:
             self._initial = self._state.capture()
         holdings = self._exchange_holdings(group, bridged=old_group is not None)

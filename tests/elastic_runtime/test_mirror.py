@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from elastic_runtime.errors import CollectiveError
 from elastic_runtime.sharded.layout import Sharded
 from elastic_runtime.sharded.mirror import Copied, Mirror, Source, choose, mirrors_of
 from elastic_runtime.sharded.state import Parts
@@ -39,12 +38,16 @@ def test_copies_of_which_one_part_is_missing_are_of_no_use() -> None:
     assert choose([[Copied()], [Copied()]]) is None
 
 
+class BlockedError(Exception):
+    """A real worker would wait here."""
+
+
 class FakeTransfer:
     """A transfer that `advance` carries out where both sides have begun."""
 
     def __init__(self, sent: Sequence[torch.Tensor], to: int, received: Sequence[torch.Tensor], source: int) -> None:
         self.sent, self.to, self.received, self.source = sent, to, received, source
-        self.ended = False
+        self.succeeded = False
 
 
 class FakeGroup:
@@ -59,8 +62,8 @@ class FakeGroup:
         return self.transfers[-1]
 
     def finish(self, transfer: FakeTransfer) -> None:
-        if not transfer.ended:
-            raise CollectiveError("not yet")
+        if not transfer.succeeded:
+            raise BlockedError
 
 
 class Model:
@@ -109,12 +112,12 @@ class Model:
             source = self.groups[transfer.source].transfers[number]
             for into, piece in zip(transfer.received, source.sent, strict=True):
                 into.copy_(piece)
-            transfer.ended = True
+            transfer.succeeded = True
 
     def _may_sum(self, rank: int) -> bool:
         try:
             self.mirrors[rank].end_step(self.begun[rank])
-        except CollectiveError:
+        except BlockedError:
             return False
         return True
 
@@ -122,17 +125,17 @@ class Model:
         """Both its peers have begun theirs. A transfer ends at once: what it has sent lies in the wire then."""
         number = self.groups[rank].transfers.index(transfer)
         peers = [self.groups[transfer.source], self.groups[transfer.to]]
-        return not transfer.ended and all(len(peer.transfers) > number for peer in peers)
+        return not transfer.succeeded and all(len(peer.transfers) > number for peer in peers)
 
     def key(self) -> tuple[object, ...]:
-        ended = tuple(tuple(each.ended for each in group.transfers) for group in self.groups)
+        ended = tuple(tuple(each.succeeded for each in group.transfers) for group in self.groups)
         return tuple(self.begun), tuple(self.summed), ended
 
     def check_loss(self, victim: int) -> int:
         """The victim dies now. How many steps that were begun are repeated, beside the present one."""
         survivors = [mirror for rank, mirror in enumerate(self.mirrors) if rank != victim]
         for mirror in survivors:
-            mirror.leave_generation()
+            mirror.leave_generation(agreed=False)
         source = choose([mirror.held() for mirror in survivors])
         furthest = max(step for rank, step in enumerate(self.begun) if rank != victim)
         if source is None:
