@@ -1,6 +1,7 @@
 """Whether the queue keeps its word: how long jobs wait, and how right their expected starts are, on real traces.
 
     python benchmarks/queueing.py [--philly philly.csv] [--pollux FOLDER] [--alibaba NODES.csv PODS.csv] [--jobs 1500]
+        [--declared 2] [--after 300]
 
 Without a trace a generated one is used. Each trace is played in simulated time under `gpuquota`, the same without
 reservations, `fifo`, `best-fit` and `backfill` (EASY, with exact run times). The last line is JSON; of several traces
@@ -14,7 +15,8 @@ it has the worst of each figure, and all of them in `traces`:
 - unknown: the part of the looks at waiting jobs at which no range was stated;
 - estimate_ms: the time for the estimates of 1,000 waiting jobs.
 
-In the simulation nothing is known of a job but the jobs of its name, else of its project, that have ended before.
+In the simulation nothing is known of a job but the jobs of its name, else of its project, that have ended before. With
+`--declared 2` each has a maximum run time besides, of twice its run time, which reservations use (`--after` seconds).
 """
 
 from __future__ import annotations
@@ -36,7 +38,16 @@ from common import print_conditions, print_result
 
 from kfp_gpuquota.api import Device, JobSpec, Node, Project
 from kfp_gpuquota.engine.expected_starts import FEWEST, MOST
-from kfp_gpuquota.scheduler import JobRemoved, JobSubmitted, NodeChanged, QuotaChanged, State, WorkerGone, WorkerStarted
+from kfp_gpuquota.scheduler import (
+    RESERVE_AFTER_S,
+    JobRemoved,
+    JobSubmitted,
+    NodeChanged,
+    QuotaChanged,
+    State,
+    WorkerGone,
+    WorkerStarted,
+)
 from kfp_gpuquota.scheduler import plan as planned
 from kfp_gpuquota.scheduler.forecast import Accuracy, RunTime, examples_of, expected_starts
 from kfp_gpuquota.simulator import (
@@ -245,11 +256,13 @@ def accuracy(looks: Looks, lives: dict[str, Life]) -> dict[str, float]:
 # Runs
 
 
-def played(trace: Trace, policy: Policy, looks: Looks | None = None) -> tuple[dict[str, float], float]:
+def played(
+    trace: Trace, policy: Policy, looks: Looks | None = None, declared: float = 0.0
+) -> tuple[dict[str, float], float]:
     """Return how long each job waited, and the utilization in percent."""
     nodes, jobs = trace
     watch = looks.watch if looks is not None else lambda _: None
-    simulation = Simulation(nodes, jobs, policy, SimulationOptions(clock=perf_counter), watch)
+    simulation = Simulation(nodes, jobs, policy, SimulationOptions(clock=perf_counter, declared=declared), watch)
     if looks is not None:
         looks.simulation = simulation
     simulation.run()
@@ -262,12 +275,12 @@ def played(trace: Trace, policy: Policy, looks: Looks | None = None) -> tuple[di
     return waits, used
 
 
-def measured(name: str, trace: Trace) -> dict[str, float]:
+def measured(name: str, trace: Trace, declared: float, after_s: float) -> dict[str, float]:
     """The figures of one trace."""
     nodes, jobs = trace
     first, last = jobs[len(jobs) // 10].arrives_at, jobs[-1].arrives_at
     looks = Looks([first + i * (last - first) / LOOKS for i in range(LOOKS)])
-    waits, used = played(trace, POLICIES["gpuquota"], looks)
+    waits, used = played(trace, replace(POLICIES["gpuquota"], reserve_after_s=after_s), looks, declared)
     assert looks.simulation is not None
     others = {
         "before": replace(POLICIES["gpuquota"], name="before", reserve_after_s=math.inf),
@@ -346,8 +359,12 @@ def main() -> None:
     parser.add_argument("--pollux", type=Path, metavar="FOLDER", help="with workloads/ and traces/")
     parser.add_argument("--alibaba", type=Path, nargs=2, metavar=("NODES.csv", "PODS.csv"))
     parser.add_argument("--jobs", type=int, default=1500, help="of each trace but that of Alibaba")
+    parser.add_argument("--declared", type=float, default=0.0, help="maximum run times, as a factor of the run times")
+    parser.add_argument("--after", type=float, default=RESERVE_AFTER_S, help="seconds until a job has a reservation")
     options = parser.parse_args()
-    print_conditions("the queue's waits and expected starts", jobs=options.jobs)
+    print_conditions(
+        "the queue's waits and expected starts", jobs=options.jobs, declared=options.declared, after=options.after
+    )
     traces: dict[str, Trace] = {}
     if options.philly:
         traces["philly"] = philly(options.philly, options.jobs)
@@ -356,7 +373,8 @@ def main() -> None:
     if options.alibaba:
         traces["alibaba"] = alibaba(*options.alibaba)
     figures = {
-        name: measured(name, trace) for name, trace in (traces or {"generated": generated(options.jobs)}).items()
+        name: measured(name, trace, options.declared, options.after)
+        for name, trace in (traces or {"generated": generated(options.jobs)}).items()
     }
     worst = {
         key: max(found[key] for found in figures.values())

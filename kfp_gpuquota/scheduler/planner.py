@@ -259,7 +259,7 @@ def _reserved(cycle: Cycle, reservation: Reservation, tasks: Iterable[Task]) -> 
     reservation.drop(cycle.ledger)
     reason = waits(cycle.ledger, reservation.job, next_tasks(reservation.job), _promised(cycle, tasks))
     reservation.hold(cycle.ledger)
-    return sentences.reserved(reason, reservation.nodes)
+    return sentences.reserved(reason, reservation.nodes, reservation.starts_by)
 
 
 def _of_one_shape(cycle: Cycle, placed: Container[Job]) -> Iterator[tuple[list[Job], float | None]]:

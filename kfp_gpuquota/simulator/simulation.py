@@ -38,10 +38,11 @@ SAMPLES = 200
 class SimulationOptions:
     """The behavior of jobs, the same under every policy; `clock` (s) only measures the duration of planning.
 
-    A worker that must leave holds its GPUs for `leave_s`. A stopped job continues from its last checkpoint, one
-    every `checkpoint_s`. Of an elastic job's work, `serial` is done no faster by more workers (Amdahl's law), and it
-    is not grown again for `cool_down_s`. `guaranteed` is in GPUs by project; the rest of the cluster is guaranteed to
-    the other projects by the GPU time that they ask for.
+    A worker that must leave holds its GPUs for `leave_s`. A stopped job continues from its last checkpoint, one every
+    `checkpoint_s`. Of an elastic job's work, `serial` is done no faster by more workers (Amdahl's law), and it is not
+    grown again for `cool_down_s`. `guaranteed` is in GPUs by project; the rest of the cluster is guaranteed to the
+    other projects by the GPU time that they ask for. `declared`: jobs of one size have a maximum run time, of so many
+    times their run time; 0: they have none.
     """
 
     clock: Callable[[], float]
@@ -49,6 +50,7 @@ class SimulationOptions:
     checkpoint_s: float = 1800.0
     serial: float = 0.05
     cool_down_s: float = 60.0
+    declared: float = 0.0
     guaranteed: Mapping[str, int] = field(default_factory=dict)
 
     def throughput(self, workers: int) -> float:
@@ -210,11 +212,16 @@ class Simulation:
             priority=50 if unlimited else trace.priority,
             submitted_at=self._now,
             cool_down_s=self._options.cool_down_s,
+            most_s=self._most_s(trace),
         )
         job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
         self.lives[job.uid] = Life(trace, job)
         self._meter.waiting_gpus += trace.workers * trace.worker_gpus
         self.state.add_job(job)
+
+    def _most_s(self, trace: TraceJob) -> float:
+        declared = self._options.declared
+        return declared * trace.duration_s if declared and trace.fewest == trace.most else inf
 
     def _request(self, trace: TraceJob) -> Request:
         nodes = None

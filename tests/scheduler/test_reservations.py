@@ -68,6 +68,7 @@ def test_a_stream_of_small_jobs_does_not_keep_a_large_one_waiting_for_ever() -> 
 
 
 LONGEST = 6
+GRACE_S = 1.0
 NODES, GPUS = 3, 4
 
 
@@ -100,7 +101,11 @@ def test_the_first_job_of_a_queue_starts_within_a_bounded_time(
         for index, (team, workers, gpus, lasts) in enumerate(rounds[number % len(rounds)]):
             if workers * gpus <= guaranteed[team]:
                 name = f"{number:03}-{index}"
-                stream.submit(name, workers * gpus, lasts, team, gpus_per_worker=gpus)
+                most_s = float(lasts) if index % 2 else None
+                size = workers * gpus
+                stream.submit(
+                    name, size, lasts, team, gpus_per_worker=gpus, max_runtime_s=most_s, grace_period_s=GRACE_S
+                )
                 order[team].append(name)
         stream.play()
         for waiting in order.values():
@@ -110,6 +115,53 @@ def test_the_first_job_of_a_queue_starts_within_a_bounded_time(
                 assert stream.round - since <= AFTER_S + 3 * LONGEST + 3, (
                     f"{name} waits: {stream.world.plan().waiting[name]}"
                 )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(1, GPUS), st.integers(1, LONGEST), st.booleans()),
+            max_size=4,
+        ),
+        min_size=10,
+        max_size=20,
+    ),
+    st.integers(0, 2),
+)
+def test_a_reserved_start_moves_only_for_the_better_and_is_kept(
+    rounds: list[list[tuple[int, int, bool]]], longer: int
+) -> None:
+    """All have maximum run times, some end sooner. Whatever starts on what is kept has ended when it is needed."""
+    stream = Stream(world_of(NODES, GPUS, team=NODES * GPUS))
+    stated: dict[str, float] = {}
+    for number in range(2 * len(rounds)):
+        for index, (gpus, lasts, early) in enumerate(rounds[number % len(rounds)]):
+            most_s = float(lasts + longer * early)
+            name = f"{number:03}-{index}"
+            stream.submit(name, gpus, lasts, gpus_per_worker=gpus, max_runtime_s=most_s, grace_period_s=GRACE_S)
+        stream.play()
+        stated = {name: at for name, at in stated.items() if name in stream.world.plan().waiting}
+        for name, reason in stream.world.plan().waiting.items():
+            if "starts_by" in reason.details:
+                starts_by = float(reason.details["starts_by"])
+                assert starts_by <= stated.get(name, starts_by) or starts_by <= stream.world.now, f"{name} starts later"
+                stated[name] = starts_by
+        for name, at in stated.items():
+            assert stream.world.now <= at + 1, f"{name} was to start by {at}"
+
+
+def test_a_job_that_has_ended_by_then_starts_on_what_is_kept_and_no_other_does() -> None:
+    world = world_of(1, 8, team=8)
+    world.submit("runs", "team", 4, max_runtime_s=100.0, grace_period_s=GRACE_S)
+    world.settle()
+    world.submit("whole", "team", 8)
+    world.now += AFTER_S
+    for name, most_s in (("long", 100.0), ("unknown", None), ("short", 60.0)):
+        world.submit(name, "team", 2, max_runtime_s=most_s, grace_period_s=GRACE_S)
+    world.settle()
+    assert {name: world.size(name) for name in ("long", "unknown", "short")} == {"long": 0, "unknown": 0, "short": 2}
+    assert world.plan().waiting["whole"].details["starts_by"] == world.state.jobs["runs"].started_at + 100 + GRACE_S
 
 
 def test_nothing_that_is_kept_costs_another_team_its_guarantee() -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 KILLED = 0.2
 """Of the submissions and changes of quotas, the part at which the process ends between two requests."""
+TIMED = 0.5
+"""Of the jobs that are no sessions, the part with a maximum run time."""
 PROJECTS = ("a", "b", "c")
 
 
@@ -92,9 +94,17 @@ class History(msgspec.Struct, frozen=True):
     reserve_after_s: float = RESERVE_AFTER_S
 
     def with_reservations(self) -> History:
-        """Return the same history in a cluster in which a job gets a reservation soon."""
-        after_s = random.Random(self.seed).choice((0.0, 0.5, 2.0, 5.0, 15.0, 40.0))
-        return msgspec.structs.replace(self, reserve_after_s=after_s)
+        """Return the same history in a cluster in which a job gets a reservation soon; many have a maximum run time."""
+        chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
+        after_s = chance.choice((0.0, 0.5, 2.0, 5.0, 15.0, 40.0))
+        for wait_s, happening in self.happenings:
+            if isinstance(happening, Submit) and happening.spec.may_be_preempted and chance.random() < TIMED:
+                most_s = chance.choice((20.0, 60.0, 200.0))
+                spec = msgspec.structs.replace(happening.spec, max_runtime_s=most_s)
+                found.append((wait_s, msgspec.structs.replace(happening, spec=spec)))
+            else:
+                found.append((wait_s, happening))
+        return msgspec.structs.replace(self, reserve_after_s=after_s, happenings=tuple(found))
 
     def with_kills(self) -> History:
         """Return the same history, in which the process ends before some of its requests."""

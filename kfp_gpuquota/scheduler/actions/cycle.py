@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.promises import keep
-from kfp_gpuquota.scheduler.actions.reservations import MOST, Reservation, overdue, reserve
+from kfp_gpuquota.scheduler.actions.reservations import MOST, Reservation, overdue, overtaking, reserve
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
@@ -182,7 +182,7 @@ class Cycle:
     def _hold(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
             return False
-        found = reserve(self.ledger, job, tasks)
+        found = reserve(self.ledger, job, tasks, self.now)
         if found is not None:
             self.reserved[job] = self.lacking[job.queue] = found
         return found is not None
@@ -202,6 +202,34 @@ class Cycle:
             reservation.drop(self.ledger)
         if held:
             self._each("allocate", self._allocate_reserved, look_ahead=False)
+            self._backfill()
+
+    def _backfill(self) -> None:
+        """Start on reserved devices the queue's jobs that have ended when these are needed, the oldest first."""
+        for queue, reserved in self.lacking.items():
+            failed: set[Shape] = set()
+            shapes = self.shapes.get(queue, queue.waiting)
+            within_s = reserved.starts_by - self.now if reserved.starts_by < UNLIMITED else NEVER
+            for job in overtaking(queue, shapes, within_s):
+                assert job.filed is not None
+                served = job in self.touched or job in self.victims or job is reserved.job
+                if not served and job.filed[0] not in failed and not self._must_not_grow(job) and not self._fill(job):
+                    failed.add(job.filed[0])
+
+    def _fill(self, job: Job) -> bool:
+        """Start the job on idle devices, if quotas allow and it has ended when others need these."""
+        tasks, mark = next_tasks(job), self.ledger.mark()
+        amount = quota.total(self.ledger, tasks)
+        if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=False):
+            return False
+        if not tasks or not placement.place_all(self.ledger, tasks, future=False):
+            return False
+        if not all(one.is_over(job, tasks, self.now) for one in self.reserved.values()):
+            self.ledger.rollback(mark)
+            return False
+        self._note("allocate", job, mark)
+        self.touched[job] = None
+        return True
 
     def hold_reserved(self) -> None:
         """Hold again what is reserved and still idle. For reasons of waiting jobs."""

@@ -16,15 +16,24 @@ beside what it holds; so at first, where the queue's own small jobs use all of i
 job of the queue starts that would use the part of the guarantee that the reserved job is going to need, unless its
 priority is higher. What the queue's own sessions hold is not waited for, so it is no part of that guarantee.
 
+A host is free at the latest when the maximum run times of its jobs are over: these ends are enforced. If all of them
+are of the queue itself, its guarantee is free by then, too, and no other queue's guarantee takes what they leave. Then
+the hosts with the earliest ends are chosen, and until then the idle devices are open to its jobs whose own maximum is
+over by then (EASY backfill; Lifka, 1995), and to no others. The start can only become earlier: what was started in
+between has ended by then, and an end that comes sooner frees the host sooner. Only a job of a higher priority, a lost
+node or a lower quota makes it later.
+
 The choice is a function of the state alone, so nothing has to be stored and a restarted scheduler decides alike. It
-does not wander: while a host is held only the reserved job starts there, so what it lacks only decreases, and another
-one is chosen only when that lacks less.
+does not wander: while a host is held only the reserved job and such jobs start there, so another one is chosen only
+when it is free earlier, or, where no end is known, when it lacks less.
 
-What is kept is idle until the rest is free. Where jobs wait for hours anyway, keeping it after 5 minutes makes all of
-them wait longer: on Pollux' trace it costs 15 points of utilization, after half an hour 2 (`benchmarks/queueing.py`).
+Without known ends what is kept is idle until the rest is free. Where jobs wait for hours anyway, keeping it after 5
+minutes makes all of them wait longer: on Pollux' trace it costs 15 points of utilization, after half an hour 2
+(`benchmarks/queueing.py`).
 
-Rejected: an expected start, and filling the hole with jobs that end before it (EASY backfill), which needs run times
-that nobody has declared here. Rejected: waiting for workers of jobs that cannot be preempted: sessions have no end.
+Rejected: run times that are estimated from other jobs, as ends. A job of the same queue and priority that runs for
+longer than its estimate would keep the reserved job waiting, and nothing may stop it. Rejected: waiting for workers of
+jobs that cannot be preempted: sessions have no end.
 """
 
 from __future__ import annotations
@@ -39,7 +48,7 @@ from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job
 from kfp_gpuquota.scheduler.state.order import shape_amount
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape
@@ -49,8 +58,14 @@ MOST: Final = 8
 """Reservations of one plan, those of the queues that have waited longest."""
 MOST_TRIES: Final = 4
 """Jobs of one queue that a plan tries to serve first: a queue may begin with some for which nothing can be kept."""
+MOST_FILLED: Final = 64
+"""Jobs of one plan that are tried on what is reserved."""
 _ENOUGH: Final = 16
 """Hosts that are compared for one reservation, those with most idle devices: to compare all takes long at 5,000."""
+_ALL: Final = 64
+"""Of so many hosts all are compared."""
+_NEAR_S: Final = 86_400.0
+"""An enforced end that is further away says less about when a host is free than what is idle there now."""
 _MANY: Final = 1 << 20
 """Workers on one host, where nothing limits them."""
 
@@ -59,14 +74,16 @@ _MANY: Final = 1 << 20
 class Reservation:
     """What is held for a job on some hosts, by placeholders, and the amount that it will need besides (`lacks`).
 
-    `hosts` are all those on which it will start. The placeholders belong to a job of their own in the same queue, so
-    that they count against its quota.
+    `hosts` are all those on which it will start, `starts_by` is when they and its quota are free at the latest, from
+    the ends that are enforced; `inf` where one of them is unknown or of another queue. The placeholders belong to a
+    job of their own in the same queue, so that they count against its quota.
     """
 
     job: Job
     placeholders: tuple[tuple[Task, Host, tuple[int, ...]], ...]
     lacks: Amount
     hosts: frozenset[Host]
+    starts_by: float = UNLIMITED
 
     @property
     def nodes(self) -> list[str]:
@@ -89,13 +106,22 @@ class Reservation:
         for task in self.held:
             ledger.set(task, Status.PENDING, None)
 
+    def is_over(self, job: Job, tasks: Sequence[Task], now: float) -> bool:
+        """Return whether these tasks, which start now, have ended when the hosts are needed, or are not on them."""
+        if job.queue is self.job.queue and now + job.most_s <= self.starts_by < UNLIMITED:
+            return True
+        return not any(task.node in self.hosts for task in tasks)
+
     def comes_back(self, ledger: Ledger, job: Job, tasks: Sequence[Task]) -> bool:
         """Return whether the job can have back what these tasks of another one have just been given, or comes after it.
 
-        All that the other queue holds on the reserved hosts must be above its guarantee, and not be sheltered.
+        Where the start is known, those that have ended by then are used instead (`is_over`). Else all that the other
+        queue holds on the reserved hosts must be above its guarantee, and not be sheltered.
         """
         if job is self.job or not any(task.node in self.hosts for task in tasks):
             return True
+        if self.starts_by < UNLIMITED:
+            return job.priority > self.job.priority and quota.rivals(self.job.queue, job.queue) is None
         rivals = quota.rivals(self.job.queue, job.queue)
         if rivals is None or not job.preemptible:
             return job.priority > self.job.priority
@@ -110,13 +136,15 @@ class Reservation:
 class _Candidate(NamedTuple):
     """A host that has room for `workers` of the job once its preemptible workers have ended; the best one sorts first.
 
-    `idle`: how many of the devices for them are idle now; `latest`: when the last of those that must end was started.
+    `idle`: how many of the devices for them are idle now; `latest`: when the last of those that must end was started;
+    `free_at`: when enough of them have ended at the latest, `inf` where that is unknown or far away.
     """
 
     idle: int
     latest: float
     host: Host
     workers: int
+    free_at: float
 
     @property
     def key(self) -> tuple[int, float, str]:
@@ -164,25 +192,66 @@ def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
     )
 
 
-def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> Reservation | None:
+def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float) -> list[Job]:
+    """Return waiting jobs of the queue that would end within this time, in their order."""
+    entries = (entry for shape in shapes if shape.starts for entry in queue.waiting.get(shape, ()))
+    found = sorted((entry for entry in entries if entry[1].most_s <= within_s), key=_order)
+    return [job for _, job in found[:MOST_FILLED] if not job.active]
+
+
+def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task], now: float) -> Reservation | None:
     """Hold what is idle on the hosts that can be free for the job soonest; None where no hosts can be."""
     request = tasks[0].request
     if job.groups is not None or any(task.request != request for task in tasks):
         return None
-    chosen, missing = [], len(tasks)
-    for candidate in sorted(_candidates(ledger, tasks), key=lambda candidate: candidate.key):
+    candidates = _candidates(ledger, tasks, now)
+    soonest = [candidate for candidate in candidates if _is_timed(job, candidate)]
+    found = _of(ledger, job, tasks, _chosen(sorted(soonest, key=lambda one: (one.free_at, *one.key)), len(tasks)), now)
+    if found is None or found.starts_by == UNLIMITED:
+        found = _of(ledger, job, tasks, _chosen(sorted(candidates, key=lambda one: one.key), len(tasks)), now)
+    if found is not None:
+        found.hold(ledger)
+    return found
+
+
+def _is_timed(job: Job, candidate: _Candidate) -> bool:
+    """Return whether all workers on the host are of the queue, and it is known when enough of them have ended."""
+    return candidate.free_at < UNLIMITED and all(task.job.queue is job.queue for task in candidate.host.tasks)
+
+
+def _chosen(candidates: Iterable[_Candidate], workers: int) -> list[_Candidate]:
+    """Return the first hosts on which so many workers fit, each with those that it gets; none if they do not fit."""
+    chosen, missing = [], workers
+    for candidate in candidates:
         if missing > 0:
             chosen.append(candidate._replace(workers=min(candidate.workers, missing)))
             missing -= candidate.workers
-    if missing > 0:
+    return chosen if missing <= 0 else []
+
+
+def _of(
+    ledger: Ledger, job: Job, tasks: Sequence[Task], chosen: Sequence[_Candidate], now: float
+) -> Reservation | None:
+    """Return the reservation of these hosts; None of none."""
+    if not chosen:
         return None
-    placeholders = tuple(_placeholders(job, request, chosen))
+    placeholders = tuple(_placeholders(job, tasks[0].request, chosen))
     held = quota.total(ledger, [task for task, _, _ in placeholders])
     wanted = quota.total(ledger, tasks)
     lacks = Amount(*(max(0.0, all_of_it - part) for all_of_it, part in zip(wanted, held, strict=True)))
-    reservation = Reservation(job, placeholders, lacks, frozenset(candidate.host for candidate in chosen))
-    reservation.hold(ledger)
-    return reservation
+    starts_by = UNLIMITED
+    if all(_is_timed(job, one) for one in chosen) and _holds_all(job, held, chosen):
+        starts_by = max(_free_at(one.host, job.request, one.workers, now) for one in chosen)
+    return Reservation(job, placeholders, lacks, frozenset(one.host for one in chosen), starts_by)
+
+
+def _holds_all(job: Job, held: Amount, chosen: Sequence[_Candidate]) -> bool:
+    """Return whether the guarantee allows to hold all that is idle there and needed.
+
+    Then it has room for the job when the queue's own workers there have ended, and no other guarantee comes before it.
+    """
+    idle = sum(min(one.host.idle_whole, one.workers * job.request.devices) for one in chosen)
+    return job.request.whole and held.gpu >= GPU * idle
 
 
 def _placeholders(
@@ -201,16 +270,16 @@ def _placeholders(
             yield Task(keeper, part, 0), candidate.host, devices
 
 
-def _candidates(ledger: Ledger, tasks: Sequence[Task]) -> list[_Candidate]:
+def _candidates(ledger: Ledger, tasks: Sequence[Task], now: float) -> list[_Candidate]:
     """Return enough hosts for all tasks, and some more to choose from."""
     found: dict[Host, _Candidate] = {}
-    workers = 0
+    workers, enough = 0, _ENOUGH if len(ledger.hosts) > _ALL else _ALL
     for host in _in_order(ledger, shared=not tasks[0].request.whole):
-        candidate = _candidate(host, tasks[0]) if host not in found else None
+        candidate = _candidate(host, tasks[0], len(tasks), now) if host not in found else None
         if candidate is not None:
             found[host] = candidate
             workers += candidate.workers
-            if len(found) >= _ENOUGH and workers >= len(tasks):
+            if len(found) >= enough and workers >= len(tasks):
                 break
     return list(found.values())
 
@@ -228,7 +297,7 @@ def _in_order(ledger: Ledger, *, shared: bool) -> Iterator[Host]:
             yield ledger.hosts[name]
 
 
-def _candidate(host: Host, task: Task) -> _Candidate | None:
+def _candidate(host: Host, task: Task, most: int, now: float) -> _Candidate | None:
     if not host.ready or not placement.may_use(host, task):
         return None
     ending: list[Task] = []
@@ -244,7 +313,20 @@ def _candidate(host: Host, task: Task) -> _Candidate | None:
     share = min(request.share_of(host.gpu_memory_mib), GPU)
     idle = sum(host.idle(device) >= share or device in lent for device in host.devices)
     latest = max((other.started_at for other in ending), default=0.0)
-    return _Candidate(min(idle, workers * request.devices), latest, host, workers)
+    free_at = _free_at(host, request, min(workers, most), now)
+    return _Candidate(min(idle, workers * request.devices), latest, host, workers, free_at)
+
+
+def _free_at(host: Host, request: Request, workers: int, now: float) -> float:
+    """Return when so many workers fit at the latest, by the ends that are enforced; `inf` if unknown or far away."""
+    staying = [other for other in host.tasks if other.status is not Status.LEAVING and not other.job.lent]
+    free_at = now
+    for other in sorted(staying, key=lambda other: other.job.ends_by(now)):
+        if _room(host, request, staying) >= workers:
+            break
+        free_at = max(now, other.job.ends_by(now))
+        staying.remove(other)
+    return free_at if free_at <= now + _NEAR_S else UNLIMITED
 
 
 def _room(host: Host, request: Request, staying: Sequence[Task]) -> int:

@@ -153,6 +153,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     preemption_delay_s: Number = 0.0
     cool_down_s: Number = 0.0
     min_run_time_s: Number = 0.0
+    most_s: Number = UNLIMITED
     started_at: Number = 0.0
     grown_at: Number = NEVER
     shrunk_at: Number = NEVER

@@ -11,7 +11,7 @@ from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import MIB, show_mib
 from kfp_gpuquota.scheduler.fairness.quota import barred_by_guarantee
 from kfp_gpuquota.scheduler.state.groups import below
-from kfp_gpuquota.scheduler.state.model import GPU, MILLI, Amount, Job, Request, Task
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Amount, Job, Request, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,11 +111,17 @@ def behind(reason: Reason, before: Job) -> Reason:
     return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": before.name})
 
 
-def reserved(reason: Reason, nodes: Sequence[str]) -> Reason:
-    """Return the reason of a waiting job with the nodes whose idle devices are kept for it."""
+def reserved(reason: Reason, nodes: Sequence[str], starts_by: float) -> Reason:
+    """Return the reason of a waiting job with the nodes whose idle devices are kept for it, and until when at most.
+
+    `starts_by` is in seconds since the epoch, `inf` if unknown.
+    """
     named = ", ".join(sorted(nodes))
     message = f"{reason.message}; what is idle on {named} is kept for it, because it has waited long"
-    return msgspec.structs.replace(reason, message=message, details={**reason.details, "reserved_nodes": named})
+    details = {**reason.details, "reserved_nodes": named}
+    if starts_by < UNLIMITED:
+        details["starts_by"] = starts_by
+    return msgspec.structs.replace(reason, message=message, details=details)
 
 
 def suspended(job: Job) -> Reason:

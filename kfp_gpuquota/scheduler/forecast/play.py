@@ -304,6 +304,7 @@ def _resubmitted(job: Job) -> Job:
         submitted_at=job.submitted_at,
         requested=job.requested,
         min_run_time_s=job.min_run_time_s,
+        most_s=job.most_s,
     )
     parts = [*job.tasks.values(), *job.pending][: job.wanted]
     again.pending = [Task(job=again, request=task.request, index=task.index, group=task.group) for task in parts]

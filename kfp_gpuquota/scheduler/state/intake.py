@@ -12,6 +12,7 @@ from kfp_gpuquota.scheduler.state.model import (
     GPU,
     MILLI,
     NO_RULES,
+    UNLIMITED,
     Group,
     Job,
     Queue,
@@ -46,6 +47,7 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str
         submitted_at=at,
         cool_down_s=spec.cool_down_s,
         min_run_time_s=spec.min_run_time_s,
+        most_s=UNLIMITED if spec.max_runtime_s is None else spec.max_runtime_s + spec.grace_period_s,
     )
     if parts:
         _make_of(job, parts)

@@ -304,6 +304,7 @@ class Job:
     preemption_delay_s: float = 0.0
     cool_down_s: float = 0.0
     min_run_time_s: float = 0.0
+    most_s: float = UNLIMITED  # a run and its grace period end within it, because it is stopped then
     started_at: float = 0.0
     grown_at: float = NEVER
     shrunk_at: float = NEVER
@@ -311,6 +312,10 @@ class Job:
     throughput: dict[int, float] = field(default_factory=dict)
     throughput_reported: bool = False
     counting_from: Mark | None = None
+
+    def ends_by(self, now: float) -> float:
+        """Return when its run ends at the latest, if it starts now or has started; `inf` if nothing ends it."""
+        return (self.started_at if self.active else now) + self.most_s
 
     @property
     def saved_at(self) -> float:
