@@ -30,9 +30,8 @@ from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.torch_internals.modules import uncompiled
 from elastic_runtime.validation.carried_state import CarriedState
-from elastic_runtime.validation.changed_parameters import ChangedParameters
+from elastic_runtime.validation.changed_parameters import ChangedParameters, OptimizerAttributes
 from elastic_runtime.validation.new_parameters import NewParameters
-from elastic_runtime.validation.optimizer_attributes import OptimizerAttributes
 from elastic_runtime.validation.prepare_checks import (
     check_gradients,
     check_kinds,

@@ -60,8 +60,8 @@ class Session:
         self._total_steps: int | None = None
         self.last_step: int | None = None
         self.started = self.finished = False
-        self._released = False
-        self._catching_up = False  # another's state is ahead of this worker's place in the loop
+        self.released = False
+        self.catching_up = False  # another's state is ahead of this worker's place in the loop
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
@@ -92,7 +92,7 @@ class Session:
     @property
     def training(self) -> bool:
         """Whether model and optimizers are the job's: from the loop's beginning to the training's end."""
-        return self.started and not self._released
+        return self.started and not self.released
 
     @property
     def leaving(self) -> bool:
@@ -128,26 +128,18 @@ class Session:
 
     def may_act(self) -> bool:
         """Return whether optimizer, scheduler and scaler act now: outside an iteration, or if a step is complete."""
-        if self._released:
+        if self.released:
             return True
         if self.passive:
             return False
         if self._step.micro is None:
             self._member.stable_state.end()
-        return not self._catching_up and (self._step.micro is None or self._step.state in ACTING)
+        return not self.catching_up and (self._step.micro is None or self._step.state in ACTING)
 
     def may_step(self) -> bool:
         """Return whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
-        if self._step.backpropagating:
-            raise LoopError(
-                "optimizer.step() was called within job.backward, by a hook, where the gradients are those of this "
-                "worker only; call it after job.backward, for all parameters"
-            )
         may = self.may_act()
-        if may:
-            self._step.note_acting()
-        else:
-            self._step.note_asked()
+        self._step.note_call(acts=may)
         return may
 
     def may_scale(self) -> bool:
@@ -166,7 +158,7 @@ class Session:
         """
         if self.finished and self._member.coordinated:
             raise LoopError("the job's training has finished; what comes after it needs a job of its own")
-        self.finished = self._released = False
+        self.finished = self.released = False
         if self.structure is not None:
             self.structure.start()
         synchronize([self._state.model], self)
@@ -235,7 +227,7 @@ class Session:
             )
         self.abandon_iteration()
         self._epoch_start.enter()
-        self._catching_up = False
+        self.catching_up = False
         self._change_membership()
         self._remember()
 
@@ -247,7 +239,7 @@ class Session:
 
     def finish(self) -> None:
         """End the training: wait for all workers, so that one which is a step behind can still receive the state."""
-        self._catching_up = False
+        self.catching_up = False
         step = self.position.step
         while not self._member.all_here(self._state, self._mode.metadata.agreement):
             self._member.recover(self._state, None)
@@ -264,7 +256,7 @@ class Session:
 
     def release(self) -> None:
         """Leave model, optimizers and schedulers to the script, or to another job."""
-        self._released = True
+        self.released = True
         release([self._state.model])
         if self.structure is not None:
             self.structure.end()
@@ -302,7 +294,7 @@ class Session:
         if self.watches:
             self._watch(micro_batch)
         self._step.begin(micro_batch, self.loader.order_checksum)
-        self._catching_up = self._state.resumed = False
+        self.catching_up = self._state.resumed = False
         self._iteration += 1
         return self._iteration
 
@@ -330,16 +322,6 @@ class Session:
             self._repeat_step(error)
             return None
 
-    @property
-    def catching_up(self) -> bool:
-        """Whether this worker has the state of others, who have applied the iteration."""
-        return self._catching_up
-
-    @property
-    def released(self) -> bool:
-        """Whether model and optimizers are the script's own again."""
-        return self._released
-
     def end_evaluations(self) -> None:
         """End a step of evaluations; repeat it if a peer is lost."""
         self._repeating(self._step.end_evaluations)
@@ -357,13 +339,13 @@ class Session:
 
     def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather as `Job.gather_batch` does."""
-        if self._catching_up and self._step.micro is not None:  # of an iteration that others have applied
+        if self.catching_up and self._step.micro is not None:  # of an iteration that others have applied
             return rows.new_zeros((self._step.micro.step_samples, *rows.shape[1:]))
         return self._step.gather_batch(rows, self.loader.batch.at(1))
 
     def gather_statistics(self, row: torch.Tensor) -> torch.Tensor | None:
         """Gather for SyncBatchNorm layers."""
-        return None if self._catching_up else self._step.gather_statistics(row, self.loader.batch.at(1))
+        return None if self.catching_up else self._step.gather_statistics(row, self.loader.batch.at(1))
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""
@@ -402,7 +384,7 @@ class Session:
         """
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
-        self._catching_up = False
+        self.catching_up = False
         micro, counted = self._step.micro, self._step.state in COUNTED
         if micro is None:
             return
@@ -441,7 +423,7 @@ class Session:
         self._recover(error)
         if self._state.awaited:
             self._step.take_over()
-            self._moved = self._catching_up = True
+            self._moved = self.catching_up = True
         else:
             self._step.show_zeros()
         self._remember()
@@ -450,7 +432,7 @@ class Session:
         epoch = self.position.epoch
         self._member.stable_state.end()
         self._member.recover(self._state, error)
-        self._catching_up = self.position.epoch != epoch
+        self.catching_up = self.position.epoch != epoch
         self._report_progress(force=True)
 
     def _change_membership(self) -> bool:

@@ -93,25 +93,21 @@ class GlobalStep:
         return self.state in FIRST
 
     @property
-    def backpropagating(self) -> bool:
-        """Whether a backward pass is under way."""
-        return self._pass.running
-
-    @property
     def evaluations(self) -> int:
         """Backward passes of the iteration that are summed, with others to come."""
         return self._earlier.done
 
-    def note_acting(self) -> None:
-        """Note that an optimizer acts on the step."""
+    def note_call(self, *, acts: bool) -> None:
+        """Note that the script called `optimizer.step()`, and whether it acts. LoopError within a backward pass."""
+        if self._pass.running:
+            raise LoopError(
+                "optimizer.step() was called within job.backward, by a hook, where the gradients are those of this "
+                "worker only; call it after job.backward, for all parameters"
+            )
         self._unapplied.steps_are_applied = True
-        if self.state is StepState.PASSED:
-            self._earlier.applied = True
-        self.note_skipping()
-
-    def note_asked(self) -> None:
-        """Note that the script called `optimizer.step()` where it does not act."""
-        self._unapplied.steps_are_applied = True
+        if acts:
+            self._earlier.applied |= self.state is StepState.PASSED
+            self.note_skipping()
 
     def note_skipping(self) -> None:
         """Note that a GradScaler decides whether an optimizer acts on the step."""

@@ -36,7 +36,7 @@ class GradientReducer:
     passive = False
 
     def __init__(self) -> None:
-        self.on_stray: Callable[[str], None] = ignore
+        self.on_stray: Callable[[str], None] = lambda _name: None
         self._leftovers = Leftovers()
 
     @property
@@ -82,10 +82,6 @@ class GradientReducer:
     def abandon(self) -> None:
         """Drop the step's gradients; sums in flight keep the old buffers."""
         raise NotImplementedError
-
-
-def ignore(_name: str) -> None:
-    """Do nothing about a stray gradient."""
 
 
 class BucketReducer(GradientReducer):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.torch_internals.generators import numpy_words, python_words
+from elastic_runtime.torch_internals.modules import numpy_words, python_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,6 +7,9 @@ fails where one of them changes.
 
 from __future__ import annotations
 
+import _random
+import ctypes
+import random
 import sys
 from copyreg import _reconstructor as reconstruct  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any, Final
@@ -23,29 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import DataLoader
 
-__all__ = [
-    "EXTRA_STATE",
-    "OPTIMIZER_ATTRIBUTES",
-    "BatchNorm",
-    "BatchStatistics",
-    "Dropout",
-    "LoaderIterator",
-    "batch_norm",
-    "drop_loader_processes",
-    "has_extra_state",
-    "index_sampler",
-    "inner_schedulers",
-    "is_compiled",
-    "is_persistent",
-    "own_buffers",
-    "own_parameters",
-    "reconstruct",
-    "scale_of",
-    "stepping_scaler",
-    "uncompiled",
-    "was_given_to_a_scheduler",
-    "writes_to",
-]
+
+__all__ = ["EXTRA_STATE", "BatchNorm", "BatchStatistics", "Dropout", "LoaderIterator", "reconstruct"]  # of torch's own
 
 OPTIMIZER_ATTRIBUTES: Final = frozenset(
     {"_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"}
@@ -129,3 +111,25 @@ def was_given_to_a_scheduler(optimizer: torch.optim.Optimizer) -> bool:
 def inner_schedulers(scheduler: object) -> list[Any]:
     """Return the schedulers that SequentialLR and its like are made of."""
     return list(getattr(scheduler, "_schedulers", ()))
+
+
+_MT19937_BYTES: Final = 625 * 4
+"""NumPy's struct of a Mersenne Twister: 624 words of key, and the position among them."""
+
+
+def python_words() -> bytes:
+    """Return the memory of Python's global generator behind the object's head; empty if it is not CPython's own."""
+    generator = getattr(random.getstate, "__self__", None)
+    if type(generator) is not random.Random or sys.implementation.name != "cpython":
+        return b""
+    head = object.__basicsize__
+    return ctypes.string_at(id(generator) + head, _random.Random.__basicsize__ - head)
+
+
+def numpy_words(numpy: Any) -> bytes:
+    """Return the memory of NumPy's global generator; empty if it is not the usual one."""
+    get = getattr(numpy.random, "get_bit_generator", None)
+    generator = get() if get else None
+    if generator is None or type(generator).__name__ != "MT19937":
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)

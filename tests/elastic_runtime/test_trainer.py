@@ -22,7 +22,7 @@ from transformers import (
 
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.integrations.transformers import CAUSAL_MODELS, ElasticTrainer, counted_tokens
-from elastic_runtime.integrations.transformers.tokens import is_causal
+from elastic_runtime.integrations.transformers.losses import is_causal
 from tests.elastic_runtime.training import Points
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ elastic: the global batch stays the same at every size, each sample is seen once
 from are the job's checkpoints (`ELASTIC_CHECKPOINT_DIR`). Accelerate is used by Trainer as on a single device.
 """
 
-from elastic_runtime.integrations.transformers.tokens import CAUSAL_MODELS, counted_tokens
+from elastic_runtime.integrations.transformers.losses import CAUSAL_MODELS, counted_tokens
 from elastic_runtime.integrations.transformers.trainer import ElasticTrainer
 
 __all__ = ["CAUSAL_MODELS", "ElasticTrainer", "counted_tokens"]

@@ -17,9 +17,8 @@ import elastic_runtime
 from elastic_runtime.errors import LoopError, SettingsError
 from elastic_runtime.integrations.transformers.evaluation import shared_out
 from elastic_runtime.integrations.transformers.loaders import without_sharding
-from elastic_runtime.integrations.transformers.losses import MeanLoss
+from elastic_runtime.integrations.transformers.losses import MeanLoss, counted_tokens, is_causal
 from elastic_runtime.integrations.transformers.settings import check_arguments, check_class
-from elastic_runtime.integrations.transformers.tokens import counted_tokens, is_causal
 from elastic_runtime.integrations.transformers.tracked_state import TrackedState
 
 if TYPE_CHECKING:
