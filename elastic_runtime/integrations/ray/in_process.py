@@ -97,6 +97,10 @@ class StoredReports:
     def note_epoch(self, epoch: int) -> None:
         """Do nothing: nobody asks."""
 
+    def agreed_batch(self, size: int) -> int:
+        """Return the size: workers that have different ones are refused as they join."""
+        return size
+
     async def _record(self, checkpoints: CheckpointManager, report: TrainingReport) -> None:
         checkpoints.after_report(report, [report.metrics])
         for callback in self._run.run_config.callbacks:
