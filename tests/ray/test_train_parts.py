@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("ray")
 
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, ray_internals
 from elastic_runtime.integrations.ray.controller import PROGRAM
 from elastic_runtime.integrations.ray.datasets import Shards
+from elastic_runtime.integrations.ray.first_checkpoint import FirstCheckpoint
 from elastic_runtime.integrations.ray.loop_api import training_job
 from elastic_runtime.integrations.ray.reports import Point, Reports
 from elastic_runtime.integrations.ray.worker import used_job
 from tests.forked import run
 from tests.ray import fixed_loops
 from tests.ray.train_loops import train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST, SECOND = Point(16, 0), Point(32, 0)
 
@@ -119,6 +118,25 @@ def test_an_unknown_dataset_is_named() -> None:
         UsageError, match=r"get_dataset_shard\('valid'\): datasets=\{...\} of the trainer has \['train'\]"
     ):
         Shards(None, ["train"]).get_dataset_shard(info)
+
+
+def test_the_checkpoint_with_which_an_attempt_began_outlives_the_original(tmp_path: Path) -> None:
+    original = tmp_path / "run" / "checkpoint_1"
+    original.mkdir(parents=True)
+    (original / "model.pt").write_text("weights")
+    storage = RunConfig(name="run", storage_path=str(tmp_path)).storage_context
+    first = FirstCheckpoint(storage, "attempt")
+    assert not first.kept
+    first.keep(Checkpoint(str(original)))
+    shutil.rmtree(original)
+    kept = FirstCheckpoint(storage, "attempt").read()
+    assert kept is not None
+    assert Path(kept.path).name == "checkpoint_1"
+    assert (Path(kept.path) / "model.pt").read_text() == "weights"
+    first.drop()
+    assert not first.kept
+    assert first.keep(None) is None
+    assert first.read() is None
 
 
 def test_a_coordinator_that_cannot_listen_says_why_in_one_sentence() -> None:

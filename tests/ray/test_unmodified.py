@@ -31,8 +31,9 @@ JOB = "job"
 class Workers:
     """Forked workers of one job, and what its coordinator has committed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, loop: str, least: int = 1) -> None:
         self.directory = directory
+        self.arguments = (str(directory), loop, str(least))
         self.sizes: list[int] = []
         self.running: dict[str, Program] = {}
         self.coordinator = StandaloneCoordinator(self)
@@ -83,14 +84,14 @@ class Workers:
         }
         with (self.directory / f"log-{worker}").open("w") as log:
             self.running[worker] = Program(
-                unmodified_loops.main, str(self.directory), stdout=log.fileno(), stderr=log.fileno(),
+                unmodified_loops.main, *self.arguments, stdout=log.fileno(), stderr=log.fileno(),
                 environment=environment, cwd=self.directory,
             )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and_three_workers(tmp_path: Path) -> None:
-    workers = Workers(tmp_path)
+    workers = Workers(tmp_path, "train")
     with workers.coordinator as coordinator:
         coordinator.call(lambda service: service.open(JOB, "secret"))
         try:
@@ -113,3 +114,25 @@ def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and
     reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
     assert [(each["epoch"], each["evaluated"]) for each in reports] == [(epoch, SAMPLES) for epoch in range(EPOCHS)]
     assert {each["rate"] for each in reports} == {1e-3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["with_accelerate", "with_lightning", "with_transformers"])
+def test_a_library_of_an_unmodified_loop_trains_one_model_on_two_workers(loop: str, tmp_path: Path) -> None:
+    workers = Workers(tmp_path, loop, least=2)
+    with workers.coordinator as coordinator:
+        coordinator.call(lambda service: service.open(JOB, "secret", min_workers=2))
+        try:
+            workers.resize(0, 1)
+            for worker in list(workers.running):
+                workers.end(worker)
+        finally:
+            for program in workers.running.values():
+                program.kill()
+                program.wait()
+    first, second = (torch.load(file) for file in tmp_path.glob("model-*"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    assert len(reports) == 3
+    assert all(each.get("evaluated", SAMPLES) == SAMPLES for each in reports)

@@ -131,7 +131,8 @@ def over_stream(config: dict[str, Any]) -> None:
     seen = (directory / f"seen-{os.getpid()}").open("w", buffering=1)
     for epoch in range(STREAM_EPOCHS):
         model.train()
-        for batch in rows.iter_torch_batches(batch_size=4, dtypes=torch.float32, local_shuffle_buffer_size=16):
+        size = 8 // ray.train.get_context().get_world_size()
+        for batch in rows.iter_torch_batches(batch_size=size, dtypes=torch.float32, local_shuffle_buffer_size=16):
             optimizer.zero_grad()
             model(batch["x"].unsqueeze(1)).square().mean().backward()
             optimizer.step()

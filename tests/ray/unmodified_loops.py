@@ -76,6 +76,98 @@ def train(config: dict[str, Any]) -> None:
     torch.save(model.module.state_dict(), directory / f"model-{ray.train.get_context().get_world_rank()}")
 
 
+def net() -> torch.nn.Module:
+    """The same model each time."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def with_accelerate(config: dict[str, Any]) -> None:
+    """Accelerate's loop, whose metrics are gathered."""
+    from accelerate import Accelerator  # noqa: PLC0415  (takes seconds)
+
+    accelerator, model = Accelerator(cpu=True), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader, evaluation = DataLoader(data(), batch_size=BATCH), DataLoader(data(), batch_size=BATCH)
+    model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, evaluation)
+    for epoch in range(3):
+        model.train()
+        for x, y in loader:
+            accelerator.backward(mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        count = sum(len(accelerator.gather_for_metrics(x)) for x, _ in evaluation)
+        ray.train.report({"epoch": epoch, "evaluated": count})
+    save(accelerator.unwrap_model(model), config)
+
+
+def with_lightning(config: dict[str, Any]) -> None:
+    """Lightning's Trainer with Ray's classes."""
+    import lightning.pytorch as pl  # noqa: PLC0415
+    from ray.train.lightning import (  # noqa: PLC0415
+        RayDDPStrategy,
+        RayLightningEnvironment,
+        RayTrainReportCallback,
+        prepare_trainer,
+    )
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, _index: int) -> torch.Tensor:
+            loss = mse_loss(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    module = Module()
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        strategy=RayDDPStrategy(find_unused_parameters=True),
+        plugins=[RayLightningEnvironment()],
+        callbacks=[RayTrainReportCallback()],
+        **quiet,
+    )
+    prepare_trainer(trainer).fit(module, DataLoader(data(), batch_size=BATCH))
+    save(module.net, config)
+
+
+def with_transformers(config: dict[str, Any]) -> None:
+    """Transformers' Trainer with Ray's callback."""
+    from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    small: Any = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    samples: Any = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * SAMPLES
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **small))
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(),
+        num_train_epochs=3,
+        per_device_train_batch_size=BATCH,
+        save_strategy="epoch",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=samples)
+    trainer.add_callback(RayTrainReportCallback())
+    prepare_trainer(trainer).train()
+    save(model, config)
+
+
+def save(model: torch.nn.Module, config: dict[str, Any]) -> None:
+    """Leave the trained model for the test."""
+    torch.save(model.state_dict(), Path(config["directory"], f"model-{os.environ['ELASTIC_WORKER_ID']}"))
+
+
 class Reported(UserCallback):  # type: ignore[misc]
     """Appends what is reported to a file."""
 
@@ -88,14 +180,17 @@ class Reported(UserCallback):  # type: ignore[misc]
             file.write(json.dumps(metrics[0]) + "\n")
 
 
+LOOPS = {each.__name__: each for each in (train, with_accelerate, with_lightning, with_transformers)}
+
+
 def main(arguments: list[str]) -> None:
-    """Fit in this process, a worker. DIRECTORY"""
-    (directory,) = arguments
+    """Fit in this process, a worker. DIRECTORY LOOP LEAST"""
+    directory, loop, least = arguments
     torch.set_num_threads(1)
     ElasticTorchTrainer(
-        train,
+        LOOPS[loop],
         train_loop_config={"directory": directory},
-        scaling_config=ScalingConfig(num_workers=(1, 3)),
+        scaling_config=ScalingConfig(num_workers=(int(least), 3)),
         run_config=RunConfig(
             name="unmodified", storage_path=f"{directory}/results", callbacks=[Reported(Path(directory, "reports"))]
         ),

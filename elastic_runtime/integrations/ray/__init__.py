@@ -1,4 +1,4 @@
-"""Ray Train, elastic: `ElasticTorchTrainer` in place of `TorchTrainer` (docs/ray.md).
+"""Ray Train, elastic: `ElasticTorchTrainer` in place of `TorchTrainer` (docs/guides/ray_train.md).
 
     from elastic_runtime.integrations.ray import ElasticTorchTrainer
 
@@ -6,8 +6,9 @@
     result = trainer.fit()
 
 Ray's own elastic policy stops all workers, and starts them again from the last checkpoint that was reported. Here the
-processes stay, and the group changes in place at the end of a step. The loop is one of `elastic_runtime`; in it
-`ray.train.report`, `get_checkpoint` and `get_context` are Ray Train's.
+processes stay, and the group changes in place at the end of a step. The loop is one for TorchTrainer, as it is
+(`unmodified`), or one of `elastic_runtime`; in both `ray.train.report`, `get_checkpoint` and `get_context` are Ray
+Train's.
 
 Belongs here: the actors of a training, and what they have of Ray Train. Does not: how members agree, which is
 `elastic_runtime.membership` and the coordinator, a program of `kfp_gpuquota`.

@@ -126,7 +126,8 @@ class Controller:
         self._workers = 0
         self._most = shape.most
         self._job = self._token = ""
-        self._size = self._epoch = 0  # of an unmodified loop
+        self._size = 0
+        self._epoch = self._batch = 0  # of an unmodified loop: the epoch that is trained, the batch of a worker
 
     async def run(self) -> Result:
         """Run the training to its end, with the attempts that its FailureConfig allows."""
@@ -168,7 +169,7 @@ class Controller:
     async def _attempt(self, number: int) -> End:
         assert self._coordinator is not None
         self._job, self._token = f"{self._run.run_id}-{number}", secrets.token_hex(16)
-        self._reports, self._directories, self._size, self._epoch = Reports(), {}, 0, 0
+        self._reports, self._directories, self._size, self._epoch, self._batch = Reports(), {}, 0, 0, 0
         newest = self._checkpoints.latest_checkpoint_result
         self._first_checkpoint = self._first.keep(newest.checkpoint) if newest else None
         self._send("open", token=self._token, min_workers=self._shape.least)
@@ -254,6 +255,11 @@ class Controller:
     async def epoch(self) -> int:
         """Return the epoch that the workers of the attempt train."""
         return self._epoch
+
+    async def agreed_batch(self, size: int) -> int:
+        """Return the batch size of the attempt's first worker."""
+        self._batch = self._batch or size
+        return self._batch
 
     async def note_epoch(self, epoch: int) -> None:
         """Note it."""

@@ -165,16 +165,20 @@ class RowsSource:
         self.stream = RowStream(shard.server, shard.name, window, seed)
 
     def __str__(self) -> str:
-        return f"get_dataset_shard({self._shard.name!r}) with batch_size={self.batch_size}"
+        return f"get_dataset_shard({self._shard.name!r})"
 
     def same_as(self, other: Any) -> bool:
-        """Whether it reads the same dataset, in batches of the same size."""
+        """Whether it reads the same dataset; the batches keep their size."""
         return str(self) == str(other)
 
     def make_job(self) -> tuple[Job, Any]:
         """Make the job of the epochs' rows; its batches are blocks."""
-        size, drop_last = self.batch_size, self._drop_last
-        return driver().make_job(DataLoader(self.stream, batch_size=size, drop_last=drop_last, collate_fn=self.block))
+        drop_last = self._drop_last
+
+        def loader_of(size: int) -> DataLoader[Any]:
+            return DataLoader(self.stream, batch_size=size, drop_last=drop_last, collate_fn=self.block)
+
+        return driver().make_job(self.batch_size, loader_of)
 
     def block(self, rows: Sequence[int]) -> Any:
         """Return a batch's rows as a block."""

@@ -248,7 +248,7 @@ class Group:
         outcome: Outcome | None = None
         try:
             slot.node = await slot.actor.place.remote()
-            provisional = tuple(each.worker for each in self._slots if each.trains and not each.released)
+            provisional = self._expected()
             self._changed.set()
             task = self._begin(slot.worker, provisional if slot.worker in provisional else (slot.worker,))
             outcome = await slot.actor.run.remote(self._controller, task)
@@ -272,6 +272,15 @@ class Group:
             self._send("gone", worker=slot.worker, finished=finished)
         self._on_end(slot.worker)
         self._changed.set()
+
+    def _expected(self) -> tuple[str, ...]:
+        """Return the workers that train as far as is known; before the training, those that it begins with."""
+        begins = not self._target
+        return tuple(
+            slot.worker
+            for slot in self._slots
+            if not slot.released and (slot.trains or (begins and slot.bundle is not None and not slot.ended))
+        )
 
     def _lost(self, slot: Slot, error: BaseException) -> None:
         if slot.node and not slot.released:

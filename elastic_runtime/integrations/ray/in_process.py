@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import UsageError
@@ -17,6 +18,7 @@ from elastic_runtime.integrations.ray.first_checkpoint import FirstCheckpoint
 from elastic_runtime.integrations.ray.loop_api import ElasticTrainContext
 from elastic_runtime.integrations.ray.ray_internals import (
     CheckpointManager,
+    CheckpointManagerInitializationError,
     TrainingReport,
     TrainRunContext,
     WorkerGroupError,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from elastic_runtime.integrations.ray.unmodified.driver import LoopOptions
 
 UNNAMED = "ray_train_run-"
+WRITTEN_S = 10.0
+"""Far longer than the list of checkpoints takes to be written."""
 
 
 class StoredReports:
@@ -45,9 +49,19 @@ class StoredReports:
         self._recorded: CheckpointManager | None = None  # while no other worker records
 
     def checkpoints(self) -> CheckpointManager:
-        """Return the checkpoints as they are in the storage now."""
+        """Return the checkpoints as they are in the storage now.
+
+        Ray writes their list in place, so that it may be read while rank 0 is writing it.
+        """
         config = self._run.run_config
-        return CheckpointManager(config.checkpoint_config, config.storage_context)
+        end = time.monotonic() + WRITTEN_S
+        while True:
+            try:
+                return CheckpointManager(config.checkpoint_config, config.storage_context)
+            except CheckpointManagerInitializationError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
     def first_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint of when the job's first worker began: an unmodified loop counts epochs from it.
@@ -82,6 +96,10 @@ class StoredReports:
 
     def note_epoch(self, epoch: int) -> None:
         """Do nothing: nobody asks."""
+
+    def agreed_batch(self, size: int) -> int:
+        """Return the size: workers that have different ones are refused as they join."""
+        return size
 
     async def _record(self, checkpoints: CheckpointManager, report: TrainingReport) -> None:
         checkpoints.after_report(report, [report.metrics])

@@ -70,6 +70,9 @@ class Channel(Protocol):
     def note_epoch(self, epoch: int) -> None:
         """Note that all train this epoch from now on. Does not wait."""
 
+    def agreed_batch(self, size: int) -> int:
+        """Return the batch size of the worker that asked first."""
+
 
 class ActorChannel:
     """The controller of the training, an actor."""
@@ -96,6 +99,10 @@ class ActorChannel:
     def note_epoch(self, epoch: int) -> None:
         """Send it to the controller."""
         self.actor.note_epoch.remote(epoch)
+
+    def agreed_batch(self, size: int) -> int:
+        """Ask the controller."""
+        return int(ray.get(self.actor.agreed_batch.remote(size)))
 
 
 class ReportQueue:

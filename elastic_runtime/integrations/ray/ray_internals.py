@@ -22,6 +22,7 @@ TESTED = "2.60"
 
 try:
     from ray.data._internal.delegating_block_builder import DelegatingBlockBuilder
+    from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError
     from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
     from ray.train.v2._internal.execution.context import (
         DistributedContext,
@@ -44,6 +45,7 @@ except ImportError as error:
 __all__ = [
     "TESTED",
     "CheckpointManager",
+    "CheckpointManagerInitializationError",
     "ControllerError",
     "DistributedContext",
     "DistributedTrainFnUtils",

@@ -29,7 +29,7 @@ from elastic_runtime.membership.torchrun import init_alone
 from elastic_runtime.torch_internals import make_default
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.utils.data import DataLoader
 
@@ -72,6 +72,9 @@ class Others(Protocol):
 
     def note_epoch(self, epoch: int) -> None:
         """Note that they train this epoch from now on. Does not wait."""
+
+    def agreed_batch(self, size: int) -> int:
+        """Return the first worker's batch size: a loop may divide by the number of workers, which has changed since."""
 
 
 class LoopDriver:
@@ -205,15 +208,15 @@ class LoopDriver:
         if self.restarts:
             os.environ.pop("ELASTIC_CHECKPOINT_DIR", None)
 
-    def make_job(self, loader: DataLoader[Any]) -> tuple[Job, Any]:
-        """Make a job of what the loop has made, and of its loader; return it, and the batches."""
-        options, size = self.options, loader.batch_size or 1
+    def make_job(self, batch_size: int, loader_of: Callable[[int], DataLoader[Any]]) -> tuple[Job, Any]:
+        """Make a job of what the loop has made, and of its loader of a batch size; return it, and the batches."""
+        options, size = self.options, self._others.agreed_batch(batch_size)
         optimizers, scaler = _optimizers_of(self.models), _scaler()
         self.before_job()
         job = elastic_runtime.init(**options.of_job(), progress=False)
         if options.global_batch_size is not None:
             job.settle_batch(global_batch_size=options.global_batch_size, max_batch_per_gpu=size)
-        _, _, batches = job.prepare(self.models, optimizers, loader, scaler=scaler)
+        _, _, batches = job.prepare(self.models, optimizers, loader_of(size), scaler=scaler)
         self._notes_steps = True
         for each in (*optimizers, *([scaler] if scaler is not None else [])):
             self._note_steps_of(each)

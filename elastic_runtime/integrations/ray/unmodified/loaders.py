@@ -70,14 +70,14 @@ class LoaderSource:
 
     def __str__(self) -> str:
         kind = type(self._loader.dataset).__name__
-        return f"{len(self.order)} samples of a {kind}, batch_size={self.batch_size}"
+        return f"{len(self.order)} samples of a {kind}"
 
     def make_job(self) -> tuple[Job, Any]:
         """Make the job of the whole order."""
-        return self._driver.make_job(self.over(self.order))
+        return self._driver.make_job(self.batch_size, lambda size: self.over(self.order, size))
 
     def same_as(self, other: Any) -> bool:
-        """Whether it has as many samples of the same kind, in batches of the same size."""
+        """Whether it has as many samples of the same kind; the batches keep their size."""
         return str(self) == str(other)
 
     def begin(self) -> None:
@@ -86,8 +86,8 @@ class LoaderSource:
     def sample(self) -> None:
         """Leave it to the job."""
 
-    def over(self, sampler: Any) -> DataLoader[Any]:
-        """Return the same loader over another sampler."""
+    def over(self, sampler: Any, batch_size: int | None = None) -> DataLoader[Any]:
+        """Return the same loader over another sampler, and with another batch size, if one is given."""
         loader = self._loader
         options: dict[str, Any] = {}
         if loader.num_workers:
@@ -98,7 +98,7 @@ class LoaderSource:
             }
         return DataLoader(
             loader.dataset,
-            batch_size=loader.batch_size,
+            batch_size=batch_size or loader.batch_size,
             sampler=sampler,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
