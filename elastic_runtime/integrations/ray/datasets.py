@@ -317,6 +317,11 @@ class Shards:
             raise UsageError(f"get_dataset_shard({name!r}): datasets={{...}} of the trainer has {self._names}")
         return self._shards.setdefault(name, ElasticShard(self._server, name))
 
+    def end(self) -> None:
+        """End the server: an execution of Ray Data may outlive its last handle."""
+        if self._server is not None:
+            ray.kill(self._server)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_shards": {}}
 

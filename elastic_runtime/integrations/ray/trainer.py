@@ -55,6 +55,7 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]
         finally:
             if ray.is_initialized():  # else this call would connect to any cluster that it finds
                 ray.kill(controller)  # its workers end with it
+                shards.end()
         if result.error:
             raise result.error
         return result
