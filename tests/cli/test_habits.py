@@ -113,6 +113,8 @@ def test_all_jobs_of_a_project_are_deleted_at_once(team: Cli) -> None:
     for name in ("all1", "all2"):
         team("submit", name, "-p", "team-b", "-g", "0.1", *SLEEP)
     assert team("delete --all -p team-b") == "job all1 deleted\njob all2 deleted\n"
+    again = team.run("delete --all -p team-b")
+    assert (again.code, again.err) == (0, "project team-b has no such job: nothing to delete\n")
     assert "name the jobs" in team.run("delete --all x -p team-b").err
 
 

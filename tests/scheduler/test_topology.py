@@ -56,12 +56,22 @@ def test_where_a_gang_of_three_goes(
     assert nodes(cluster, "gang") == expected
 
 
-def test_it_is_said_that_no_rack_has_room_for_all() -> None:
+@pytest.mark.parametrize(
+    ("taken", "workers", "required", "code", "why"),
+    [
+        (0, 3, RACK, ReasonCode.TOO_LARGE, "no example.com/rack has room for more than 2 of its 3 workers"),
+        (1, 2, RACK, ReasonCode.FRAGMENTED, "no example.com/rack has room for more than 1 of 2 workers"),
+        (0, 2, "example.com/row", ReasonCode.NODE_AFFINITY, "no node that is ready has the label example.com/row"),
+    ],
+)
+def test_it_is_said_why_no_rack_holds_all(taken: int, workers: int, required: str, code: ReasonCode, why: str) -> None:
     cluster = racks(("z", "a", 2), ("z", "b", 2))
-    cluster.submit("gang", gpus=3, gpus_per_worker=1, required_topology=RACK)
-    code, message = cluster.why("gang")
-    assert code == ReasonCode.FRAGMENTED
-    assert message.startswith("needs 3 GPUs; no example.com/rack has room for more than 2 of 3 workers")
+    for number in range(2 * taken):
+        cluster.submit(f"other-{number}", node=f"node-{number}")
+    cluster.run()
+    cluster.submit("gang", gpus=workers, gpus_per_worker=1, required_topology=required)
+    found, message = cluster.why("gang")
+    assert (found, message.partition("; ")[2].startswith(why)) == (code, True), message
 
 
 def test_an_elastic_job_grows_within_its_rack_only() -> None:

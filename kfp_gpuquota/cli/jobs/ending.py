@@ -155,6 +155,8 @@ def delete(
         for name in jobs:
             echo(f"job {name} would be deleted (dry run)")
         return
+    if several and not jobs:
+        echo(f"project {project} has no such job: nothing to delete", err=True)
     if jobs:
         reached.stop_jobs(project, jobs, StopAction.DELETE)
     if wait_for_end:

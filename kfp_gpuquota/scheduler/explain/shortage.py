@@ -41,6 +41,8 @@ def are(n: float) -> str:
 def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     """Return why the tasks can never start on these nodes, or None."""
     task = tasks[0]
+    if (cause := _no_domain(ledger, tasks)) is not None:
+        return cause
     if task.request.plain and not ledger.special:
         return _too_large_for(ledger.by_size, task.request.devices, len(tasks))
     hosts = _usable(ledger, task)
@@ -51,6 +53,24 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
         return _too_large(hosts, task.request)
     if sum(capacity) < len(tasks):
         return Cause(ReasonCode.TOO_LARGE, f"the nodes that it may use have room for {sum(capacity):g} such workers")
+    return None
+
+
+def _no_domain(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
+    found = domains.required(ledger, tasks[0])
+    if found is None:
+        return None
+    label, areas = found
+    if not areas:
+        return Cause(
+            ReasonCode.NODE_AFFINITY, f"no node that is ready has the label {label}, within which it has to be"
+        )
+    most = max(
+        sum(_workers_on(host, tasks[0].request) for host in area if placement.may_use(host, tasks[0], anywhere=True))
+        for area in areas
+    )
+    if most < len(tasks):
+        return Cause(ReasonCode.TOO_LARGE, f"no {label} has room for more than {most:g} of its {len(tasks)} workers")
     return None
 
 

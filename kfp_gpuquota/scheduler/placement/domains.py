@@ -54,15 +54,22 @@ def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Ca
     return False
 
 
-def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
-    """Return (label, the most tasks that fit in one required domain now); None without a required level."""
-    topology = None if tasks[0].job.groups is None else tasks[0].job.groups.topology
+def required(ledger: Ledger, task: Task) -> tuple[str, list[Domain]] | None:
+    """Return (label, the domains of ready nodes of which one has to hold all tasks); None without a required level."""
+    topology = None if task.job.groups is None else task.job.groups.topology
     if topology is None or topology.required is None:
         return None
     hosts = [host for host in ledger.hosts.values() if host.ready]
-    found = _domains(hosts, topology, topology.required, tasks[0], future=False)
-    capacity = (sum(_capacity(host, tasks[0], future=False) for host in domain) for domain in found)
-    return topology.levels[topology.required], max(capacity, default=0)
+    return topology.levels[topology.required], _domains(hosts, topology, topology.required, task, future=False)
+
+
+def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
+    """Return (label, the most tasks that fit in one required domain now); None without a required level."""
+    found = required(ledger, tasks[0])
+    if found is None:
+        return None
+    label, areas = found
+    return label, max((sum(_capacity(host, tasks[0], future=False) for host in area) for area in areas), default=0)
 
 
 def bound_to_domain(job: Job) -> bool:
