@@ -157,6 +157,14 @@ def test_a_job_is_updated_while_it_runs_and_shrinks_to_its_new_maximum(team: Cli
     team("delete update1")
 
 
+def test_a_job_that_becomes_elastic_by_an_update_is_warned_about(team: Cli) -> None:
+    team("submit", "plain1", "-g", "0.1", *SLEEP)
+    assert team.run("update plain1 --priority 60").err == ""
+    team("submit", "plain2", "-g", "1", *SLEEP)
+    assert "has to use elastic_runtime" in team.run("update plain2 --max-gpus 2").err
+    team("delete plain1 plain2")
+
+
 def test_jobs_without_gpus_wait_for_cpus(team: Cli) -> None:
     cpus = team.cluster.client.list_nodes()[0].node.cpu
     assert cpus is not None

@@ -54,7 +54,12 @@ def update(
     )
     if changed == JobUpdate():
         raise UsageError(f"name what to change: gpuquota update {job} --min-gpus N, --max-gpus N or --priority N")
-    updated = client().update_job(project_or_configured(project), job, changed)
+    reached, project = client(), project_or_configured(project)
+    was_elastic = reached.get_job(project, job).spec.elastic
+    updated = reached.update_job(project, job, changed)
     echo(f"job {job} updated")
+    if updated.spec.elastic and not was_elastic:
+        program = "its program has to use elastic_runtime: several workers of another one would each do all of the work"
+        echo(f"warning: the job is elastic from now on, and {program}", err=True)
     if output is not Format.TABLE:
         show(updated, output)
