@@ -182,10 +182,10 @@ def _reached(server: KfpServer, kubeflow: str, profile: str, service_account: st
     if not kubeflow:
         yield server
         return
-    from kfp_gpuquota.cluster.connect import kube_calls, kube_context  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import kube_calls, kubeconfig_context  # noqa: PLC0415
     from kfp_gpuquota.dsl.pipelines.port_forward import forwarded, profile_token  # noqa: PLC0415
 
-    with forwarded(kube_context() or "", kubeflow) as host:
+    with forwarded(kubeconfig_context(), kubeflow) as host:
         found = replace(server, host=host)
         if not (found.token or found.cookie or found.headers) and profile and found.has_several_users():
             found = replace(found, token=profile_token(kube_calls(), profile, service_account))

@@ -89,7 +89,7 @@ def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
     """Return a blocking client of the selected context's API server, or of the kubeconfig's current one."""
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls  # noqa: PLC0415 (the embedded cluster does not need it)
 
-    return Calls(_connection(kube_context() or "", os.environ), retry_for_s=retry_for_s)
+    return Calls(_connection(kubeconfig_context(), os.environ), retry_for_s=retry_for_s)
 
 
 def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
@@ -97,12 +97,18 @@ def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
     environment = os.environ if environment is None else environment
     if environment.get(URL_VARIABLE):
         return None
-    chosen = environment.get(CONTEXT_VARIABLE) or load_settings(environment).context
+    chosen = _chosen_context(environment)
     if chosen == EMBEDDED:
         return None
     if chosen:
         return "" if chosen == CURRENT else chosen
     return "" if "KUBERNETES_SERVICE_HOST" in environment and _POD_TOKEN.exists() else None
+
+
+def kubeconfig_context(environment: Mapping[str, str] | None = None) -> str:
+    """Return the context for what is on Kubernetes whichever cluster has the jobs (KFP); "": the kubeconfig's own."""
+    chosen = _chosen_context(os.environ if environment is None else environment)
+    return "" if chosen in {EMBEDDED, CURRENT} else chosen
 
 
 def embedded_home(environment: Mapping[str, str] | None = None) -> Home:
@@ -200,6 +206,10 @@ def _opened(kubeconfig: str, context: str, pid: int) -> Connection:
     from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection  # noqa: PLC0415 (see above)
 
     return Connection.open(kubeconfig or None, context or None)
+
+
+def _chosen_context(environment: Mapping[str, str]) -> str:
+    return environment.get(CONTEXT_VARIABLE) or load_settings(environment).context
 
 
 def _settings_file(environment: Mapping[str, str]) -> Path:

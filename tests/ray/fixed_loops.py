@@ -53,6 +53,10 @@ def plain() -> None:
     fit(torch.nn.Linear(1, 1), loader())
 
 
+def in_evaluation() -> None:
+    fit(prepare_model(torch.nn.Linear(1, 1)).eval(), prepare_data_loader(loader()))
+
+
 def group_by_hand() -> None:
     torch.distributed.init_process_group("gloo")
 
@@ -100,7 +104,7 @@ def with_transformers() -> None:
 
 LOOPS: dict[str, Callable[[], None]] = {
     each.__name__: each
-    for each in (plain_loader, plain_model, plain, group_by_hand, accumulates, sharded, own_sampler,
+    for each in (plain_loader, plain_model, plain, in_evaluation, group_by_hand, accumulates, sharded, own_sampler,
                  everything_on_each_worker, no_optimizer, with_lightning, with_transformers)
 }  # fmt: skip
 

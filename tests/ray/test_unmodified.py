@@ -117,8 +117,8 @@ def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["with_accelerate", "with_lightning", "with_transformers"])
-def test_a_library_of_an_unmodified_loop_trains_one_model_on_two_workers(loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", ["with_samplers", "with_accelerate", "with_lightning", "with_transformers"])
+def test_an_unmodified_loop_trains_one_model_on_two_workers(loop: str, tmp_path: Path) -> None:
     workers = Workers(tmp_path, loop, least=2)
     with workers.coordinator as coordinator:
         coordinator.call(lambda service: service.open(JOB, "secret", min_workers=2))

@@ -10,14 +10,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray.train
 import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import prepare_data_loader, prepare_model
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
+from elastic_runtime import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer
 from elastic_runtime.integrations.ray.unmodified.names import driver
 from tests.forked import preload
@@ -80,6 +84,33 @@ def net() -> torch.nn.Module:
     """The same model each time."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def with_samplers(config: dict[str, Any]) -> None:
+    """DistributedSampler by hand, and a schedule whose steps are counted before the training."""
+    samples, model = data(), DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    steps = 3 * len(prepare_data_loader(DataLoader(samples, batch_size=BATCH)))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    loader, evaluation = (DataLoader(samples, BATCH, sampler=DistributedSampler(samples)) for _ in range(2))
+    for epoch in range(3):
+        model.train()  # type: ignore[no-untyped-call]
+        for x, y in loader:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+        model.eval()
+        count = torch.zeros(1)
+        with torch.no_grad():
+            for x, _y in evaluation:
+                count += len(model(x))
+        dist.all_reduce(count)
+        ray.train.report({"epoch": epoch, "evaluated": int(count)})
+    with pytest.raises(UsageError, match=r"write: model.train\(\) before"):  # what a loop without model.train() reaches
+        optimizer.step()
+    assert schedule.last_epoch == steps == 3 * SAMPLES // (2 * BATCH)
+    save(model.module, config)
 
 
 def with_accelerate(config: dict[str, Any]) -> None:
@@ -180,7 +211,7 @@ class Reported(UserCallback):  # type: ignore[misc]
             file.write(json.dumps(metrics[0]) + "\n")
 
 
-LOOPS = {each.__name__: each for each in (train, with_accelerate, with_lightning, with_transformers)}
+LOOPS = {each.__name__: each for each in (train, with_samplers, with_accelerate, with_lightning, with_transformers)}
 
 
 def main(arguments: list[str]) -> None:

@@ -122,8 +122,9 @@ def fit(run: TrainRunContext, function: Callable[[], Any], options: LoopOptions,
         run.run_config.name = f"{os.environ.get('JOB_NAME', 'job')}-{os.environ.get('JOB_UUID', '')[:8]}".strip("-")
     channel = StoredReports(run)
     worker = os.environ.get("ELASTIC_WORKER_ID", "")
+    expected = (worker, *(f"worker {number}" for number in range(2, options.least + 1)))  # no worker knows the others
     context = ElasticTrainContext.make(
-        run, channel, worker, (worker,), channel.first_checkpoint(), 0, Shards(None, []), options
+        run, channel, worker, expected, channel.first_checkpoint(), 0, Shards(None, []), options
     )
     context.install()
     with own_temporary_directory():

@@ -206,11 +206,11 @@ class Cycle:
 
     def _backfill(self) -> None:
         """Start on reserved devices the queue's jobs that have ended when these are needed, the oldest first."""
-        for queue, reserved in self.lacking.items():
+        timed = {queue: one for queue, one in self.lacking.items() if one.starts_by < UNLIMITED}
+        for queue, reserved in timed.items():
             failed: set[Shape] = set()
             shapes = self.shapes.get(queue, queue.waiting)
-            within_s = reserved.starts_by - self.now if reserved.starts_by < UNLIMITED else NEVER
-            for job in overtaking(queue, shapes, within_s):
+            for job in overtaking(queue, shapes, reserved.starts_by - self.now):
                 assert job.filed is not None
                 served = job in self.touched or job in self.victims or job is reserved.job
                 if not served and job.filed[0] not in failed and not self._must_not_grow(job) and not self._fill(job):

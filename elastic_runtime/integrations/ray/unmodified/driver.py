@@ -175,6 +175,8 @@ class LoopDriver:
 
         @functools.wraps(step)
         def noted(_self: object, *args: Any, **options: Any) -> Any:
+            if not self._iterating and not self.replaying:
+                self.refuse_step(type(actor).__name__)
             self._stepped = True
             return step(*args, **options)
 
@@ -251,6 +253,18 @@ class LoopDriver:
                 f"loader = ray.train.torch.prepare_data_loader(loader), or give it a DistributedSampler ({SEE})"
             )
         return False
+
+    def refuse_step(self, kind: str) -> NoReturn:
+        """UsageError for a step that no other worker would take part in; `kind` is the optimizer's class."""
+        change = PREPARE
+        if self.models and not any(model.training for model in self.models):
+            change = (
+                "model.train() before the loop over the training loader; no prepared model is in training mode, so its "
+                "batches are those of an evaluation"
+            )
+        raise UsageError(
+            f"{kind}.step() outside of a training batch: each worker would train alone; write: {change} ({SEE})"
+        )
 
     def finish(self) -> None:
         """The training function has returned: end the training, together with the other workers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ray.train
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -120,7 +121,9 @@ def order_of(loader: DataLoader[Any]) -> EpochOrder:
         )
     length, sampler = len(loader.dataset), loader.sampler  # type: ignore[arg-type]
     if isinstance(sampler, DistributedSampler):
-        return EpochOrder(length, shuffle=sampler.shuffle, seed=sampler.seed)
+        order = EpochOrder(length, shuffle=sampler.shuffle, seed=sampler.seed)
+        order.set_epoch(sampler.epoch)
+        return order
     return EpochOrder(length, shuffle=not isinstance(sampler, SequentialSampler), seed=0)
 
 
@@ -137,8 +140,9 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__.update(_source=source, _driver=driver, _device=device, sampler=source.order)
 
     def __len__(self) -> int:
-        """Return the batches of an epoch at the current size."""
-        size = self._driver.options.global_batch_size or self._source.batch_size * dist.get_world_size()
+        """Return the batches of an epoch at the current size; before the first one, at the expected size."""
+        workers = ray.train.get_context().get_world_size()
+        size = self._driver.options.global_batch_size or self._source.batch_size * workers
         samples = len(self._source.order)
         return samples // size if self.drop_last else -(-samples // size)
 
@@ -156,12 +160,17 @@ def iterate(source: LoaderSource, driver: LoopDriver, device: torch.device | Non
         yield batch if device is None else moved(batch, device)
 
 
+class _Share(DistributedSampler[Any]):
+    """A part of the samples for a loader that is iterated as it is: those of DistributedSampler are dealt out again."""
+
+
 def _share(source: LoaderSource, driver: LoopDriver) -> Iterator[Any]:
     """Yield the batches of an evaluation, dealt out as Ray does: all workers have equally many samples."""
     rank, size = dist.get_rank(), dist.get_world_size()
     order: Any = source.order
     if size > 1:
-        order = DistributedSampler(range(len(order)), size, rank, shuffle=order.shuffle, seed=order.seed)  # type: ignore[arg-type]
+        order = _Share(range(len(order)), size, rank, shuffle=order.shuffle, seed=order.seed)  # type: ignore[arg-type]
+        order.set_epoch(source.order.epoch)
     for batch in source.over(order):
         yield batch
         if driver.replaying:

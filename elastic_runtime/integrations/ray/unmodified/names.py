@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.ray_internals import train_loop_utils
-from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, SEE, LoopDriver, refuse_accumulation
+from elastic_runtime.integrations.ray.unmodified.driver import SEE, LoopDriver, refuse_accumulation
 from elastic_runtime.integrations.ray.unmodified.libraries import adapt_libraries
 from elastic_runtime.integrations.ray.unmodified.loaders import (
     LoaderSource,
@@ -150,7 +150,7 @@ def _iter_of(iterate_plainly: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(iterate_plainly)
     def shared(self: DataLoader[Any]) -> Any:
-        if type(getattr(self, "sampler", None)) is DistributedSampler and driver().trains:
+        if type(getattr(self, "sampler", None)) is DistributedSampler and driver().models:
             return iterate(LoaderSource(self, driver()), driver(), None)
         return iterate_plainly(self)
 
@@ -166,7 +166,4 @@ def _refuse_second_group(*_: Any, **__: Any) -> None:
 
 def _refuse_training_alone(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if current_job() is None:
-        raise UsageError(
-            f"{type(optimizer).__name__}.step() before a job has begun: each worker would train alone; write: "
-            f"{PREPARE} ({SEE})"
-        )
+        driver().refuse_step(type(optimizer).__name__)
