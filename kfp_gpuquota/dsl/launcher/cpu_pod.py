@@ -17,7 +17,7 @@ from kfp_gpuquota.dsl.launcher import pod_workers
 from kfp_gpuquota.dsl.launcher.log_stream import ENDED, lines_of
 from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.staging import Staging
-from kfp_gpuquota.errors import GpuQuotaError, JobFailedError
+from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, JobFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,8 @@ def run(client: KubernetesClient, step: Step, write: Callable[[str], None]) -> i
     template = pod_workers.template_of(own, step, name)
     metadata = {**template["metadata"], "name": name, "ownerReferences": [owner]}
     pods = join("/api/v1/namespaces", namespace, "pods")
-    client.calls.create(pods, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+    with contextlib.suppress(AlreadyExistsError):  # by a first attempt of this call, whose answer was lost
+        client.calls.create(pods, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
     try:
         _await_start(client, join(pods, name), write)
         code = _followed(client, namespace, name, write)

@@ -159,7 +159,7 @@ def _run_on_cpu(step: Step) -> int:
         _run_here(step)
     from kfp_gpuquota.dsl.launcher import cpu_pod  # noqa: PLC0415 (on one machine none of it is needed)
 
-    client = connect()
+    client = connect(retry_for_s=CLUSTER_TIMEOUT_S)
     location = worker_location(client)
     try:
         code = cpu_pod.run(cast("KubernetesClient", client), location.with_identity(step), _write)
