@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from elastic_runtime.sharded import files
+from elastic_runtime.sharded import files, mirror
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import (
     IN_THE_MIDDLE,
@@ -26,7 +27,7 @@ from tests.forked import context
 from tests.polling import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
@@ -138,6 +139,32 @@ def test_copies_of_every_third_step_cost_at_most_three_steps_and_survive_changes
         cluster.check_result(reference)
     assert 2 <= lost.lost_steps <= 3
     assert last.lost_steps <= 3
+
+
+def without_memory(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """The last worker joins on a machine that is full."""
+    if index == 2:
+        mirror.free_memory = lambda: (0, 0)
+    train(plan, index, directory, gate)
+
+
+def with_another_interval(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    os.environ["ELASTIC_MIRROR"] = str(2 * index + 1)
+    train(plan, index, directory, gate)
+
+
+@pytest.mark.parametrize("body", [without_memory, with_another_interval])
+def test_workers_of_different_settings_agree_on_whether_and_when_to_copy(
+    tmp_path: Path, reference: dict[str, Any], body: Callable[..., None]
+) -> None:
+    with Cluster(tmp_path, replace(PLAN, body=body)) as cluster:
+        cluster.start(0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2)
+        cluster.check_result(reference)
+        assert ("are not copied to other workers" in cluster.logs()) == (body is without_memory)
 
 
 def test_a_worker_that_dies_during_a_change_of_size_costs_a_step(tmp_path: Path, reference: dict[str, Any]) -> None:
