@@ -52,9 +52,9 @@ class _Holding:
     """The state that one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: none.
 
     `bridged`: the old group is complete, and leaving workers send their parts. `whole`: no trained state, but the
-    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `every`: how many
-    steps lie between copies, 0: it wants none; `mirrors`: it has memory for them. `node`: a number of its machine, with the
-    bytes of memory that are free there, and within the worker's own limit.
+    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `every`: how
+    many steps lie between copies, 0: it wants none; `mirrors`: it has memory for them. `node`: a number of its machine,
+    with the bytes of memory that are free there, and within the worker's own limit.
     """
 
     step: int
