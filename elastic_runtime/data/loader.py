@@ -58,7 +58,7 @@ class Loop(Protocol):
     def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """The loop gets this micro-batch next; return the iteration's number."""
 
-    def end_iteration(self) -> bool:
+    def end_iteration(self, iteration: int) -> bool:
         """The loop is done with it; False where what follows is to be planned again."""
 
     def abandon_iteration(self, iteration: int | None = None) -> None:
@@ -119,9 +119,9 @@ class ElasticLoader:
 
     def _epoch_of_loop(self) -> Iterator[Any]:
         loop = self._loop
+        epoch = loop.position.epoch  # of the script; entering may lead back to the one before, after a loss
         loop.enter_epoch()
         self._refresh_processes()
-        epoch = loop.position.epoch
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
                 iteration = loop.begin_iteration(micro_batch)
@@ -132,7 +132,7 @@ class ElasticLoader:
                 except GeneratorExit:
                     loop.abandon_iteration(iteration)
                     raise
-                if not loop.end_iteration():
+                if not loop.end_iteration(iteration):
                     break
 
     def start_processes(self) -> None:

@@ -436,7 +436,7 @@ class Job:
         `job.all_reduce` and `job.all_gather` only, and asks there for `job.rank` and `job.world_size`, which change.
 
         After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
-        With shard= it runs once: after a loss the training returns to a checkpoint, and the evaluation is abandoned.
+        With shard= it runs once: a loss in it raises CollectiveError on the other workers, which ends their scripts.
         """
         session = self._prepared
         if self._member.sharding:

@@ -18,7 +18,7 @@ import torch
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.error_notes import explain_errors, note_on_lightning
 from elastic_runtime.loop.passes import ClosureSteps
-from elastic_runtime.loop.step_states import ACTING, COMPLETE, COUNTED, UNCOUNTED, StepState
+from elastic_runtime.loop.step_states import ACTING, BETWEEN, COMPLETE, COUNTED, UNCOUNTED, StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import SynchronizedCalls
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
@@ -356,9 +356,19 @@ class Session:
         """Return whether the iteration did not fit, and is going to be repeated in halves."""
         return self._repeating(partial(self._step.out_of_memory, error)) is not False
 
-    def end_iteration(self) -> bool:
-        """End an iteration; return False if what follows is to be planned again."""
+    def end_iteration(self, iteration: int) -> bool:
+        """End an iteration; return False if what follows is to be planned again.
+
+        LoopError for one that was abandoned: what its loop has planned to follow is outdated.
+        """
         step = self._step
+        if iteration != self._iteration or step.state in BETWEEN:
+            if self.finished:
+                return False  # by job.finish
+            raise LoopError(
+                "the loop over the prepared loader was continued after it had ended: by the next epoch of job.epochs, "
+                "or by another loop over the loader; call iter(loader) in each epoch, and iterate over one at a time"
+            )
         micro, counted, repeated = step.micro, step.state in COUNTED, step.state is StepState.REPEATED
         changed, self._moved = self._moved, False
         step.end()

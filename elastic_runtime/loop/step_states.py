@@ -51,7 +51,7 @@ _COMPLETE: Final = {**_WITHIN, _T.ENDED: _S.BETWEEN_STEPS}
 
 TRANSITIONS: Final = MappingProxyType(
     {
-        _S.BETWEEN_STEPS: {**_ANYWHERE, _T.BEGUN: _S.STARTED, _T.ENDED: _S.BETWEEN_STEPS},
+        _S.BETWEEN_STEPS: {**_ANYWHERE, _T.BEGUN: _S.STARTED},
         _S.BETWEEN_MICRO_BATCHES: {**_ANYWHERE, _T.BEGUN: _S.CONTINUED},
         _S.STARTED: {
             **_WITHIN,
@@ -76,6 +76,8 @@ TRANSITIONS: Final = MappingProxyType(
     }
 )
 
+BETWEEN: Final = frozenset({_S.BETWEEN_STEPS, _S.BETWEEN_MICRO_BATCHES})
+"""There is no iteration."""
 OPEN: Final = frozenset({_S.STARTED, _S.CONTINUED, _S.PASSED})
 """A backward pass may come."""
 ACTING: Final = frozenset({_S.PASSED, _S.SUMMED, _S.APPLIED, _S.TAKEN_OVER})

@@ -120,11 +120,11 @@ class _Slot:
 class Mirror:
     """This worker's copies of its own shards and of those of one other rank, its ward.
 
-    `every`: how many steps after the last copies the next ones are made; 0: there are none.
+    `every`: how many steps after the last copies this worker wants the next ones; 0: none.
     """
 
     def __init__(self, every: int) -> None:
-        self.every = every
+        self.every = self._every = every
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._group: Group | None = None
         self._number = 0
@@ -153,10 +153,12 @@ class Mirror:
                 slot.give_up()
         self._group = None
 
-    def enter(self, group: Group, number: int, nodes: Sequence[int]) -> None:
-        """Make copies among the members of this generation from now on; `nodes[r]` is the number of rank r's node."""
+    def enter(self, group: Group, number: int, nodes: Sequence[int], every: int) -> None:
+        """Make copies among the members of this generation from now on, all in the same steps; `nodes[r]` is the number
+        of rank r's node.
+        """
         to = mirrors_of(nodes)
-        self._group, self._number = group, number
+        self._group, self._number, self._every = group, number, every
         self._to, self._ward = to[group.rank], to.index(group.rank)
 
     # Each step
@@ -168,7 +170,7 @@ class Mirror:
             return
         newest = max(slot.copied for slot in self._slots)
         known = newest.generation == self._number
-        if known and (newest.step == step or step % self.every):
+        if known and (newest.step == step or step % self._every):
             return
         slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
         self._copy(slot, step, capture(), group)
@@ -181,7 +183,7 @@ class Mirror:
         """
         if self._group is None:
             return
-        if (step + 1) % self.every == 0 or not any(slot.is_whole for slot in self._slots):
+        if (step + 1) % self._every == 0 or not any(slot.is_whole for slot in self._slots):
             self._settle()
 
     def _settle(self) -> None:

@@ -52,8 +52,9 @@ class _Holding:
     """The state that one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: none.
 
     `bridged`: the old group is complete, and leaving workers send their parts. `whole`: no trained state, but the
-    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `node`: a number
-    of its machine, with the bytes of memory that are free there, and within the worker's own limit; -1: no mirror.
+    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `every`: how
+    many steps lie between copies, 0: it wants none; `mirrors`: it has memory for them. `node`: a number of its machine,
+    with the bytes of memory that are free there, and within the worker's own limit.
     """
 
     step: int
@@ -65,6 +66,8 @@ class _Holding:
     whole: int
     began: int
     save: int
+    every: int
+    mirrors: int
     node: int
     free_on_node: int
     free_in_limit: int
@@ -191,10 +194,9 @@ class Sharding:
         number, old, ranks = self._held or (0, -1, 0)
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
-        node = mirror.node_number() if self._mirror.every else -1
-        free = mirror.free_memory()
+        copies = (self._mirror.every, self._mirror.nbytes > 0, mirror.node_number(), *mirror.free_memory())
         mine = _Holding(
-            step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number(), node, *free
+            step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number(), *copies
         )
         rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
         holdings = [_Holding(*row) for row in rows]
@@ -272,23 +274,27 @@ class Sharding:
         self._mirror.end_step(self._state.position.step)
 
     def _start_mirror(self, group: Group, number: int, holdings: list[_Holding]) -> None:
-        """Have copies made in this generation, if all workers want them and have memory. All decide alike."""
-        if group.size == 1 or any(each.node < 0 for each in holdings):
+        """Have copies made in this generation, if all workers want them and have memory. All decide alike, by what they
+        have exchanged only: a worker that made copies alone would wait for the others without end.
+        """
+        every = max(each.every for each in holdings)
+        if group.size == 1 or not all(each.every for each in holdings):
             return
         size = sum(parameter.numel() * parameter.element_size() for parameter in self.wrapping.parameters().values())
         need = mirror.needed(size, group.size)
-        workers = Counter(each.node for each in holdings)
-        free = min(min(each.free_on_node // workers[each.node], each.free_in_limit) for each in holdings)
-        has_room = free >= need or self._mirrors is True  # what is in use for it is not free
+        new = [each for each in holdings if not each.mirrors]  # what is in use for copies is not free
+        workers = Counter(each.node for each in new)
+        free = min((min(each.free_on_node // workers[each.node], each.free_in_limit) for each in new), default=need)
+        has_room = free >= need
         if has_room != self._mirrors and group.rank == 0:
-            self._report_mirror(need, free, has_room=has_room)
+            self._report_mirror(every, need, free, has_room=has_room)
         self._mirrors = has_room
         if has_room:
-            self._mirror.enter(group, number, [each.node for each in holdings])
+            self._mirror.enter(group, number, [each.node for each in holdings], every)
 
-    def _report_mirror(self, need: int, free: int, *, has_room: bool) -> None:
+    def _report_mirror(self, every: int, need: int, free: int, *, has_room: bool) -> None:
         if has_room:
-            steps = "step" if self._mirror.every == 1 else f"{self._mirror.every} steps"
+            steps = "step" if every == 1 else f"{every} steps"
             _log.info("each worker's shards are copied to another worker every %s: %s of memory", steps, _mib(need))
         else:
             _log.warning(

@@ -187,6 +187,10 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
+    save_final(job, index, directory, model, scheduler)
+
+
+def save_final(job: Any, index: int, directory: Path, model: nn.Module, scheduler: Any) -> None:
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     torch.save(
         {

@@ -181,6 +181,23 @@ def test_backward_is_called_exactly_once_in_an_iteration() -> None:
         next(batches)
 
 
+@pytest.mark.parametrize("ended_by", ["the next epoch", "another loop"])
+def test_a_loop_that_has_ended_is_not_continued(ended_by: str) -> None:
+    job, model, optimizer, loader = prepared()
+    epochs = job.epochs(2)
+    next(epochs)
+    batches = iter(loader)
+    x, *_ = next(batches)
+    job.backward(model(x).mean())
+    optimizer.step()
+    if ended_by == "the next epoch":
+        next(epochs)
+    else:
+        job.repeat(lambda: next(iter(loader)))
+    with pytest.raises(LoopError, match=f"had ended: .*{ended_by}"):
+        next(batches)
+
+
 def test_rank_0_is_told_once_the_loop_begins_and_a_mean_over_workers_is_a_number() -> None:
     job, model, optimizer, loader = prepared()
     received: list[int] = []

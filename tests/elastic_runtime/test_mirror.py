@@ -79,7 +79,7 @@ class Model:
         self.groups = [FakeGroup(rank, ranks) for rank in range(ranks)]
         self.mirrors = [Mirror(every) for _ in range(ranks)]
         for group, mirror in zip(self.groups, self.mirrors, strict=True):
-            mirror.enter(group, 1, [0] * ranks)  # type: ignore[arg-type]
+            mirror.enter(group, 1, [0] * ranks, every)  # type: ignore[arg-type]
         self.begun = [-1] * ranks
         self.summed = [-1] * ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from dataclasses import replace
@@ -11,22 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from elastic_runtime.sharded import files
+import elastic_runtime
+from elastic_runtime.sharded import files, mirror
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import (
     IN_THE_MIDDLE,
+    build,
     rewrap_while_a_loss_is_held,
     run_the_example,
+    save_final,
+    shard,
     train,
     train_with_a_part_left_out,
 )
-from tests.elastic_runtime.training import Gate, Plan, trained_alone, worker_main
+from tests.elastic_runtime.training import Gate, Plan, Points, Record, backpropagate, trained_alone, worker_main
 from tests.forked import context
 from tests.polling import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
@@ -138,6 +144,71 @@ def test_copies_of_every_third_step_cost_at_most_three_steps_and_survive_changes
         cluster.check_result(reference)
     assert 2 <= lost.lost_steps <= 3
     assert last.lost_steps <= 3
+
+
+def without_memory(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """The last worker joins on a machine that is full."""
+    if index == 2:
+        mirror.free_memory = lambda: (0, 0)
+    train(plan, index, directory, gate)
+
+
+def with_another_interval(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    os.environ["ELASTIC_MIRROR"] = str(2 * index + 1)
+    train(plan, index, directory, gate)
+
+
+@pytest.mark.parametrize("body", [without_memory, with_another_interval])
+def test_workers_of_different_settings_agree_on_whether_and_when_to_copy(
+    tmp_path: Path, reference: dict[str, Any], body: Callable[..., None]
+) -> None:
+    with Cluster(tmp_path, replace(PLAN, body=body)) as cluster:
+        cluster.start(0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2)
+        cluster.check_result(reference)
+        assert ("are not copied to other workers" in cluster.logs()) == (body is without_memory)
+
+
+def lose_a_worker_between_epochs(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """The rate changes after each epoch; the second worker dies after the first one, and the others know before the
+    next one.
+    """
+    torch.set_num_threads(1)
+    wrap = None if "sharded" in plan.options else shard
+    job = elastic_runtime.init(global_batch_size=plan.global_batch)
+    model, optimizer, _ = build(plan)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
+    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=wrap)
+    record = Record(job, index, directory, optimizer, dict)
+    for epoch in job.epochs(plan.epochs):
+        for x, y, indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            record.computes(indices)
+            backpropagate(job, plan, index, model, x, y, indices)
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+        if epoch == 0 and job.world_size == 3:
+            if index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            until(lambda: job._member.must_recover, "the loss")
+    save_final(job, index, directory, model, scheduler)
+
+
+def test_a_loss_between_two_epochs_repeats_the_end_of_the_first(tmp_path: Path) -> None:
+    plan = replace(PLAN, body=lose_a_worker_between_epochs)
+    reference = trained_alone(lose_a_worker_between_epochs, replace(plan, options={"sharded": ""}), tmp_path / "alone")
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1, 2)
+        cluster.let_go()
+        cluster.wait_for_end(0, 2)
+        cluster.check_result(reference)
+        assert "1 steps are repeated" in cluster.logs()
 
 
 def test_a_worker_that_dies_during_a_change_of_size_costs_a_step(tmp_path: Path, reference: dict[str, Any]) -> None:
