@@ -38,7 +38,8 @@ EXPANDED = re.compile(r"expanded from (\d+) to (\d+) GPUs: (\d+) GPUs? (?:is|are
 def _concerns(job: JobRecord) -> tuple[object, ...]:
     """Return what decides whether the job needs the workers that it was promised."""
     phase = job.status.phase
-    return id(job.spec), job.intent, job.completing, phase.final, phase is Phase.SUSPENDED
+    grows = job.growth_failed is None
+    return id(job.spec), job.intent, job.completing, phase.final, phase is Phase.SUSPENDED, grows
 
 
 def contradiction(resize: Resize) -> str:
