@@ -439,7 +439,7 @@ def _complete(holdings: list[_Holding], held: list[int]) -> bool:
 
 
 def _mib(size: int) -> str:
-    return f"{max(1, size >> 20)} MiB"
+    return f"{size >> 20} MiB"
 
 
 def _new_number() -> int:
