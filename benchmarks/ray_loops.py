@@ -1,4 +1,4 @@
-"""Fifteen training loops for Ray Train's TorchTrainer, as its documentation teaches them; none knows elastic_runtime.
+"""Fifteen training loops for Ray Train's TorchTrainer, as its documentation teaches them; none uses elastic_runtime.
 
 Written for `ray_examples.py` from the documentation of the functions that they call. Each reports a checkpoint in each
 epoch. `watched` is the only line of the benchmark in them: it lets a step take a while, and writes down who trains.

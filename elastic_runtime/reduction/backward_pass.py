@@ -1,4 +1,4 @@
-"""One backward pass: the loss that the script computed, its scale, and what the reducer knows of the pass.
+"""One backward pass: the loss that the script computed, its scale, and what the reducer needs of the pass.
 
 Losses are scaled so that the gradients of all workers sum to those of the global batch.
 """

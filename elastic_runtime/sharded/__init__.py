@@ -5,6 +5,7 @@
       state      what of a training's state is sharded
       transfer   parts on their way from old ranks to new ones; layout: which
       files      checkpoints in parts; checkpoint_schedule: when
+      mirror     copies of a worker's parts in another worker's memory, for the loss of one
     mode       the steps in between; collectives: FSDP's over our group
 
 Nothing is imported here: FSDP costs a second, and most jobs do without.

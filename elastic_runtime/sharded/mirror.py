@@ -18,7 +18,8 @@ loss could not go back.
 from __future__ import annotations
 
 import contextlib
-import logging
+import itertools
+import math
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -41,8 +42,6 @@ STATE_PER_PARAMETER = 3
 """Bytes of state for each byte of a parameter: itself and the two moments of the usual optimizers."""
 _PIECE = 32 << 20
 _ALIGNMENT = 64
-
-_log = logging.getLogger("elastic_runtime")
 
 
 class Copied(NamedTuple):
@@ -129,6 +128,8 @@ class Mirror:
         self._group: Group | None = None
         self._number = 0
         self._to = self._ward = -1
+        self._kinds: list[Sharded] = []
+        self._layouts = (_Layout([], 0, 1),) * 2  # of the own shards of these kinds, and of the ward's
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +161,7 @@ class Mirror:
         to = mirrors_of(nodes)
         self._group, self._number, self._every = group, number, every
         self._to, self._ward = to[group.rank], to.index(group.rank)
+        self._kinds = []
 
     # Each step
 
@@ -194,10 +196,13 @@ class Mirror:
 
     def _copy(self, slot: _Slot, step: int, parts: Parts, group: Group) -> None:
         rank, ranks, kinds = group.rank, group.size, parts.sharded
+        if kinds != self._kinds:
+            self._kinds = kinds
+            self._layouts = (_Layout(kinds, rank, ranks), _Layout(kinds, self._ward, ranks))
+        own, ward = self._layouts
         slot.copied, slot.own = Copied(), None
-        slot.memory = _room(slot.memory, kinds, rank, ranks)
-        slot.mirrored = _room(slot.mirrored, kinds, self._ward, ranks)
-        shards = _shards(slot.memory, kinds, rank, ranks)
+        slot.memory, slot.mirrored = own.room(slot.memory), ward.room(slot.mirrored)
+        shards = own.shards(slot.memory)
         for copy, shard in zip(shards, parts.shards, strict=True):
             copy.copy_(shard)
         replicated = [tensor.detach().to("cpu", copy=True) for tensor in parts.replicated]
@@ -211,6 +216,17 @@ class Mirror:
         """Return what each slot holds."""
         return [slot.copied for slot in self._slots]
 
+    def source(self, group: Group, saved: int) -> Source | None:
+        """Return the copies that the members of this group choose, if they are not older than the newest checkpoint.
+
+        `saved` is the step of that checkpoint, as rank 0 sees it; -1: there is none.
+        """
+        row = torch.tensor([saved, *itertools.chain(*self.held())], dtype=torch.int64)
+        rows = group.all_gather(row)
+        table = [[Copied(*slot) for slot in each] for each in rows[:, 1:].view(group.size, SLOTS, -1).tolist()]
+        found = choose(table)
+        return found if found is not None and found.copied.step >= int(rows[0, 0]) else None
+
     def part(self, copied: Copied) -> tuple[Parts | None, dict[int, list[torch.Tensor]]]:
         """Return (the own part of this step without its shards, the shards that are held of it by old rank)."""
         slot = next((slot for slot in self._slots if slot.copied[:3] == copied[:3]), None)
@@ -219,7 +235,7 @@ class Mirror:
         own, held = slot.own, slot.copied
         shards = {held.own: list(own.shards)}
         if held.ward >= 0:
-            shards[held.ward] = _shards(slot.mirrored, own.sharded, held.ward, held.ranks)
+            shards[held.ward] = _Layout(own.sharded, held.ward, held.ranks).shards(slot.mirrored)
         return Parts(own.skeleton, own.kinds, [], [tensor.clone() for tensor in own.replicated]), shards
 
     def forget_all_but(self, copied: Copied | None) -> None:
@@ -227,29 +243,25 @@ class Mirror:
         self._slots = [slot if copied and slot.copied[:3] == copied[:3] else _Slot() for slot in self._slots]
 
 
-def _layout(kinds: Iterable[Sharded], rank: int, ranks: int) -> tuple[list[tuple[int, int, tuple[int, ...]]], int]:
-    """Return ((start, bytes, shape) of each shard in one memory, the size of all)."""
-    found, start = [], 0
-    for kind in kinds:
-        shape = kind.local_shape(kind.part(rank, ranks))
-        size = torch.Size(shape).numel() * kind.dtype.itemsize
-        found.append((start, size, shape))
-        start += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return found, start
+class _Layout:
+    """The places of one rank's shards in one memory: (start, bytes, dtype, shape) of each."""
 
+    def __init__(self, kinds: Iterable[Sharded], rank: int, ranks: int) -> None:
+        self._spans: list[tuple[int, int, torch.dtype, tuple[int, ...]]] = []
+        self._size = 0
+        for kind in kinds:
+            shape = kind.local_shape(kind.part(rank, ranks))
+            size = math.prod(shape) * kind.dtype.itemsize
+            self._spans.append((self._size, size, kind.dtype, shape))
+            self._size += -(-size // _ALIGNMENT) * _ALIGNMENT
 
-def _room(memory: torch.Tensor, kinds: list[Sharded], rank: int, ranks: int) -> torch.Tensor:
-    """Return memory for a rank's shards: what there is if it fits, else new one."""
-    size = _layout(kinds, rank, ranks)[1]
-    return memory if memory.numel() == size else torch.zeros(size, dtype=torch.uint8)
+    def room(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return memory for the shards: what there is if it fits, else new one."""
+        return memory if memory.numel() == self._size else torch.zeros(self._size, dtype=torch.uint8)
 
-
-def _shards(memory: torch.Tensor, kinds: list[Sharded], rank: int, ranks: int) -> list[torch.Tensor]:
-    layout, _ = _layout(kinds, rank, ranks)
-    return [
-        memory[start : start + size].view(kind.dtype).view(shape)
-        for (start, size, shape), kind in zip(layout, kinds, strict=True)
-    ]
+    def shards(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards that lie in this memory, as views of it."""
+        return [memory[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in self._spans]
 
 
 def _pieces(memory: torch.Tensor) -> list[torch.Tensor]:

@@ -308,15 +308,7 @@ class Sharding:
         """Return the copies from which the state can be restored, if they are not older than the newest checkpoint."""
         directory = self.checkpoints.directory
         saved = next(iter(files.whole_ones(directory)), None) if directory and group.rank == 0 else None
-        row = [saved.step if saved else -1, *(number for copied in self._mirror.held() for number in copied)]
-        first, *rest = zip(*group.all_gather(torch.tensor(row, dtype=torch.int64)).tolist(), strict=True)
-        width = len(mirror.Copied._fields)
-        table = [
-            [mirror.Copied(*numbers[i : i + width]) for i in range(0, len(numbers), width)]
-            for numbers in zip(*rest, strict=True)
-        ]
-        source = mirror.choose(table)
-        return source if source is not None and source.copied.step >= first[0] else None
+        return self._mirror.source(group, saved.step if saved else -1)
 
     def _restore_copies(self, group: Group, number: int, source: Source, before: int) -> bool:
         step, _, ranks, *_ = source.copied

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.ray.unmodified_loops import EPOCHS, SAMPLES
 from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kfp_gpuquota.api import Progress
@@ -52,6 +54,20 @@ class Workers:
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None: ...
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None: ...
+
+    @contextlib.contextmanager
+    def opened(self, **options: Any) -> Iterator[None]:
+        """Open the job, and let the workers end once the block has."""
+        with self.coordinator as coordinator:
+            coordinator.call(lambda service: service.open(JOB, "secret", **options))
+            try:
+                yield
+                for worker in list(self.running):
+                    self.end(worker)
+            finally:
+                for program in self.running.values():
+                    program.kill()
+                    program.wait()
 
     def resize(self, *numbers: int) -> None:
         """Train with these workers from some step on; return when they do, and the others have ended."""
@@ -92,19 +108,11 @@ class Workers:
 @pytest.mark.slow
 def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and_three_workers(tmp_path: Path) -> None:
     workers = Workers(tmp_path, "train")
-    with workers.coordinator as coordinator:
-        coordinator.call(lambda service: service.open(JOB, "secret"))
-        try:
-            workers.resize(0, 1)
-            workers.resize(0)
-            workers.resize(0, 2, 3)
-            (tmp_path / "go").touch()
-            for worker in list(workers.running):
-                workers.end(worker)
-        finally:
-            for program in workers.running.values():
-                program.kill()
-                program.wait()
+    with workers.opened():
+        workers.resize(0, 1)
+        workers.resize(0)
+        workers.resize(0, 2, 3)
+        (tmp_path / "go").touch()
 
     seen = Counter(line for file in tmp_path.glob("seen-*") for line in file.read_text().splitlines())
     assert seen == Counter(f"{epoch} {number}" for epoch in range(EPOCHS) for number in range(SAMPLES))
@@ -120,16 +128,8 @@ def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and
 @pytest.mark.parametrize("loop", ["with_samplers", "with_accelerate", "with_lightning", "with_transformers"])
 def test_an_unmodified_loop_trains_one_model_on_two_workers(loop: str, tmp_path: Path) -> None:
     workers = Workers(tmp_path, loop, least=2)
-    with workers.coordinator as coordinator:
-        coordinator.call(lambda service: service.open(JOB, "secret", min_workers=2))
-        try:
-            workers.resize(0, 1)
-            for worker in list(workers.running):
-                workers.end(worker)
-        finally:
-            for program in workers.running.values():
-                program.kill()
-                program.wait()
+    with workers.opened(min_workers=2):
+        workers.resize(0, 1)
     first, second = (torch.load(file) for file in tmp_path.glob("model-*"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

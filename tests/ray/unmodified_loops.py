@@ -64,20 +64,26 @@ def train(config: dict[str, Any]) -> None:
             if not (directory / "go").exists():
                 time.sleep(0.02 if steps < SOME else 0.2 if steps < PLENTY else 1.0)
         schedule.step()
-        model.eval()
-        count = torch.zeros(1)
-        with torch.no_grad():
-            for x, _y in evaluation:
-                count += len(model(x))
-        dist.all_reduce(count)
+        count = evaluate(model, evaluation)
         workers = ray.train.get_context().get_world_size()
         rate = round(float(schedule.get_last_lr()[0]) / 0.99 ** (epoch + 1), 9)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "epoch").write_text(str(epoch))
             saved = Checkpoint.from_directory(folder) if ray.train.get_context().get_world_rank() == 0 else None
-            metrics = {"epoch": epoch, "evaluated": int(count), "workers": workers, "rate": rate}
+            metrics = {"epoch": epoch, "evaluated": count, "workers": workers, "rate": rate}
             ray.train.report(metrics, checkpoint=saved)
     torch.save(model.module.state_dict(), directory / f"model-{ray.train.get_context().get_world_rank()}")
+
+
+def evaluate(model: torch.nn.Module, evaluation: Any) -> int:
+    """The samples that all workers evaluate together; the model stays in evaluation mode."""
+    model.eval()
+    count = torch.zeros(1)
+    with torch.no_grad():
+        for x, _y in evaluation:
+            count += len(model(x))
+    dist.all_reduce(count)
+    return int(count)
 
 
 def net() -> torch.nn.Module:
@@ -100,13 +106,8 @@ def with_samplers(config: dict[str, Any]) -> None:
             mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-        model.eval()
-        count = torch.zeros(1)
-        with torch.no_grad():
-            for x, _y in evaluation:
-                count += len(model(x))
-        dist.all_reduce(count)
-        ray.train.report({"epoch": epoch, "evaluated": int(count)})
+        count = evaluate(model, evaluation)
+        ray.train.report({"epoch": epoch, "evaluated": count})
     with pytest.raises(UsageError, match=r"write: model.train\(\) before"):  # what a loop without model.train() reaches
         optimizer.step()
     assert schedule.last_epoch == steps == 3 * SAMPLES // (2 * BATCH)

@@ -123,7 +123,7 @@ class DatasetServer:
         for epoch in epochs:
             epoch.close()
         epochs.append(Epoch(number, _pieces(self._datasets[name])))
-        del epochs[:-2]  # a worker may have to be told of the end of the one before
+        del epochs[:-2]  # a worker may ask for the end of the one before
         return epochs[-1]
 
 

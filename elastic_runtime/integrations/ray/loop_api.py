@@ -25,7 +25,7 @@ from elastic_runtime.integrations.ray.ray_internals import (
     set_train_fn_utils,
 )
 from elastic_runtime.integrations.ray.reports import Point
-from elastic_runtime.integrations.ray.unmodified.driver import LoopDriver, LoopOptions
+from elastic_runtime.integrations.ray.unmodified.driver import LoopDriver, LoopOptions, Others
 from elastic_runtime.integrations.ray.unmodified.names import replace_names
 from elastic_runtime.loop.job import Job, current_job
 
@@ -50,7 +50,7 @@ class BackgroundErrors:
             raise getattr(error, "_base_exc", error)
 
 
-class Channel(Protocol):
+class Channel(Others, Protocol):
     """Where a worker's context asks what concerns all workers. `actor` is what Ray's own functions ask, if anything."""
 
     actor: Any
@@ -63,15 +63,6 @@ class Channel(Protocol):
 
     def nodes_of(self, workers: tuple[str, ...]) -> list[str]:
         """Return the nodes of these workers."""
-
-    def epoch(self) -> int:
-        """Return the epoch that the other workers train, as far as is known: 0 before."""
-
-    def note_epoch(self, epoch: int) -> None:
-        """Note that all train this epoch from now on. Does not wait."""
-
-    def agreed_batch(self, size: int) -> int:
-        """Return the batch size of the worker that asked first."""
 
 
 class ActorChannel:

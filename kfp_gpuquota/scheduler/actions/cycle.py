@@ -467,7 +467,7 @@ class Cycle:
 
 
 def _why_again(victim: Job, job: Job) -> str:
-    """Return the action by which the victim's worker was chosen, as far as it can be told from the jobs alone."""
+    """Return the action by which the victim's worker was chosen, as far as the jobs alone show it."""
     if victim.active >= victim.wanted and victim.lent:
         return "allocate"
     if victim.queue is not job.queue:

@@ -149,9 +149,6 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iterate(self._source, self._driver, self._device)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
 
 def iterate(source: LoaderSource, driver: LoopDriver, device: torch.device | None) -> Iterator[Any]:
     """Yield batches: of the job in training, else of this worker's share; one where the epoch is run again."""
