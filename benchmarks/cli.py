@@ -28,7 +28,7 @@ from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop, start_with
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 PROGRAM = str(Path(sys.executable).with_name("gpuquota"))
 BARE = [sys.executable, "-c", "pass"]
@@ -58,7 +58,7 @@ def main() -> None:
     print_result(**figures)
 
 
-def queue_jobs(client: Client, jobs: int) -> None:
+def queue_jobs(client: ClusterApi, jobs: int) -> None:
     """Jobs that wait behind one that holds the only GPU, for as long as this process runs."""
     client.create_project(Project(name="team", guaranteed=1))
     holder = f"while [ -e /proc/{os.getpid()} ]; do sleep 1; done"

@@ -25,8 +25,9 @@ from common import print_conditions, print_result
 
 from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
-from kfp_gpuquota.cluster.kubernetes.user_client.client import QUOTAS, KubernetesClient
+from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.user_client.projects import QUOTAS
 from tools.devcluster import DevCluster
 
 if TYPE_CHECKING:

@@ -54,9 +54,9 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import start_bench
-from benchmarks.common import milliseconds, print_conditions, print_result
-from benchmarks.kwok_bench import (
+import start_bench
+from common import milliseconds, print_conditions, print_result
+from kwok_bench import (
     Bench,
     Controller,
     install,
@@ -66,8 +66,9 @@ from benchmarks.kwok_bench import (
     until_settled,
     watching,
 )
-from benchmarks.reconnect import reconnect
-from benchmarks.review_load import beside
+from reconnect import reconnect
+from review_load import beside
+
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tools.devcluster import DevCluster, Options
 

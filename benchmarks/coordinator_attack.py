@@ -35,14 +35,15 @@ from typing import TYPE_CHECKING, Any, Final
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.common import print_conditions, print_result, written_certificates  # noqa: E402
+from common import print_conditions, print_result, written_certificates  # noqa: E402
+
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.service import serving  # noqa: E402
 from kfp_gpuquota.cluster.kubernetes.shards.server import bound_tls_memory  # noqa: E402
 from kfp_gpuquota.server.membership.service import MembershipService  # noqa: E402
 from kfp_gpuquota.server.transport.tls import load_pair  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
 MEMORY_BYTES: Final = 1 << 30
 JOBS: Final = 20
@@ -229,7 +230,7 @@ class Honest:
             try:
                 reader, writer = await http.open()
                 writer.write(http.head(f"workers/{worker}?incarnation={worker}", "Transfer-Encoding: chunked"))
-                hello = [{"event": "WorkerJoined"}, {"event": "WorkerReady"}]
+                hello: list[dict[str, Any]] = [{"event": "WorkerJoined"}, {"event": "WorkerReady"}]
                 if adopted:
                     hello = [{"event": "WorkerReconnected", "generation": adopted, "members": members, "step": 1}]
                 writer.write(chunk(*({**one, "worker": worker} for one in hello)))
@@ -354,8 +355,9 @@ async def gets_whose_answers_are_not_read(folder: Path) -> None:
 
     async def ask(_: int) -> None:
         http = Http(folder, ATTACKER)
-        reader, writer = await http.open()
-        reader._transport.pause_reading()  # noqa: SLF001
+        _reader, writer = await http.open()
+        assert isinstance(writer.transport, asyncio.ReadTransport)
+        writer.transport.pause_reading()
         body = json.dumps({"keys": [f"k{number}" for number in range(60)]}).encode()
         writer.write(http.head("store/1/get", f"Content-Length: {len(body)}") + body)
         await asyncio.sleep(3)
@@ -666,7 +668,7 @@ class Service:
 def program(*arguments: object) -> subprocess.Popen[str]:
     """Start a process of this file."""
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.coordinator_attack", *map(str, arguments)],
+        [sys.executable, __file__, *map(str, arguments)],
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -736,7 +738,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    programs = {"serve": serve, "train": train, "attack": attack}
+    programs: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {"serve": serve, "train": train, "attack": attack}
     if len(sys.argv) > 1 and sys.argv[1] in programs:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(programs[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:]))

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
+from kfp_gpuquota.server.membership.service import MembershipService
 from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
@@ -235,9 +237,9 @@ class Bench:
         while not self._closing:
             sentinels = {p.sentinel: w for w, p in list(self._processes.items()) if w not in received}
             for sentinel in wait_for_any(list(sentinels), timeout=0.01):
-                worker = sentinels[sentinel]  # type: ignore[index]
+                worker = sentinels[sentinel]
                 received.add(worker)
-                self.coordinator.call(lambda service, worker=worker: service.worker_exited(JOB, worker))
+                self.coordinator.call(partial(MembershipService.worker_exited, job_uid=JOB, worker=worker))
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no worker is left behind

@@ -41,7 +41,7 @@ from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop, start_with
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 IDLE_S = 10.0
 GPUS = 40
@@ -80,7 +80,7 @@ def main() -> None:
     print_result(**figures)
 
 
-def measure(client: Client, home: Home, tally: Path, jobs: int, kills: int) -> dict[str, object]:
+def measure(client: ClusterApi, home: Home, tally: Path, jobs: int, kills: int) -> dict[str, object]:
     """Run the load, then look at what is left."""
     client.create_project(Project(name="team", guaranteed=40))
     watcher = Watcher(home, jobs, kills)
@@ -107,7 +107,7 @@ def measure(client: Client, home: Home, tally: Path, jobs: int, kills: int) -> d
     }
 
 
-def measure_queue(client: Client, home: Home, hold: Path, queued: int, projects: int) -> dict[str, object]:
+def measure_queue(client: ClusterApi, home: Home, hold: Path, queued: int, projects: int) -> dict[str, object]:
     """Hold all GPUs, queue jobs, and look at what is slow with many of them."""
     names = [f"team-{number:04}" for number in range(projects)]
     for name in names:
@@ -151,7 +151,7 @@ def first_line_ms(command: list[str], environment: dict[str, str]) -> float:
     return round(statistics.median(seconds) * 1e3, 1)
 
 
-def arrival_ms(client: Client, hold: Path, project: str) -> float:
+def arrival_ms(client: ClusterApi, hold: Path, project: str) -> float:
     """Median time until a job that was submitted has been planned, in ms."""
     seconds = []
     for number in range(20):
@@ -164,7 +164,7 @@ def arrival_ms(client: Client, hold: Path, project: str) -> float:
     return round(statistics.median(seconds) * 1e3, 1)
 
 
-def restart_s(client: Client) -> float:
+def restart_s(client: ClusterApi) -> float:
     """From the kill of the daemon until another one has answered."""
     pid = client.health().pid
     begin = time.perf_counter()
@@ -216,7 +216,7 @@ def timed(command: list[str], environment: dict[str, str]) -> float:
     return round(statistics.median(seconds) * 1e3, 1)
 
 
-def idle_percent(client: Client) -> float:
+def idle_percent(client: ClusterApi) -> float:
     """Return the CPU time of the daemon without requests."""
     pid = client.health().pid
     before = cpu_seconds(pid)

@@ -36,8 +36,9 @@ from elastic_runtime.reduction.bucket_layout import PADDING, Bucket
 from elastic_runtime.reduction.exact import Exchange
 from elastic_runtime.reduction.sum_tree import joint_plan, range_plan
 from kfp_gpuquota.membership import Limits
-from tests.elastic_runtime.harness import JOB, Cluster, context
+from tests.elastic_runtime.harness import JOB, Cluster
 from tests.elastic_runtime.training import Plan, train
+from tests.forked import context
 from tests.polling import until
 
 if TYPE_CHECKING:

@@ -210,7 +210,7 @@ class Controller:
         """CPU time used so far, with its planner's."""
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return sum(cpu_s(int(one)) for one in (pid, *children))
+        return sum(cpu_s(one) for one in (pid, *map(int, children)))
 
     def stop(self) -> None:
         """End it."""

@@ -50,11 +50,11 @@ def worker(task: Task, environment: dict[str, str], steps: int, turn: int, answe
     assert session is not None
 
     def elastic_step() -> None:
-        session.begin_iteration(MicroBatch(0, len(x), len(x) * job.world_size, last=True))
+        iteration = session.begin_iteration(MicroBatch(0, len(x), len(x) * job.world_size, last=True))
         job.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        session.end_iteration()
+        session.end_iteration(iteration)
 
     def plain_step() -> None:
         wrapped(x).square().mean().backward()

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.browser import chromium, drawn_at, painted
-from benchmarks.common import milliseconds, print_conditions, print_result
+from browser import chromium, drawn_at, painted
+from common import milliseconds, print_conditions, print_result
+
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUDIENCE, AUTHORITY, AUTHORITY_FILE
 from kfp_gpuquota.cluster.kubernetes.web.planner import TOKEN_FILE
 from tests.kubernetes.conftest import install_crds

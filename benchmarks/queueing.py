@@ -331,7 +331,8 @@ def estimate_ms(repeats: int = 5) -> float:
 
 def reserved_rounds() -> int:
     """After how many rounds an 8-GPU job starts against an endless stream of one-GPU jobs of 8 rounds, of its team."""
-    state, ends = State(reserve_after_s=0.0), {}
+    state = State(reserve_after_s=0.0)
+    ends: dict[str, int] = {}
     state.apply(QuotaChanged(Project(name="team", guaranteed=8)))
     state.apply(NodeChanged(Node(name="n", devices=tuple(Device(index=i) for i in range(8)))))
     for now in range(2000):

@@ -30,7 +30,7 @@ from kfp_gpuquota.cluster.local.start import await_stop, start_with
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 RAYLETS = 4
 GPUS = 2
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def on_raylets(root: Path) -> Iterator[tuple[Client, Home]]:
+def on_raylets(root: Path) -> Iterator[tuple[ClusterApi, Home]]:
     """A Ray cluster, and this project's cluster on it with its home in `root`, for one project with all GPUs."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 (takes a second)
 
@@ -81,7 +81,7 @@ def node_directory(home: Home) -> Path:
     return home.root / "nodes"
 
 
-def run_with_kills(client: Client, home: Home, tally: Path, jobs: int) -> None:
+def run_with_kills(client: ClusterApi, home: Home, tally: Path, jobs: int) -> None:
     """Submit the jobs and wait until all have ended; meanwhile the daemon is killed three times."""
     for number in range(jobs):
         command = ("sh", "-c", f"echo {number} >> {tally}; sleep 0.1")
@@ -94,7 +94,7 @@ def run_with_kills(client: Client, home: Home, tally: Path, jobs: int) -> None:
     await_ended(client, jobs)
 
 
-def kill(client: Client, home: Home) -> None:
+def kill(client: ClusterApi, home: Home) -> None:
     """End the daemon with SIGKILL; the next request starts another one."""
     ended = sum(job.status.phase.final for job in client.list_jobs("team").jobs)
     os.kill(client.health().pid, signal.SIGKILL)
@@ -102,13 +102,13 @@ def kill(client: Client, home: Home) -> None:
     print(f"killed the daemon after {ended} jobs", flush=True)
 
 
-def await_ended(client: Client, count: int) -> None:
+def await_ended(client: ClusterApi, count: int) -> None:
     """Return when so many jobs have ended."""
     while sum(job.status.phase.final for job in client.list_jobs("team").jobs) < count:
         time.sleep(POLL_S)
 
 
-def counted(client: Client, tally: Path, jobs: int) -> tuple[int, int]:
+def counted(client: ClusterApi, tally: Path, jobs: int) -> tuple[int, int]:
     """Return how many jobs were lost, and how many ran more than once."""
     starts = Counter(tally.read_text().split())
     succeeded = sum(job.status.phase == "Succeeded" for job in client.list_jobs("team").jobs)

@@ -150,7 +150,7 @@ def table(config: dict[str, Any]) -> None:
 def by_hand(config: dict[str, Any]) -> None:
     """DistributedDataParallel and DistributedSampler without Ray's functions."""
     data = numbers()
-    sampler = DistributedSampler(data, shuffle=True, seed=3)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True, seed=3)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
     model = DistributedDataParallel(watched(network(8, 1), config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -205,7 +205,7 @@ def train(side: str, model: str, directory: str) -> None:
 
 def drain(address: str, node_id: str) -> None:
     """Announce to Ray that the node leaves in DRAIN_S seconds."""
-    from ray._raylet import GcsClient  # noqa: PLC0415
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # noqa: PLC0415
     from ray.core.generated import autoscaler_pb2  # noqa: PLC0415
 
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

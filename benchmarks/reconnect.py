@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import written_certificates
-from benchmarks.kwok_bench import REPOSITORY, cpu_s
+from common import written_certificates
+from kwok_bench import REPOSITORY, cpu_s
+
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
@@ -86,7 +87,7 @@ class Shard:
 
     def __init__(self, folder: Path, number: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.reconnect", "serve", str(folder)],
+            [sys.executable, __file__, "serve", str(folder)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
@@ -115,7 +116,7 @@ class Clients:
 
     def __init__(self, folder: Path, workers: list[dict[str, Any]]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.reconnect", "clients", str(folder)],
+            [sys.executable, __file__, "clients", str(folder)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
@@ -164,7 +165,7 @@ async def reconnect(options: argparse.Namespace, folder: Path) -> dict[str, Any]
             for index in range(options.job_size)
         ]
         notices = Notices(len(shards), material.trusted)
-        membership = ShardedMembership(notices, [shard.url for shard in shards], KEY, 1)
+        membership = ShardedMembership(notices, notices, [shard.url for shard in shards], KEY, 1)
         async with membership.serving():
             for uid in uids:
                 ids = [f"{uid}-{index}" for index in range(options.job_size)]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+from kwok_bench import REPOSITORY
 
-from benchmarks.kwok_bench import REPOSITORY
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
@@ -86,7 +86,7 @@ class Generator:
 
     def __init__(self, url: str, authority: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.review_load", url, str(authority)],
+            [sys.executable, __file__, url, str(authority)],
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

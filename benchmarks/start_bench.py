@@ -17,8 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import print_conditions, print_result
-from benchmarks.kwok_bench import Bench, Controller, in_parallel, install, make_nodes, make_team, watching
+from common import print_conditions, print_result
+from kwok_bench import Bench, Controller, in_parallel, install, make_nodes, make_team, watching
+
 from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import NAME, RETRY_S
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Lease

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from common import print_conditions, print_result
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

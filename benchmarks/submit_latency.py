@@ -26,7 +26,7 @@ from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop, start_with
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_api import ClusterApi
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def shown(pairs: list[tuple[float, float]]) -> dict[str, float]:
     return {"spawn_ms": spawn["median"], "list_ms": listed["median"]}
 
 
-def measure(client: Client, jobs: Path, name: str) -> tuple[float, float]:
+def measure(client: ClusterApi, jobs: Path, name: str) -> tuple[float, float]:
     """(seconds until the process, seconds until the list) of one job; returns when the job has ended."""
     begin_wall, begin = time.time(), time.perf_counter()
     job = client.submit(JobSpec(name=name, project="team", command=("true",)))

@@ -9,9 +9,8 @@ import json
 import os
 from pathlib import Path
 
+import conformance
 import pytest
-
-from benchmarks import conformance
 
 CASES = os.environ.get("GPUQUOTA_CONFORMANCE", "")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import coordinator_attack
 import pytest
-
-from benchmarks import coordinator_attack
 
 if TYPE_CHECKING:
     from pathlib import Path
