@@ -201,8 +201,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def may_be_preempted(self) -> bool:
-        """Whether its GPUs may be reclaimed for others."""
+        """Whether all of its GPUs may be reclaimed for others; else only those above `smallest` may."""
         return self.kind is Kind.TRAIN if self.preemptible is None else self.preemptible
+
+    def protected_of(self, held: float) -> float:
+        """Return how many of the GPUs that the job holds nobody may reclaim."""
+        if self.may_be_preempted:
+            return 0.0
+        return min(held, self.smallest) if self.elastic else held
 
     @property
     def effective_priority(self) -> int:

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 NAMED_BEFORE: Final = 3
 
 
+def preemption_of(spec: JobSpec) -> str:
+    """Return what others may reclaim of the job, as text."""
+    if spec.may_be_preempted:
+        return "preemptible"
+    return f"preemptible above {show_gpus(spec.smallest)}" if spec.elastic else "not preemptible"
+
+
 def request_of(spec: JobSpec) -> str:
     """Return what the job asks for: "4 GPUs, elastic from 2 to 8", "0.25 of a GPU, up to 0.5 while it is idle"."""
     if spec.shared:

@@ -135,17 +135,6 @@ def test_starting_with_less_than_requested() -> None:
     assert bind.reason.message == "starts with 1 GPU of the 2 requested"
 
 
-def test_a_job_that_cannot_be_preempted_says_why_it_stays_below_its_request() -> None:
-    world = world_of(4)
-    world.project("team-a", 1)
-    world.submit("steady", "team-a", 2, 1, 2, preemptible=False)
-    (bind,) = world.step().bind
-    assert bind.reason.message == (
-        "starts with 1 GPU of the 2 requested, which is what project team-a has left of its guaranteed 1 GPU for jobs "
-        "that cannot be preempted"
-    )
-
-
 def test_jobs_that_lack_the_same_do_not_all_start_when_it_is_released() -> None:
     world = world_of(2)
     world.project("team-a", 2)

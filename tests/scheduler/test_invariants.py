@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -102,14 +103,18 @@ class History(RuleBasedStateMachine):
         more=st.integers(0, 4),
         build=st.booleans(),
         priority=st.sampled_from([None, 10, 60, 90]),
+        preemptible=st.booleans(),
     )
-    def submit(self, project: str, size: int, low: int, more: int, priority: int | None, *, build: bool) -> None:
+    def submit(
+        self, project: str, size: int, low: int, more: int, priority: int | None, *, build: bool, preemptible: bool
+    ) -> None:
         self.count += 1
         name = f"j{self.count:03}"
         if build:
             self.world.session(name, project, size)
         else:
-            self.world.submit(name, project, size, min(low, size), size + more, priority=priority, gpus_per_worker=1)
+            quality = {"priority": priority, "preemptible": preemptible, "gpus_per_worker": 1}
+            self.world.submit(name, project, size, min(low, size), size + more, **quality)
 
     @rule(
         project=st.sampled_from(PROJECTS),
@@ -206,15 +211,22 @@ class History(RuleBasedStateMachine):
         assert decided.again_at is None or decided.again_at > self.world.now
         self.world.check_indexes()
         placed = {n.job for n in decided.nominate}
+        lost = Counter(self.world.workers[worker].job for worker in stopped(decided))
         for victim, beneficiary in victims(decided):
             if beneficiary != victim:  # a gang that was below its minimum for too long is stopped for itself
-                assert self.world.specs[victim].may_be_preempted, f"{victim} cannot be preempted"
+                left = self.world.size(victim) - lost[victim]
+                assert self.may_lose(victim, left), f"{victim} cannot be preempted, and keeps {left}"
                 assert beneficiary in placed, f"{victim} loses workers for {beneficiary}, which gets no place"
         for job in decided.waiting:
             assert self.world.size(job) == 0, f"{job} runs and has a waiting reason"
         bound = {b.job for b in decided.bind}
         waiting = {j for j in self.world.specs if not self.world.of(j)} - bound
         assert waiting <= set(decided.waiting)
+
+    def may_lose(self, job: str, left: int) -> bool:
+        """Return whether others may take workers of the job so that it keeps `left` GPUs."""
+        spec = self.world.specs[job]
+        return spec.may_be_preempted or left >= spec.smallest
 
     def teardown(self) -> None:
         if self.world.nodes:

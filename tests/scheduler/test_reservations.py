@@ -164,6 +164,19 @@ def test_a_job_that_has_ended_by_then_starts_on_what_is_kept_and_no_other_does()
     assert world.plan().waiting["whole"].details["starts_by"] == world.state.jobs["runs"].started_at + 100 + GRACE_S
 
 
+def test_only_the_lent_worker_of_a_job_comes_back_before_its_end() -> None:
+    """All workers of a job that was lent one counted as free at once, so that the stated time was too early."""
+    world = world_of(1, 5, team=5)
+    world.submit("elastic", "team", 2, 2, 3, max_runtime_s=1000.0, grace_period_s=GRACE_S)
+    world.submit("short", "team", 1, max_runtime_s=100.0, grace_period_s=GRACE_S)
+    world.settle()
+    assert world.size("elastic") == 3
+    world.submit("whole", "team", 5)
+    world.now += AFTER_S
+    details = world.plan().waiting["whole"].details
+    assert details["starts_by"] == world.state.jobs["elastic"].started_at + 1000 + GRACE_S
+
+
 def test_nothing_that_is_kept_costs_another_team_its_guarantee() -> None:
     world = world_of(1, 4, ours=2, theirs=2)
     for number in range(2):

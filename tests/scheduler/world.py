@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +28,11 @@ from kfp_gpuquota.scheduler import (
     plan,
 )
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.scheduler.state.model import Job
 
 
 def stopped(decided: Plan) -> list[str]:
@@ -235,6 +242,17 @@ class World:
             assert queue.leaving[0] == round(GPU * sum(r.gpus for r in mine if r.leaving))
             assert queue.held[0] == round(GPU * sum(r.gpus for r in mine if not r.leaving))
             assert queue.held[1] == round(MILLI * sum(r.cpu for r in mine if not r.leaving))
+            counts = Counter(r.job for r in mine if not r.leaving)
+            jobs = [(self.state.jobs[uid], count) for uid, count in counts.items()]
+            fixed = sum(job.request.amount(0).gpu * count for job, count in self._cores(jobs))
+            assert queue.fixed[0] == fixed, queue.name
+            assert queue.lent[0] == sum(job.request.amount(0).gpu * max(0, n - job.wanted) for job, n in jobs)
+
+    def _cores(self, jobs: Iterable[tuple[Job, int]]) -> Iterable[tuple[Job, int]]:
+        """Yield the jobs that cannot be preempted, with the workers that nobody may take."""
+        for job, count in jobs:
+            if not job.preemptible:
+                yield job, min(count, job.gang)
 
     def _project_of(self, running: Running) -> str:
         job = self.state.jobs[running.job]

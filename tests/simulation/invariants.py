@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ IDLE = re.compile(r"; (\d+) (?:is|are) idle(?: \((\d+) more (?:is|are) promised 
 HOLDS = re.compile(
     r"project (\w+) holds ([\d.]+)(?: \(and [\d.]+ promised\))? of its [a-z ]+[\d.]+(?: \(([\d.]+) more)?"
 )
-STARTS = re.compile(r"starts with (\d+) GPUs? of the (\d+) requested(.*)")
+STARTS = re.compile(r"starts with (\d+) GPUs? of the (\d+) requested")
 FIRST_OF = re.compile(r"so the first of (\d+) such jobs starts when")
 ENDED = re.compile(r"worker \d+ has ended with exit code 0")
 EXPANDED = re.compile(r"expanded from (\d+) to (\d+) GPUs: (\d+) GPUs? (?:is|are) idle")
@@ -157,31 +157,29 @@ class Invariants:
         if new.status.moves > old.status.moves and new.status.last_move is not None:
             self._count_restart(new, new.status.last_move.reason.beneficiary)
             self._check_move(old, new.status.last_move.reason.beneficiary)
+            self._check_core(new, new.status.last_move.reason.beneficiary)
         if new.status.evictions > old.status.evictions and new.status.last_eviction is not None:
             self._count_restart(new, new.status.last_eviction.reason.beneficiary)
+            self._check_core(new, new.status.last_eviction.reason.beneficiary)
         if new.status.restarts > old.status.restarts:
             self._check_charge(new, change)
         if len(new.status.resizes) > len(old.status.resizes):
             for wrong in contradictions(new):
                 self.fail(f"{new.spec.name} {wrong}")
 
+    def _check_core(self, stopped: JobRecord, beneficiary: str) -> None:
+        """Nobody else's job stops one that is not preemptible; for itself it stops when it ran below its minimum."""
+        if not stopped.spec.may_be_preempted and beneficiary != stopped.uid:
+            self.fail(f"{stopped.spec.name} is not preemptible, and loses its core: {stopped.status.reason}")
+
     def _check_start_reason(self, job: JobRecord, held: int) -> None:
-        """A session that starts with less than it asks for says that its project's guarantee has no more."""
+        """A start states the size it has and the size it asks for."""
         message = job.status.reason.message if job.status.reason is not None else ""
         found = STARTS.match(message)
         if found is None:
             return
         if (int(found[1]), int(found[2])) != (held, job.spec.gpus):
             self.fail(f"{job.spec.name} starts with {held} of {job.spec.gpus}, but {message!r}")
-        guaranteed = self.cluster.state.projects[job.spec.project].guaranteed
-        of_sessions = (r for r in self.cluster.alive_workers() if self._is_of_session(r, job.spec.project))
-        fixed = held + sum(record.worker.gpus for record in of_sessions)
-        if not job.spec.may_be_preempted and fixed + job.spec.worker_gpus > guaranteed and not found[3]:
-            self.fail(f"{job.spec.name} does not say why it starts with {held} of {job.spec.gpus}: {message!r}")
-
-    def _is_of_session(self, record: WorkerRecord, project: str) -> bool:
-        spec = self.cluster.state.jobs[record.worker.job_uid].spec
-        return spec.project == project and not spec.may_be_preempted
 
     def _check_move(self, moved: JobRecord, beneficiary: str) -> None:
         """A job that loses work is not moved for one that would hold more than its project's guarantee.
@@ -227,8 +225,12 @@ class Invariants:
         job = self.cluster.state.jobs[record.worker.job_uid]
         job = change.jobs.get(job.uid) or job
         ending = job.intent is not Intent.RUN or job.completing or job.uid in self.cluster.requested
-        if not job.spec.may_be_preempted and not ending and not self._has_failed(job):
-            self.fail(f"{job.spec.name} cannot be preempted and loses a worker: {job.status.reason}")
+        if job.spec.may_be_preempted or ending or self._has_failed(job):
+            return
+        workers = {w.worker.id: w for w in self.cluster.state.workers_of(job.uid)} | change.workers
+        left = [w for w in workers.values() if w.worker.job_uid == job.uid and w.alive and not w.released]
+        if sum(w.worker.gpus for w in left) < job.spec.protected_of(job.spec.gpus):
+            self.fail(f"{job.spec.name} cannot be preempted and loses a worker of its core: {job.status.reason}")
 
     def _has_failed(self, job: JobRecord) -> bool:
         return any(not w.alive and w.worker.exit_code for w in self.cluster.state.workers_of(job.uid))
@@ -360,12 +362,13 @@ class Invariants:
         if project is None:
             return False
         size = spec.smallest * min(1.0, spec.share_of(0))
-        held = fixed = 0.0
+        held, own = 0.0, defaultdict[str, float](float)
         for record in self.cluster.alive_workers():
             other = state.jobs[record.worker.job_uid]
             if other.spec.project == spec.project:
                 held += record.worker.gpus
-                fixed += 0 if other.spec.may_be_preempted else record.worker.gpus
+                own[other.uid] += record.worker.gpus
         if project.limit is not None and held + size > project.limit + EPSILON:
             return False
+        fixed = sum(state.jobs[uid].spec.protected_of(gpus) for uid, gpus in own.items())
         return spec.may_be_preempted or fixed + size <= project.guaranteed + EPSILON

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -280,9 +280,11 @@ class SimulatedKubernetes:
 
     def _held_by(self, project: str, *, fixed: bool = False) -> float:
         """Return the GPUs that a project's workers hold; with `fixed` those that cannot be preempted."""
-        specs = ((len(d), self.jobs[job_of(pod)].spec) for _, d, pod in self.kubelets.holders())
-        own = ((count, spec) for count, spec in specs if spec.project == project)
-        return sum(count * spec.share_of(0) for count, spec in own if not (fixed and spec.may_be_preempted))
+        held = defaultdict[str, float](float)
+        for _, devices, pod in self.kubelets.holders():
+            held[job_of(pod)] += len(devices) * self.jobs[job_of(pod)].spec.share_of(0)
+        own = ((self.jobs[job].spec, gpus) for job, gpus in held.items() if self.jobs[job].spec.project == project)
+        return sum(spec.protected_of(gpus) if fixed else gpus for spec, gpus in own)
 
     def _check_devices(self) -> None:
         """Of pods that are not pinned, only kube-scheduler decides which devices they get."""

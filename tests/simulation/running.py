@@ -89,8 +89,13 @@ class Playing:
             self._invariants.check()
 
     def _rest(self) -> None:
+        """Check the cluster at rest, once those workers are gone that are to leave: somebody may wait for them."""
         assert self.cluster is not None
         assert self._invariants is not None
+        leaving = any(record.released for record in self.cluster.alive_workers())
+        if leaving and self.cluster.loop.time() < self._last + REST_S + QUIET_S:
+            self.cluster.loop.call_later(LOOK_S, self._rest)
+            return
         self._invariants.check_rest()
         self.cluster.loop.rested.set()
 

@@ -9,7 +9,7 @@ import typer
 
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
-from kfp_gpuquota.api.wording import place_of, request_of, show_field
+from kfp_gpuquota.api.wording import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.cli.arguments.completion import complete_job, complete_named
 from kfp_gpuquota.cli.arguments.names import job_name, kind_and_name
 from kfp_gpuquota.cli.arguments.options import (
@@ -190,7 +190,7 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [
         ("project", spec.project),
         ("uid", job.uid),
-        ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {_preemptible(job)}"),
+        ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {preemption_of(spec)}"),
         ("labels", ", ".join(f"{key}={value}" for key, value in spec.labels.items())),
         ("command", shlex.join(spec.command)),
         ("asks for", request_of(spec)),
@@ -211,10 +211,6 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
         ("exit code", "" if status.exit_code is None else status.exit_code),
     ]
     return [(name, value) for name, value in facts if value != ""]
-
-
-def _preemptible(job: Job) -> str:
-    return "preemptible" if job.spec.may_be_preempted else "not preemptible"
 
 
 def _occurred(last: Occurrence | None) -> str:

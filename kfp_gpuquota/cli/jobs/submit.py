@@ -99,7 +99,11 @@ InteractiveOption = Annotated[
     bool, typer.Option("--interactive", help="A build session: within quota only, never preempted.")
 ]
 PreemptibleOption = Annotated[
-    bool | None, typer.Option("--preemptible/--not-preemptible", help="Whether others may take its GPUs back.")
+    bool | None,
+    typer.Option(
+        "--preemptible/--not-preemptible",
+        help="Whether others may take its GPUs back; not: at most down to its --min-gpus.",
+    ),
 ]
 PriorityOption = Annotated[int | None, typer.Option("--priority", help="Within the project; default 50, sessions 100.")]
 NodeOption = Annotated[

@@ -408,11 +408,11 @@ class LocalCluster:
             if job.spec.project == project.name:
                 gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
                 held["all"] += gpus
-                held["fixed"] += 0 if job.spec.may_be_preempted else gpus
+                held["fixed"] += job.spec.protected_of(gpus)
         held = {kind: as_number(gpus) for kind, gpus in held.items()}
         if held["fixed"] > project.guaranteed:
             raise ConflictError(
-                f"project {project.name!r} holds {show_gpus(held['fixed'])} in sessions that cannot be preempted, more "
+                f"project {project.name!r} holds {show_gpus(held['fixed'])} in jobs that cannot be preempted, more "
                 f"than the new guaranteed {project.guaranteed}; delete some of them first"
             )
         if project.limit is not None and held["all"] > project.limit:

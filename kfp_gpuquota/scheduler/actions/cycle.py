@@ -237,7 +237,7 @@ class Cycle:
             reservation.hold(self.ledger)
 
     def _allocate_reserved(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
-        if job.preemptible and quota.within_guarantee(job.queue, amount):
+        if job.active >= job.core and quota.within_guarantee(job.queue, amount):
             return False
         mark = self.ledger.mark()
         if not self._allocate(job, tasks, amount):
@@ -452,7 +452,7 @@ class Cycle:
         return (share, -gain(job.throughput, job.active), job.lent, -job.priority, job.submitted_at, job.uid)
 
     def _may_borrow(self, job: Job) -> bool:
-        return job.preemptible and job not in self.victims and job.wanted <= job.active < job.most
+        return job not in self.victims and job.wanted <= job.active < job.most
 
     def _settled(self, job: Job) -> bool:
         """Return whether the job's cool-down and deferral are over. All growth within one plan is one change."""

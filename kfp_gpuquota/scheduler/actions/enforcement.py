@@ -1,7 +1,7 @@
 """Chooses the workers that a project loses whose limit was lowered below its use, once that is enforced.
 
 Workers above what their job requests go first, then those above a gang's minimum, then whole jobs: each by the lowest
-priority, and the youngest of equals. Jobs that cannot be preempted keep their workers, so a project may stay above its
+priority, and the youngest of equals. Jobs that cannot be preempted keep their gangs, so a project may stay above its
 limit; nothing more starts in it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.scheduler.state.groups import loose
 from kfp_gpuquota.scheduler.state.model import Status
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def enforce(ledger: Ledger) -> Iterator[Task]:
     """Mark workers as leaving until no enforced limit is exceeded, and yield them."""
     for queue in ledger.queues.values():
         while queue.enforced and _exceeds(queue):
-            job = min((job for job in _running(queue) if job.preemptible and job.active), key=_order, default=None)
+            job = min((job for job in _running(queue) if _part(job)), key=_order, default=None)
             if job is None:
                 break
             for task in _part(job):
@@ -46,6 +47,7 @@ def _order(job: Job) -> tuple[int, int, float, str]:
 
 
 def _part(job: Job) -> list[Task]:
-    """Return the job's youngest worker where it can do without, else all of them."""
+    """Return the job's youngest worker that it can do without, else all of them; of a core none."""
     held = [task for task in job.tasks.values() if task.status is Status.HELD]
-    return [max(held, key=lambda task: task.index)] if job.surplus and job.groups is None else held
+    spare = loose(job, sorted(held, key=lambda task: -task.index))
+    return spare[:1] or (held if job.preemptible else [])

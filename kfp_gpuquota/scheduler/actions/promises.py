@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
-from kfp_gpuquota.scheduler.state.groups import below, next_tasks
+from kfp_gpuquota.scheduler.state.groups import below, loose, next_tasks
 from kfp_gpuquota.scheduler.state.model import Status, Task
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _ask_again(ledger: Ledger, promised: Iterable[Job], workers: Mapping[str, Ta
     asked: Asked = {}
     for job in promised:
         for task in (workers[worker] for worker in job.victims if worker in workers):
-            if task.status is Status.HELD and task.job.preemptible:
+            if task.status is Status.HELD and (task.job.preemptible or loose(task.job, [task])):
                 ledger.set(task, Status.LEAVING, task.node, task.devices)
                 asked[task] = job
     return asked
@@ -135,13 +135,13 @@ def _task_for(job: Job, part: str, waiting: list[Task], leaving: list[Task]) -> 
 
 
 def _barred(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> bool:
-    """Return whether a limit, or for a session the guarantee, forbids what was nominated (it is counted already)."""
+    """Return whether a limit, or for a core the guarantee, forbids what was nominated (it is counted already)."""
     amount = quota.total(ledger, tasks)
     for queue in job.queue.path:
         if quota.exceeds(queue, amount, fairly=False):
             return True
         fixed = zip(queue.fixed, queue.deserved, amount, strict=True)
-        if not job.preemptible and any(value and held > deserved for held, deserved, value in fixed):
+        if job.active - len(tasks) < job.core and any(value and held > deserved for held, deserved, value in fixed):
             return True
     return False
 

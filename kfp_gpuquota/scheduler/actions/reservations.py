@@ -123,7 +123,7 @@ class Reservation:
         if self.starts_by < UNLIMITED:
             return job.priority > self.job.priority and quota.rivals(self.job.queue, job.queue) is None
         rivals = quota.rivals(self.job.queue, job.queue)
-        if rivals is None or not job.preemptible:
+        if rivals is None or job.active <= job.core:
             return job.priority > self.job.priority
         if min(job.min_run_time_s, ledger.reclaim_shelter_s) > 0:
             return False
@@ -309,7 +309,7 @@ def _candidate(host: Host, task: Task, most: int, now: float) -> _Candidate | No
     workers = _room(host, request, staying)
     if workers < 1:
         return None
-    lent = {device for other in ending if other.job.lent for device in other.devices}
+    lent = {device for other in _lent_on(host) for device in other.devices}
     share = min(request.share_of(host.gpu_memory_mib), GPU)
     idle = sum(host.idle(device) >= share or device in lent for device in host.devices)
     latest = max((other.started_at for other in ending), default=0.0)
@@ -317,9 +317,20 @@ def _candidate(host: Host, task: Task, most: int, now: float) -> _Candidate | No
     return _Candidate(min(idle, workers * request.devices), latest, host, workers, free_at)
 
 
+def _lent_on(host: Host) -> set[Task]:
+    """Return the lent workers on the host. Of a job on several hosts none: it is open where it would lose them."""
+    lent: set[Task] = set()
+    for job in {task.job for task in host.tasks}:
+        if job.lent and len(job.hosts) == 1:
+            held = [task for task in job.tasks.values() if task.status is Status.HELD]
+            lent.update(sorted(held, key=lambda task: -task.index)[: job.lent])
+    return lent
+
+
 def _free_at(host: Host, request: Request, workers: int, now: float) -> float:
     """Return when so many workers fit at the latest, by the ends that are enforced; `inf` if unknown or far away."""
-    staying = [other for other in host.tasks if other.status is not Status.LEAVING and not other.job.lent]
+    lent = _lent_on(host)
+    staying = [other for other in host.tasks if other.status is not Status.LEAVING and other not in lent]
     free_at = now
     for other in sorted(staying, key=lambda other: other.job.ends_by(now)):
         if _room(host, request, staying) >= workers:

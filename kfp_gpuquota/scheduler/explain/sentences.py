@@ -9,9 +9,8 @@ import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import MIB, show_mib
-from kfp_gpuquota.scheduler.fairness.quota import barred_by_guarantee
 from kfp_gpuquota.scheduler.state.groups import below
-from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Amount, Job, Request, Task
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Job, Request, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,22 +32,10 @@ def started(job: Job, workers: int) -> Reason:
     held = asked(job, workers)
     requested = ""
     if workers < job.wanted:
-        requested = f" of the {count(_gpus(job, job.wanted))} requested{_why_no_more(job)}"
+        requested = f" of the {count(_gpus(job, job.wanted))} requested"
     elif workers > job.wanted:
         requested = f", {count(_gpus(job, workers - job.wanted))} more than requested: nobody else needs them"
     return Reason(code=ReasonCode.FITS, message=f"starts with {held}{requested}", project=job.queue.name)
-
-
-def _why_no_more(job: Job) -> str:
-    """Return why a job that just started has no more, if its project's guarantee is the cause."""
-    barred = barred_by_guarantee(job, Amount(_gpus(job, 1), 0, 0))
-    if barred is None:
-        return ""
-    queue = barred.queue
-    return (
-        f", which is what project {queue.label} has left of its guaranteed {gpus(queue.deserved.gpu)} for jobs that "
-        "cannot be preempted"
-    )
 
 
 def expanded(job: Job, before: int, after: int) -> Reason:

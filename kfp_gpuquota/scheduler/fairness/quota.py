@@ -1,4 +1,4 @@
-"""Checks quotas: limits at every level, the guarantee for non-preemptible jobs, and the fair share for reclaim."""
+"""Checks quotas: limits at every level, the guarantee for cores (`Job.core`), and the fair share for reclaim."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def barred_by_limit(job: Job, amount: Amount, *, future: bool) -> Barred | None:
 
 
 def barred_by_guarantee(job: Job, amount: Amount) -> Barred | None:
-    """Return the guaranteed quota that a non-preemptible job would exceed at some level; None for other jobs."""
-    if job.preemptible:
+    """Return the guaranteed quota that the core of a job that is not preemptible would exceed at some level."""
+    if job.active >= job.core:
         return None
     for queue in job.queue.path:
         for r, value in enumerate(amount):

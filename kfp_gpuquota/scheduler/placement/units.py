@@ -150,7 +150,8 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
             tasks.sort(key=lambda t: (t.priority, -t.index))
             single = loose(job, tasks)
             _add_single(attempt, job, single, units)
-        if len(tasks) > len(single) and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
+        whole = job.preemptible and len(tasks) > len(single)
+        if whole and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
             everything = tasks if job.active == 1 else _all_of(attempt, job)
             if len(everything) == job.active and job not in attempt.sheltered:
                 units.append(_unit(attempt, Stage.WHOLE, job, tuple(everything)))
@@ -176,9 +177,7 @@ def _add_single(attempt: Attempt, job: Job, tasks: list[Task], units: list[Unit]
 
 
 def may_be_victim(attempt: Attempt, job: Job) -> bool:
-    """Return whether the job may lose workers, by the rules that do not depend on what was evicted already."""
-    if not job.preemptible:
-        return False
+    """Return whether the job may lose workers that it requests, by the rules that no eviction changes."""
     same = job.queue is attempt.job.queue
     if attempt.mode is Mode.PREEMPT:
         return same and job.priority < attempt.job.priority

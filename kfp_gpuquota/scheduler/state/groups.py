@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.state.model import Status
+from kfp_gpuquota.scheduler.state.model import UNLIMITED, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,9 +43,9 @@ def next_tasks(job: Job) -> list[Task]:
 
 
 def loose(job: Job, tasks: list[Task]) -> list[Task]:
-    """Return those of the tasks, in their order, that may be evicted one by one."""
-    if job.groups is None:
-        return tasks[: max(0, job.active - job.gang)]
+    """Return those of the tasks, in their order, that may be evicted one by one: none of a gang, or of a core."""
+    if job.groups is None or job.core == UNLIMITED:
+        return _outside_core(job, tasks)[: int(max(0, job.active - max(job.gang, job.core)))]
     if below(job):
         return []
     active, spare = active_by_set(job), []
@@ -55,6 +55,19 @@ def loose(job: Job, tasks: list[Task]) -> list[Task]:
             active[task.group] -= 1
             spare.append(task)
     return spare
+
+
+def _outside_core(job: Job, tasks: list[Task]) -> list[Task]:
+    """Return those of the tasks that may end now: of those that run already, a core keeps as many as it has tasks."""
+    if not job.core:
+        return tasks
+    running = sum(task.status is Status.HELD for task in job.tasks.values())
+    found: list[Task] = []
+    for task in tasks:
+        if task.status is not Status.HELD or running > job.core:
+            running -= task.status is Status.HELD
+            found.append(task)
+    return found
 
 
 def leaves(group: Group) -> Iterable[Group]:

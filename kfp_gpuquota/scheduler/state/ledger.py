@@ -201,10 +201,11 @@ class Ledger:
             self._count_job(task, host, new, 1)
 
     def _count_job(self, task: Task, host: Host | None, column: int, sign: int) -> None:
-        job, lent = task.job, False
+        job, lent, fixed = task.job, False, False
         leaving = column == _LEAVING
         if not leaving:
-            lent = job.active + (sign > 0) > job.wanted
+            number = job.active + (sign > 0)
+            lent, fixed = number > job.wanted, number <= job.core
             job.active += sign
             _note_running(job, sign)
             if task.status is not Status.HELD and task.moved is None:
@@ -214,7 +215,7 @@ class Ledger:
         in_pool[pool] = in_pool.get(pool, 0.0) + sign * amount.gpu
         self.lent_tasks += sign * lent
         self.touched_queues.append(job.queue)
-        count_queues(job, amount, sign, leaving=leaving, lent=lent)
+        count_queues(job, amount, sign, leaving=leaving, lent=lent, fixed=fixed)
 
     def _count_host(self, task: Task, host: Host, old: int | None, new: int | None) -> None:
         """Count the task in column `new` instead of `old`; None: not on the host."""
@@ -337,26 +338,26 @@ def _count_sharers(host: Host, devices: tuple[int, ...], old: int | None, new: i
 
 
 def _note_running(job: Job, sign: int) -> None:
-    """Update the queue's running jobs, and its count of preemptible ones by priority."""
+    """Update the queue's running jobs, and its count by priority of those that may lose workers."""
     queue = job.queue
     if job.active == (sign > 0):
         if sign > 0:
             queue.running[job] = None
         else:
             queue.running.pop(job, None)
-        if job.preemptible:
+        if job.preemptible or job.most > job.gang:
             queue.priorities[job.priority] = queue.priorities.get(job.priority, 0) + sign
 
 
-def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bool) -> None:
+def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bool, fixed: bool) -> None:
     """Add one task's amount, times `sign`, to its queue and all ancestors."""
     resources = [(r, sign * value) for r, value in enumerate(amount) if value]
     for queue in job.queue.path:
         queue.version += 1
         columns = [queue.leaving] if leaving else [queue.held]
-        if not leaving and lent:
+        if lent:
             columns.append(queue.lent)
-        if not leaving and not job.preemptible:
+        if fixed:
             columns.append(queue.fixed)
         for column in columns:
             for r, value in resources:

@@ -341,6 +341,13 @@ class Job:
         return max(0, self.active - self.gang)
 
     @property
+    def core(self) -> float:
+        """The number of tasks that nobody takes: the gang of a job that is not preemptible, with parts all of it."""
+        if self.preemptible:
+            return 0
+        return self.gang if self.groups is None or not self.groups.children else UNLIMITED
+
+    @property
     def lent(self) -> int:
         """The number of tasks above the request, which are evicted first."""
         return max(0, self.active - self.wanted)

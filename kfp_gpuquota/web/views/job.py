@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.quantity import show_gpus
-from kfp_gpuquota.api.wording import request_of
+from kfp_gpuquota.api.wording import preemption_of, request_of
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.live import Elements
@@ -106,8 +106,7 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
     spec, status = job.spec, job.status
     yield "Asks for", request_of(spec)
     yield "Holds", show_gpus(status.gpus)
-    preemptible = "preemptible" if spec.may_be_preempted else "not preemptible"
-    yield "Type", f"{spec.kind.value}, priority {spec.effective_priority}, {preemptible}"
+    yield "Type", f"{spec.kind.value}, priority {spec.effective_priority}, {preemption_of(spec)}"
     if status.progress is not None:
         total = f" of {status.progress.total_steps:,}" if status.progress.total_steps else ""
         yield "Step", f"{status.progress.step:,}{total}, epoch {status.progress.epoch:,}"

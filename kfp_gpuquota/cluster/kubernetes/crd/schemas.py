@@ -42,7 +42,8 @@ _JOB_FIELDS: Final = {
     "gpuCompute": "Fraction of each GPU's computing power, beside a share of its memory; enforced by NVIDIA MPS.",
     "gpuDevices": "Number of GPUs of one node of which the job holds a share; default 1.",
     "priority": "Priority within the project; default 50 for train, 100 for build.",
-    "preemptible": "Whether the job may be preempted; default true for train, false for build.",
+    "preemptible": "Whether the job may be preempted; default true for train, false for build. If not, minGpus of an"
+    " elastic job are protected, within the guaranteed quota, and the rest is borrowed.",
     "gracePeriodSeconds": "Seconds that a worker has to exit after it was asked to stop.",
     "maxRestarts": "Number of times that failed workers are replaced before the job fails.",
     "restartWindowSeconds": "Seconds without a restart after which restarts are counted from 0 again; default 21600.",

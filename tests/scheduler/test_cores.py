@@ -1,0 +1,94 @@
+"""A job that is not preemptible has a core, its minimum within the guarantee; what it has above that is borrowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kfp_gpuquota.scheduler import LimitEnforced
+from tests.scheduler.world import World
+
+
+def cluster(gpus: int, **guaranteed: int) -> World:
+    world = World()
+    world.node("node", gpus)
+    for name, quota in guaranteed.items():
+        world.project(name, quota)
+    return world
+
+
+def held(world: World) -> dict[str, int]:
+    """Return the GPUs of the jobs that have some."""
+    return {job: size for job in world.specs if (size := world.size(job))}
+
+
+def test_it_borrows_what_is_idle_and_gives_it_back_within_a_round() -> None:
+    world = cluster(8, team=2, other=6)
+    world.submit("steady", "team", 2, 2, 8, preemptible=False)
+    world.settle()
+    assert held(world) == {"steady": 8}
+    world.submit("theirs", "other", 6)
+    world.settle()
+    assert held(world) == {"steady": 2, "theirs": 6}
+
+
+@pytest.mark.parametrize("gpus", [2, 5, 8], ids=["only the core", "partly requested", "all requested"])
+def test_what_it_requests_above_its_minimum_may_exceed_the_guarantee(gpus: int) -> None:
+    world = cluster(8, team=2, other=6)
+    world.submit("steady", "team", gpus, 2, 8, preemptible=False)
+    world.settle()
+    assert held(world) == {"steady": 8}
+    world.submit("theirs", "other", 6)
+    world.settle()
+    assert held(world) == {"steady": 2, "theirs": 6}
+
+
+def test_no_priority_takes_its_core() -> None:
+    world = cluster(4, team=4)
+    world.submit("steady", "team", 4, 2, 4, preemptible=False, priority=10)
+    world.settle()
+    world.submit("urgent", "team", 4, priority=90)
+    world.settle()
+    assert held(world) == {"steady": 4}, "what it has above its core does not suffice, so it loses nothing"
+    world.submit("small", "team", 2, priority=90)
+    world.settle()
+    assert held(world) == {"steady": 2, "small": 2}
+
+
+def test_its_core_needs_the_guarantee_to_start() -> None:
+    world = cluster(8, team=2, other=6)
+    world.submit("steady", "team", 4, 3, 8, preemptible=False)
+    world.settle()
+    assert held(world) == {}
+    reason = world.plan().waiting["steady"]
+    assert "guaranteed" in reason.message
+    world.project("team", 3)
+    world.settle()
+    assert held(world) == {"steady": 8}
+
+
+def test_cores_of_several_jobs_share_the_guarantee() -> None:
+    """A second one starts although the first one holds more than all of the guarantee."""
+    world = cluster(8, team=4, other=4)
+    world.submit("first", "team", 2, 2, 8, preemptible=False)
+    world.settle()
+    world.session("notebook", "team", 2)
+    world.settle()
+    assert held(world) == {"first": 6, "notebook": 2}
+    world.submit("theirs", "other", 4)
+    world.settle()
+    assert held(world) == {"first": 2, "notebook": 2, "theirs": 4}
+
+
+@pytest.mark.parametrize("topology", [None, "rack"])
+def test_an_enforced_limit_costs_only_what_is_above_the_core(topology: str | None) -> None:
+    """With a topology all of its workers were stopped."""
+    world = cluster(0, team=2)
+    world.node("racked", 8, labels={"rack": "a"})
+    world.submit("steady", "team", 6, 2, 8, preemptible=False, required_topology=topology)
+    world.settle()
+    assert held(world) == {"steady": 8}
+    world.project("team", 0, 1)
+    world.projects.clear()
+    world.state.apply(LimitEnforced("team"))
+    world.settle()
+    assert held(world) == {"steady": 2}
