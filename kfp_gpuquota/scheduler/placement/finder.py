@@ -128,8 +128,8 @@ class Finder:
         heappush(heap, (_cost(chosen, host), self._serial, host.version, host, chosen, _sizes(chosen)))
 
     @staticmethod
-    def _rank(attempt: Attempt, queue: Queue, entry: Entry) -> tuple[bool, float, float, Cost]:
-        return (entry[0][0][0], -attempt.ratio(queue), -queue.created, entry[0])
+    def _rank(attempt: Attempt, queue: Queue, entry: Entry) -> tuple[bool, tuple[float, ...], Cost]:
+        return (entry[0][0][0], attempt.below_share(queue), entry[0])
 
 
 def _sizes(chosen: list[Unit]) -> tuple[int, ...]:
@@ -140,5 +140,5 @@ def _sizes(chosen: list[Unit]) -> tuple[int, ...]:
 def _cost(chosen: list[Unit], host: Host) -> Cost:
     """Return the value of the most expensive unit without its queue, the number of victims, and the host's name."""
     dearest = chosen[-1].key
-    key = (dearest[0], 0.0, 0.0, *dearest[3:])
+    key = (dearest[0], (), *dearest[2:])
     return (key, sum(len(u.tasks) for u in chosen), host.name)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
 
-UnitKey = tuple[bool, float, float, "Stage", tuple[int, bool, float, float, str], int]
+UnitKey = tuple[bool, tuple[float, ...], "Stage", tuple[int, bool, float, float, str], int]
 
 
 class Mode(IntEnum):
@@ -60,7 +60,7 @@ class Attempt:
     tasks: Sequence[Task]
     mode: Mode
     amount: Amount
-    ratios: dict[Queue, float] = field(default_factory=dict)
+    ratios: dict[Queue, tuple[float, ...]] = field(default_factory=dict)
     within: frozenset[Queue] = frozenset()
     sheltered: Collection[Job] = ()
     kept: Collection[Task] = ()
@@ -75,10 +75,14 @@ class Attempt:
         """Return whether the task runs, or was only promised its placement."""
         return task.status is Status.HELD or (task.status is Status.NOMINATED and task in self.kept)
 
-    def ratio(self, queue: Queue) -> float:
-        """Return the queue's dominant share of what it keeps; constant during one attempt."""
+    def below_share(self, queue: Queue) -> tuple[float, ...]:
+        """Return the negative dominant share of what each of its branches keeps, from the root to the queue.
+
+        The branch furthest above its share sorts first, at each level. Constant during one attempt.
+        """
         if queue not in self.ratios:
-            self.ratios[queue] = dominant_share(queue, [queue.claim(r) for r in range(3)])
+            above = () if queue.parent is None else self.below_share(queue.parent)
+            self.ratios[queue] = (*above, -dominant_share(queue, [queue.claim(r) for r in range(3)]))
         return self.ratios[queue]
 
 
@@ -187,8 +191,7 @@ def may_be_victim(attempt: Attempt, job: Job) -> bool:
 def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> Unit:
     key = (
         stage is not Stage.LENT,
-        -attempt.ratio(job.queue),
-        -job.queue.created,
+        attempt.below_share(job.queue),
         stage,
         # A job that does not return to the queue loses all of its work; others lose the work since their last
         # checkpoint. A worker above the gang loses nothing.
