@@ -330,3 +330,20 @@ def test_a_job_that_waits_to_grow_may_be_stopped_for_the_one_that_is_served_firs
 
 def test_the_time_is_half_an_hour_unless_another_one_is_set() -> None:
     assert World().state.ledger.reserve_after_s == RESERVE_AFTER_S == 1800
+
+
+def test_jobs_for_which_nothing_can_be_kept_do_not_hide_that_of_a_later_team() -> None:
+    """Sixteen teams were looked at."""
+    world = World()
+    world.state.ledger.reserve_after_s = AFTER_S
+    for number in range(20):
+        world.node(f"n{number:02}", 4, labels={"rack": "a"})
+        world.project(f"team-{number:02}", 4)
+        world.submit(f"small-{number:02}", f"team-{number:02}", 1, node=f"n{number:02}")
+    world.settle()
+    for number in range(20):
+        near = "rack" if number < 19 else None
+        world.submit(f"large-{number:02}", f"team-{number:02}", 4, gpus_per_worker=4, preferred_topology=near)
+    world.now += AFTER_S
+    waiting = world.plan().waiting
+    assert [job for job, reason in waiting.items() if "reserved_nodes" in reason.details] == ["large-19"]

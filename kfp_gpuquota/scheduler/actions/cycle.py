@@ -95,6 +95,7 @@ class Cycle:
         self.again_at: float | None = None
         self.reserved: dict[Job, Reservation] = {}
         self.tried: set[Job] = set()  # in vain, before the first action
+        self.unreservable: set[tuple[Group | None, Request, int]] = set()  # no nodes can be kept for such jobs
         self.lacking: dict[Queue, Reservation] = {}
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
@@ -157,8 +158,10 @@ class Cycle:
         waited, soonest = overdue(self.ledger, self.shapes, self.now, self.ledger.reserve_after_s)
         if soonest is not None:
             self._too_early(soonest)
-        for jobs in waited[: 2 * MOST]:
-            for job in jobs[: 0 if len(self.reserved) == MOST else None]:
+        for jobs in waited:
+            if len(self.reserved) == MOST:
+                break
+            for job in jobs:
                 tasks = next_tasks(job)
                 amount = quota.total(self.ledger, tasks)
                 if not tasks or job in self.touched or job in self.victims or self._is_deferred(job):
@@ -182,10 +185,15 @@ class Cycle:
     def _hold(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
             return False
+        alike = job.groups, job.request, len(tasks)
+        if alike in self.unreservable:
+            return False
         found = reserve(self.ledger, job, tasks, self.now)
-        if found is not None:
-            self.reserved[job] = self.lacking[job.queue] = found
-        return found is not None
+        if found is None:
+            self.unreservable.add(alike)
+            return False
+        self.reserved[job] = self.lacking[job.queue] = found
+        return True
 
     def would_overtake(self, job: Job, amount: Amount) -> Job | None:
         """Return the job that is going to need the part of their queue's guarantee that this one would use, or None."""
