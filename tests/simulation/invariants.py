@@ -354,6 +354,20 @@ class Invariants:
             left = left_for(job.uid, free, plan.waiting)
             if job.status.phase is Phase.PENDING and self._may_start(job) and fits(job.spec, left):
                 self.fail(f"{job.spec.name} waits and could start: {job.status.reason}")
+            if job.status.phase is Phase.RUNNING and self._may_grow(job) and fits(job.spec, left, workers=1):
+                self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")
+
+    def _may_grow(self, job: JobRecord) -> bool:
+        """Return whether the job and its project's limit allow one more worker."""
+        state, spec = self.cluster.state, job.spec
+        held = sum(record.worker.gpus for record in state.alive_of(job.uid))
+        if held + spec.worker_gpus > spec.largest or job.intent is not Intent.RUN:
+            return False
+        if job.completing or job.growth_failed is not None:
+            return False
+        own = (r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == spec.project)
+        limit = state.projects[spec.project].limit
+        return limit is None or sum(r.worker.gpus for r in own) + spec.worker_gpus <= limit + EPSILON
 
     def _may_start(self, job: JobRecord) -> bool:
         """Return whether limits and, for a session, the guarantee admit its smallest size."""

@@ -330,6 +330,8 @@ class SimulatedKubernetes:
                 self.fail(f"{name} is charged {charged} restarts, and failed {failed} times")
             if status.get("phase") == "Pending" and self._may_start(spec) and fits(spec, left):
                 self.fail(f"{name} waits and could start: {status.get('message')}")
+            if status.get("phase") == "Running" and self._may_grow(name, gpus) and fits(spec, left, workers=1):
+                self.fail(f"{name} could have one more worker: {status.get('message')}")
 
     async def _check_restart(self) -> None:
         """A restarted controller has the state that this one has, and would decide what it does.
@@ -364,6 +366,17 @@ class SimulatedKubernetes:
     def _nodes(self) -> dict[str, Node]:
         sizes = {name: gpus for name, gpus in self.kubelets.nodes.items() if name not in self.kubelets.lost}
         return {n: Node(name=n, devices=tuple(Device(index=i) for i in range(gpus))) for n, gpus in sizes.items()}
+
+    def _may_grow(self, name: str, held: float) -> bool:
+        """Return whether a job that holds so many GPUs, and its project's limit, allow one more worker."""
+        assert self.controller is not None
+        spec = self.jobs[name].spec
+        record = next(job for job in _jobs(self.controller) if job.spec.name == name)
+        if record.completing or record.growth_failed is not None:
+            return False
+        limit = self.world.objects[watches.QUOTAS][spec.project]["spec"].get("limit", float("inf"))
+        fits_project = self._held_by(spec.project) + spec.worker_gpus <= limit + EPSILON
+        return fits_project and held + spec.worker_gpus <= spec.largest
 
     def _may_start(self, spec: JobSpec) -> bool:
         """Return whether limits and, for a job that cannot be preempted, the guarantee admit its smallest size."""

@@ -32,10 +32,10 @@ def left_for(uid: str, free: Free, waiting: Mapping[str, Reason]) -> Free:
     return {node: devices for node, devices in free.items() if node not in kept}
 
 
-def fits(spec: JobSpec, free: Free) -> bool:
-    """Return whether the fewest workers with which the job starts can be placed at the same time."""
+def fits(spec: JobSpec, free: Free, *, workers: int | None = None) -> bool:
+    """Return whether so many workers, else the fewest with which the job starts, can be placed at the same time."""
     share = spec.share_of(0)
-    workers = spec.smallest // spec.worker_gpus
+    workers = workers or spec.smallest // spec.worker_gpus
     return _place([node for node, devices in free.items() if devices], workers, spec.worker_gpus, share, free)
 
 
