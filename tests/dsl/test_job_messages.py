@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from kfp_gpuquota.api import (
     Worker,
     WorkerPhase,
 )
+from kfp_gpuquota.api.job import ExpectedStart
 from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion, progress_of
 
 SPEC = JobSpec(name="train", project="team-a", command=("true",), gpus=1, min_gpus=1, max_gpus=2)
@@ -62,6 +64,22 @@ def test_an_image_that_cannot_be_pulled_is_told_once() -> None:
         Phase.STARTING, reason=Reason(code=ReasonCode.PODS_NOT_READY, message="ImagePullBackOff: no such image")
     )
     assert _story(fits, pull, pull) == ["a worker does not start: ImagePullBackOff: no such image"]
+
+
+def test_an_expected_start_is_told_once_and_again_if_it_is_later_or_much_sooner() -> None:
+    noon = 1_767_268_800.0
+    messages = JobMessages(zone=UTC, clock=lambda: noon)
+
+    def told(earliest_s: float, latest_s: float, phase: Phase = Phase.PENDING) -> list[str]:
+        expected = ExpectedStart(earliest=noon + earliest_s, latest=noon + latest_s)
+        return messages.lines(_job(phase, expected_start=expected), 0.0)
+
+    assert told(600, 3600) == ["expected to start between 12:10 and 13:00 UTC"]
+    assert told(600, 3630) == told(300, 2400) == [], "about the same"
+    assert told(600, 5400) == ["expected to start between 12:10 and 13:30 UTC"]
+    assert told(0, 1200) == ["expected to start between 12:00 and 12:20 UTC"]
+    told(0, 1200, Phase.RUNNING)
+    assert told(0, 1200) == ["expected to start between 12:00 and 12:20 UTC"], "it waits again"
 
 
 def test_each_change_is_told_once() -> None:

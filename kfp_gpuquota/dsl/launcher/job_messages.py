@@ -1,30 +1,45 @@
-"""The messages about a job's state changes in the step's log, one line each. Pure."""
+"""The messages about a job's state changes in the step's log, one line each."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kfp_gpuquota.api import Kind, Phase, ReasonCode, WorkerPhase
+from kfp_gpuquota.api.wording import expected_start_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from datetime import tzinfo
 
     from kfp_gpuquota.api import Job, Progress, Resize
+    from kfp_gpuquota.api.job import ExpectedStart
 
 PROGRESS_EVERY_S: Final = 5.0
 # An elastic step calls elastic_runtime after it has imported torch and opened its data: from a cold disk the import
 # alone has taken more than a minute.
 JOINS_WITHIN_S: Final = 300.0
 _SHOWN_METRICS: Final = 3
+_LATER_S: Final = 60.0
+"""A start that is expected later than announced by this much is announced again."""
 
 
 class JobMessages:
-    """Computes the messages between successive states of a job; call `lines` with each new state."""
+    """Computes the messages between successive states of a job; call `lines` with each new state.
 
-    def __init__(self, progress_every_s: float = PROGRESS_EVERY_S) -> None:
-        self._every_s = progress_every_s
+    Expected starts are shown in the time zone `zone` (None: the local one); `clock` is in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        progress_every_s: float = PROGRESS_EVERY_S,
+        zone: tzinfo | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._every_s, self._zone, self._clock = progress_every_s, zone, clock
+        self._announced: ExpectedStart | None = None
         self._before: Job | None = None
         self._progress_at = float("-inf")
         self._apart_since: float | None = None
@@ -36,7 +51,13 @@ class JobMessages:
         """Return the messages for the changes since the previous state; `now` is in seconds of any monotonic clock."""
         states = [*self._phase(job), *self._restarts(job), *self._resizes(job)]
         self.state = states[-1] if states else self.state
-        messages = [*self._page(job), *states, *self._progress(job, now), *self._joining(job, now)]
+        messages = [
+            *self._page(job),
+            *states,
+            *self._expected_start(job),
+            *self._progress(job, now),
+            *self._joining(job, now),
+        ]
         self._before = job
         return messages
 
@@ -57,6 +78,18 @@ class JobMessages:
             yield f"{word}: {reason}"
         if _held_up(job) and (before is None or not _held_up(before) or _reason(before) != reason):
             yield f"a worker does not start: {reason}"
+
+    def _expected_start(self, job: Job) -> Iterator[str]:
+        """Yield when a waiting job is expected to start; again if that is later, or the wait less than half."""
+        expected, told = job.status.expected_start, self._announced
+        if job.status.phase is not Phase.PENDING:
+            self._announced = None
+        elif expected is not None:
+            now = self._clock()
+            if told is None or not now + (told.latest - now) / 2 <= expected.latest <= told.latest + _LATER_S:
+                self._announced = expected
+                zone = "" if self._zone is None else f" {self._zone}"
+                yield f"expected to start {expected_start_of(expected, now, self._zone, accuracy=False)}{zone}"
 
     def _restarts(self, job: Job) -> Iterator[str]:
         already = self._before.status.restarts if self._before else 0

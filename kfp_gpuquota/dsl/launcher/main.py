@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+from datetime import UTC
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
@@ -213,7 +214,7 @@ def _is_lost(location: WorkerLocation, job: Job, staging: Staging) -> bool:
 
 def _followed(client: ClusterApi, location: WorkerLocation, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
     """Write the job's log and state changes to the step's log, and return its final state. Raises _TakenOverError."""
-    messages = JobMessages()
+    messages = JobMessages(zone=UTC)
     follower = LogFollower(connect, job, _write)
     follower.start()
     for state in _states(client, job, step):
