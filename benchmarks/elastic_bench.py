@@ -174,8 +174,12 @@ class Bench:
 
     def kill(self, worker: str) -> None:
         """With SIGKILL."""
+        self.signal(worker, signal.SIGKILL)
+
+    def signal(self, worker: str, number: int) -> None:
+        """Send its process a signal."""
         with contextlib.suppress(ProcessLookupError):  # it ended just before
-            os.kill(self._processes[worker].pid, signal.SIGKILL)
+            os.kill(self._processes[worker].pid, number)
 
     def start(self, *workers: str, body: Callable[..., None] = train, arguments: tuple[Any, ...] = ()) -> None:
         """Processes for these workers, which run `body(task, environment, *arguments)`."""

@@ -9,6 +9,7 @@ worker away at once, as the loss of a node does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
@@ -80,8 +81,11 @@ class PeerEndedError(Exception):
 class PeerBench:
     """Workers of a peer, each in a session of its own."""
 
-    def __init__(self, peer: str, directory: Path, task: Task, settle_steps: int) -> None:
+    def __init__(
+        self, peer: str, directory: Path, task: Task, settle_steps: int, *, checkpoint_every_s: float = 0.0
+    ) -> None:
         self._peer, self._directory, self._task, self._settle = peer, directory, task, settle_steps
+        self._checkpoint_every_s = checkpoint_every_s
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lighthouse = ""
         self._endpoint = f"localhost:{_free_port()}"
@@ -90,6 +94,7 @@ class PeerBench:
         """One more."""
         body = [str(Path(__file__).resolve()), self._peer, str(self._task.mparams), str(self._directory), worker]
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        environment["BENCH_CHECKPOINT_EVERY_S"] = str(self._checkpoint_every_s)
         command = [sys.executable, *body]
         if self._peer == "torchft":
             environment["TORCHFT_LIGHTHOUSE"] = self._lighthouse
@@ -110,6 +115,13 @@ class PeerBench:
             _kill_tree(process.pid)
         else:
             process.send_signal(number)
+
+    def pause(self, worker: str) -> None:
+        """Stop what trains, the agent's child or the worker itself."""
+        pid = self._processes[worker].pid
+        for each in _children(pid) or [pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGSTOP)
 
     def crash(self, round_: int) -> Pause:
         """Three workers, one of them lost; what it cost the first one."""
@@ -163,13 +175,16 @@ class PeerBench:
 
 def _kill_tree(pid: int) -> None:
     """The process and its children, which torchrun gives sessions of their own."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()] if children.exists() else []
-    for each in (pid, *found):
-        try:
+    for each in (pid, *_children(pid)):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _free_port() -> int:
@@ -238,6 +253,7 @@ def train_torchrun(task: Task, log: Any, directory: Path) -> None:
         inner.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
+    every_s, saved_at = float(os.environ["BENCH_CHECKPOINT_EVERY_S"]), time.monotonic()
     model, size = torch.nn.parallel.DistributedDataParallel(inner), torch.distributed.get_world_size()
     x = torch.zeros(max(1, task.global_batch // size), task.width)
     while True:
@@ -246,7 +262,9 @@ def train_torchrun(task: Task, log: Any, directory: Path) -> None:
         optimizer.zero_grad()
         step += 1
         log.write(f"{step} {size} {time.monotonic()}\n")
-        if torch.distributed.get_rank() == 0 and step % CHECKPOINT_EVERY == 0:
+        due = step % CHECKPOINT_EVERY == 0 if not every_s else time.monotonic() >= saved_at + every_s
+        if torch.distributed.get_rank() == 0 and due:
+            saved_at = time.monotonic()
             state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, saved.with_suffix(".new"))
             saved.with_suffix(".new").rename(saved)
