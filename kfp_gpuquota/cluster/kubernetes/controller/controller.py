@@ -206,7 +206,7 @@ class Controller:
             self.unpinned,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
-        self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer)
+        self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer, self.rules)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
@@ -407,6 +407,7 @@ class Controller:
         self.snapshot.state.ledger.moves = rules.moves
         self.snapshot.state.ledger.reserve_after_s = rules.reserve_after_s
         self.reservations.memory_reserve = rules.sharing.memory_reserve
+        self.gangs.forget_sizes()
         self.snapshot.rules_changed()
         self.snapshot.unseen.rules_changed()
         self.default_quotas.rules_changed()

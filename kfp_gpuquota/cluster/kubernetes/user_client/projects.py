@@ -140,8 +140,19 @@ class ProjectCalls:
 
         nodes = self._items("/api/v1/nodes", core_types.Node)
         pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
-        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods)) for node in nodes)
-        return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
+        table = self._gpu_resources()
+        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods), table) for node in nodes)
+        return tuple(sorted((view for view in shown if view.has_gpus), key=lambda view: view.node.name))
+
+    def _gpu_resources(self) -> tuple[custom_types.GpuResource, ...]:
+        """Return the resources that count as GPUs; none without a QuotaPolicy."""
+        from kfp_gpuquota.cluster.kubernetes.quota import quota_policy  # noqa: PLC0415 (it imports aiohttp)
+
+        try:
+            policy = self.calls.read(join(quota_policy.PATH, quota_policy.NAME), custom_types.QuotaPolicyObject)
+        except NotFoundError:
+            return ()
+        return policy.spec.gpu_resources or ()
 
     def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
         page: core_types.Page[T] = self.calls.read(path, core_types.Page[kind], **query)  # type: ignore[valid-type]
