@@ -63,6 +63,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
+from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.expected_starts import run_times
@@ -192,8 +193,9 @@ class Controller:
         own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules)
         others = watches.cluster_kinds(snapshot, self.volumes, self.limits)
         foreign = watches.foreign_kinds(self.profiles, self.ray)
+        suspended = watches.suspended_owners(Resuming(self._writer, self.events))
         namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
-        self.reflectors = [self.pods, *own, *others, *foreign, namespaces]
+        self.reflectors = [self.pods, *own, *others, *foreign, *suspended, namespaces]
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
@@ -204,6 +206,7 @@ class Controller:
             self.pods,
             self.ray,
             self.unpinned,
+            self.events,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
         self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer, self.rules)
