@@ -6,14 +6,17 @@ API documentation, and `trainer.py` plays their controllers.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.suspension import suspending
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable, suspension
 from tests.kubernetes.controlled import Controlled, pod_body
+from tests.kubernetes.detached import Unanswered, detached
 from tests.kubernetes.trainer import Trainer, install_kinds, path_of
 from tests.polling import until
 
@@ -187,3 +190,65 @@ def test_an_object_with_conditions_of_any_form_is_read() -> None:
     assert not found(status={"conditions": None}).has_suspended
     assert not found(status={"conditions": [{"type": "Suspended", "status": "False"}]}).has_suspended
     assert found(status={"conditions": [{"type": "Suspended", "status": "True"}]}).has_suspended
+
+
+class Asked(Unanswered):
+    """An API server with a pod of a Job, which never ends its pods."""
+
+    def __init__(self, job: Object) -> None:
+        super().__init__()
+        reference = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job", "controller": True}
+        self._pod = {"metadata": {"name": "p", "namespace": "a", "uid": "p", "ownerReferences": [reference]}}
+        self._job = {**job, "metadata": {"name": "j", "namespace": "a", "uid": "job", **job.get("metadata", {})}}
+
+    def answer(self, verb: str, path: str, body: object) -> bytes:
+        if verb == "GET" and path.startswith(("/api/v1/namespaces/a/pods/", "/apis/batch/")):
+            return msgspec.json.encode(self._pod if "/pods/" in path else self._job)
+        return b"{}"
+
+    def written(self) -> list[str]:
+        """The kinds of writes about the pod and its Job."""
+        ours = [(verb, path) for verb, path, _ in self.asked if path.endswith(("/jobs/j", "/p/eviction"))]
+        return [path.rpartition("/")[2] for verb, path in ours if verb != "GET"]
+
+
+OTHER = {"apiVersion": "example.com/v1", "kind": "Thing", "name": "t", "uid": "t", "controller": True}
+CRON = {**OTHER, "apiVersion": "batch/v1", "kind": "CronJob"}
+LOOP = {**OTHER, "apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job"}
+
+
+@pytest.mark.parametrize(
+    ("job", "writes"),
+    [
+        ({}, ["j", "eviction"]),
+        ({"metadata": {"ownerReferences": [CRON]}}, ["j", "eviction"]),
+        ({"spec": {"suspend": True}}, ["eviction"]),  # its user has suspended it; it had its time
+        ({"metadata": {"uid": "another"}}, ["eviction"]),
+        ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, ["eviction"]),
+        ({"metadata": {"ownerReferences": [OTHER]}}, ["eviction"]),  # which would undo it
+        ({"metadata": {"ownerReferences": [LOOP]}}, ["eviction"]),
+        ({"spec": 7}, ["eviction"]),
+    ],
+)  # fmt: skip
+def test_pods_whose_owner_cannot_be_suspended_or_does_not_end_them_are_evicted(
+    monkeypatch: pytest.MonkeyPatch, job: Object, writes: list[str]
+) -> None:
+    monkeypatch.setattr(suspending, "ENDED_WITHIN_S", 0.01)
+
+    async def scenario() -> None:
+        async with detached() as test:
+            test.controller._writer._connection = connection = Asked(job)
+            test.node(gpus=1)
+            test.team("a", guaranteed=0)
+            test.team("b", guaranteed=1)
+            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job", "controller": True}
+            meta = {"name": "p", "namespace": "a", "uid": "p", "ownerReferences": [owner]}
+            test.pod("a", "p", uid="p", node="node", metadata={**meta, "annotations": {labels.DEVICES: "0"}})
+            test.pod("b", "back")
+            await test.start()
+            async with asyncio.timeout(30):
+                while "eviction" not in connection.written():
+                    await asyncio.sleep(0.001)
+            assert connection.written() == writes
+
+    asyncio.run(scenario())

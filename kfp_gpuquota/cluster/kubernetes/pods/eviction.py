@@ -111,6 +111,11 @@ class Evictions:
         if not bounded or self._left_s(ending) > 0:
             self._evict(pod.uid)
 
+    def note_suspended(self, pods: int) -> None:
+        """Count pods whose owner was suspended instead of an eviction."""
+        for _ in range(pods):
+            self._context.eviction_step("suspended")
+
     def note(self, pod: PodView) -> None:
         """Process an update of a pod."""
         if pod.stage is Stage.ENDED:

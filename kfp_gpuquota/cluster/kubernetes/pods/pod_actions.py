@@ -68,7 +68,7 @@ class PodActions:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
         self._evictions, self._ray, self._unpinned = evictions, ray, unpinned
-        self._suspending = Suspending(writer, events, pods.holding, self._evict)
+        self._suspending = Suspending(writer, events, pods.holding, self._evict, evictions.note_suspended)
         self._pod = msgspec.json.Decoder(Pod)
         self._watched: set[str] = set()  # jobs with quota reserved for pods that do not exist yet
 

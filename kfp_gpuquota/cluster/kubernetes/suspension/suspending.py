@@ -69,12 +69,21 @@ class _Stop:
 
 
 class Suspending:
-    """Suspensions in progress. `holding()` are the pods that hold GPUs and are not asked to leave."""
+    """Suspensions in progress. `holding()` are the pods that hold GPUs and are not asked to leave.
+
+    `count(pods)` counts the pods whose owner was suspended.
+    """
 
     def __init__(
-        self, writer: Writer, events: Recorder, holding: Callable[[], Iterable[PodView]], evict: Eviction
+        self,
+        writer: Writer,
+        events: Recorder,
+        holding: Callable[[], Iterable[PodView]],
+        evict: Eviction,
+        count: Callable[[int], None],
     ) -> None:
-        self._writer, self._events, self._holding, self._evict_pod = writer, events, holding, evict
+        self._writer, self._events, self._holding = writer, events, holding
+        self._evict_pod, self._count = evict, count
         self._stops: dict[tuple[str, str], _Stop] = {}  # of the present plan, by namespace and owner
         self._object = msgspec.json.Decoder(Suspendable)
 
@@ -135,6 +144,7 @@ class Suspending:
         )
 
     def _suspended(self, stop: _Stop, kind: Kind, found: Suspendable, _answer: bytes) -> None:
+        self._count(len(stop.pods))
         meta = found.metadata
         subject = Subject(kind.kind, meta.name, meta.namespace, meta.uid, kind.api_version)
         self._events.record(subject, "Suspended", f"{stop.reason}; its new pods wait for their turn")
