@@ -176,7 +176,7 @@ class Controller:
         )
         self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
         self.ray = RayUnits(
-            Owners(self.limits, self.volumes),
+            Owners(self.limits, self.volumes, self.rules),
             Ledger(cluster.emit, cluster.allocator, self._now),
             self._writer,
             self.evictions,
