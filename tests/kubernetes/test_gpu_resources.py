@@ -25,6 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH, gpu_weights_of
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.scheduler.explain import sentences
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS
 from tests.kubernetes.test_webhook import MANAGED, pod
@@ -202,8 +203,8 @@ def test_the_real_scheduler_binds_mig_devices_and_they_count_as_their_slices(wor
     for name in "abc":
         world.cluster.api.create(path, asking(name, mig=1))
     assert {world.until_bound(f"{path}/{name}")["spec"]["nodeName"] for name in "ab"} == {"mig"}
-    world.until(f"{QUOTAS}/{team}", lambda one: one.get("status", {}).get("gpus") == 2 * 0.428571)
-    why = "needs 0.428571 GPUs (1 of nvidia.com/mig-3g.40gb); project"
+    world.until(f"{QUOTAS}/{team}", lambda one: one.get("status", {}).get("gpus") == 0.8571)
+    why = "needs 0.4286 GPUs (1 of nvidia.com/mig-3g.40gb); project"
     world.wait(lambda: why in _events(world, team))
     world.cluster.api.delete(f"{path}/a")
     world.until_bound(f"{path}/c")
@@ -272,7 +273,7 @@ def test_a_restarted_controller_counts_and_waits_alike(world: Controlled) -> Non
     api.create(path, session)
     world.until_bound(f"{path}/session")
     api.create(path, asking("later", mig=1))
-    world.wait(lambda: "0.428571 GPUs" in _events(world, team))
+    world.wait(lambda: "0.4286 GPUs" in _events(world, team))
     world.kill()
     world.start()
     api.create(path, asking("last", npus=1))
@@ -341,6 +342,11 @@ def test_a_known_resource_has_a_label_for_its_type(row: GpuResource, label: str)
 def test_a_factor_out_of_bounds_leaves_the_last_table_in_effect(factor: float) -> None:
     with pytest.raises(InvalidFieldError, match=r"countsAs must be a number of GPUs from 0\.001 to 64"):
         gpu_weights_of([GpuResource(AMD, factor)])
+
+
+def test_seven_sevenths_of_a_gpu_are_shown_as_one() -> None:
+    ((_, seventh),) = gpu_weights_of([GpuResource("nvidia.com/mig-1g.10gb")])
+    assert [sentences.gpus(parts * seventh) for parts in (1, 3, 7)] == ["0.1429 GPUs", "0.4286 GPUs", "1 GPU"]
 
 
 def test_a_resource_that_is_listed_twice_is_refused() -> None:
