@@ -90,6 +90,10 @@ def show_gpus(count: float) -> str:
     return "1 GPU" if count == 1 else f"{as_number(count)} GPUs"
 
 
+SHOWN_PLACES: Final = 4
+"""Decimal places of numbers of GPUs that are sums of parts: seven sevenths, to six places each, are shown as 1."""
+
+
 def as_number(value: float) -> int | float:
     """Whole numbers as such, others to six places: what a share of devices adds up to."""
     rounded = round(value, 6)

@@ -106,16 +106,63 @@ class ShareView(msgspec.Struct, frozen=True, kw_only=True):
     listens: bool = False
 
 
+class ResourceView(msgspec.Struct, frozen=True, kw_only=True):
+    """A resource of a node of which each one counts as a number of GPUs, and what each pod holds of it.
+
+    What pods hold that the reader may not see is under the name "".
+    """
+
+    name: str
+    count: int
+    counts_as: float
+    type: str = ""
+    held: dict[str, int] = {}
+
+    @property
+    def in_use(self) -> int:
+        """Return how many of it are held."""
+        return sum(self.held.values())
+
+
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """A node and the workers that hold its devices: device index -> worker ids. `used` is the held part of each.
 
-    `shares` are the parts of those that several may hold, with the memory that is used.
+    `shares` are the parts of those that several may hold, with the memory that is used. `resources` are others that
+    count as GPUs: on Kubernetes those of other vendors, time slices and MIG devices.
     """
 
     node: Node
     held: dict[int, tuple[str, ...]]
     used: dict[int, float] = {}
     shares: tuple[ShareView, ...] = ()
+    resources: tuple[ResourceView, ...] = ()
+
+    @property
+    def has_gpus(self) -> bool:
+        """Return whether it has devices, or anything that counts as GPUs."""
+        return bool(self.node.devices or self.resources)
+
+    @property
+    def gpus(self) -> float:
+        """Return the number of its GPUs, with what counts as GPUs."""
+        return len(self.node.devices) + sum(one.count * one.counts_as for one in self.resources)
+
+    @property
+    def gpus_in_use(self) -> float:
+        """Return how many of them are held."""
+        return sum(self.used.values()) + sum(one.in_use * one.counts_as for one in self.resources)
+
+    @property
+    def gpus_idle(self) -> float:
+        """Return how many of them nobody holds any part of."""
+        devices = len(self.node.devices) - len(self.held)
+        return devices + sum(max(0, one.count - one.in_use) * one.counts_as for one in self.resources)
+
+    @property
+    def types(self) -> list[str]:
+        """Return the types of its GPUs."""
+        others = {one.type or one.name for one in self.resources if one.count}
+        return sorted({device.model for device in self.node.devices} | others)
 
 
 class JobList(msgspec.Struct, frozen=True, kw_only=True):

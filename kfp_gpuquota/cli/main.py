@@ -51,6 +51,7 @@ COMMANDS: Final = {
     "jobs.whatif": ("what-if",),
     "admin.doctor": ("doctor",),
     "admin.report": ("report",),
+    "admin.migrate": ("migrate",),
     "admin.uninstall": ("uninstall",),
     "admin.ui": ("ui",),
 }

@@ -248,6 +248,7 @@ class Operator(Repeating):
             "metadata": {
                 "name": f"{cluster['metadata']['name']}-{name}-{kind}-{uuid.uuid4().hex[:5]}",
                 "labels": {**meta.get("labels", {}), **written},
+                "annotations": meta.get("annotations", {}),
                 "ownerReferences": [_reference("RayCluster", cluster)],
             },
             "spec": template["spec"],

@@ -176,6 +176,27 @@ def test_of_a_namespace_it_sets_one_label(controller: Api, team: str) -> None:
     controller.patch(path, {"metadata": {"labels": {labels.MANAGED: "true"}}})
 
 
+def test_of_a_job_it_changes_only_whether_it_is_suspended(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+    pod = {"containers": [{"name": "main", "image": "none"}], "restartPolicy": "Never"}
+    kubeflow_cluster.api.create(jobs, {"metadata": {"name": "j"}, "spec": {"suspend": True, "template": {"spec": pod}}})
+    marks = {"metadata": {"labels": {labels.SUSPENDED: "true"}, "annotations": {labels.SUSPENDED: "why"}}}
+    controller.patch(f"{jobs}/j", {**marks, "spec": {"suspend": True}}, dryRun="All")
+    controller.patch(f"{jobs}/j", {**marks, "spec": {"suspend": False}}, dryRun="All")
+    only = "only whether it is suspended"
+    more = {"template": {"spec": {"nodeSelector": {"a": "b"}}}}
+    for change, sentence in (
+        ({"spec": {"parallelism": 3}}, only),
+        ({"spec": more}, only),
+        ({"metadata": {"finalizers": ["example.com/x"]}}, only),
+        ({"metadata": {"labels": {"app": "x"}}}, "changes no label of an owner of pods"),
+    ):
+        assert sentence in denied(controller.patch, f"{jobs}/j", change), change
+    kubeflow_cluster.api.delete(f"{jobs}/j?propagationPolicy=Background")
+
+
 def test_administrators_quotas_are_not_its_to_change(kubeflow_cluster: DevCluster, controller: Api, team: str) -> None:
     sentence = "the controller writes GpuQuotas that mirror a Profile or are a namespace's default"
     kubeflow_cluster.api.apply(f"{QUOTAS}/{team}", quota(team, guaranteed=1))

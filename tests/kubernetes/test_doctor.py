@@ -181,6 +181,15 @@ def test_a_department_is_not_counted_beside_its_teams() -> None:
     assert worst(checks_cluster.quotas(state)) is Level.WARN
 
 
+def test_gpus_of_other_vendors_count_as_the_policy_says() -> None:
+    state = healthy()
+    for one in state.nodes:
+        one["status"]["allocatable"] = one["status"]["capacity"] = {"nvidia.com/mig-1g.10gb": "14"}
+    state.rules = [{"metadata": {"name": "default"}, "spec": {"gpuResources": [{"name": "nvidia.com/mig-1g.10gb"}]}}]
+    (found,) = checks_cluster.gpus(state)
+    assert found.message == "4 GPUs on 2 nodes"
+
+
 def test_pods_of_exempt_namespaces_and_of_jobs_are_not_outside_of_the_quota() -> None:
     state = healthy()
     outside_pod(state)

@@ -6,6 +6,7 @@ The cluster has everything of manifests/ installed, a live webhook, and a contro
 from __future__ import annotations
 
 import math
+import random
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -13,41 +14,58 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api.resources import WHOLE_GPU
+from kfp_gpuquota.cli.display.descriptions import described_node
+from kfp_gpuquota.cli.display.tables import node_table
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import type_label
 from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, counted_view, pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_in, weights_text
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH, gpu_weights_of
+from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.scheduler.explain import sentences
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS
 from tests.kubernetes.test_webhook import MANAGED, pod
+from tests.kubernetes.users import connection_of
 from tests.polling import until
 from tools.devcluster import fake_nodes
 from tools.devcluster.api import ApiError
+from tools.devcluster.node import GPU_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tools.devcluster import DevCluster
 
-AMD, SLICE = "amd.com/gpu", "nvidia.com/gpu.shared"
-TABLE = [{"name": AMD, "countsAs": 1}, {"name": SLICE, "countsAs": 0.25}]
+AMD, SLICE, MIG, GAUDI = "amd.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.40gb", "habana.ai/gaudi"
+NPU = "example.com/npu"  # no name that anything here knows
+TABLE = [{"name": AMD}, {"name": SLICE, "countsAs": 0.25}, {"name": MIG}, {"name": NPU, "typeLabel": "npu-type"}]
+
+
+_NODES: tuple[tuple[str, int, dict[str, str]], ...] = (
+    ("amd", 0, {AMD: "2"}),
+    ("green", 1, {}),
+    ("sliced", 0, {SLICE: "8"}),
+    ("mig", 0, {MIG: "4"}),
+    ("npus", 0, {NPU: "4"}),
+)
 
 
 @pytest.fixture(scope="module")
 def world(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controlled]:
-    """A controller, a table of two resources, and a node of each vendor, one of them with time slices."""
+    """A controller, a table of resources, and nodes of two vendors, with time slices, and with MIG devices."""
     cluster, folder = kubeflow_cluster, tmp_path_factory.mktemp("gpu-resources")
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
     cluster.api.apply(f"{PATH}/default", {**body, "spec": {"gpuResources": TABLE}})
     kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
     made = Controlled(cluster, folder, arguments=[f"--keys-namespace={KEYS}"], kubeconfig=kubeconfig)
-    for name, gpus, more in (("amd", 0, {AMD: "2"}), ("green", 1, {}), ("sliced", 0, {SLICE: "8"})):
+    for name, gpus, more in _NODES:
         node = fake_nodes.fake_node(name, gpus)
         node["status"]["allocatable"] |= more
-        node["metadata"]["labels"]["vendors"] = "yes"
+        node["metadata"]["labels"] |= {"vendors": "yes", "amd.com/gpu.product-name": "MI300X", "npu-type": "v2"}
         cluster.api.create("/api/v1/nodes", node)
         made.nodes.append(name)
         cluster.api.until(f"/api/v1/nodes/{name}", lambda one: not one["spec"].get("taints"))
@@ -59,7 +77,7 @@ def world(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
 
 def asking(name: str, **amounts: int) -> dict[str, Any]:
     """A pod that requests these amounts; `amd`, `slices` and `gpus` name the resources."""
-    names = {"amd": AMD, "slices": SLICE, "gpus": labels.GPU_RESOURCE}
+    names = {"amd": AMD, "slices": SLICE, "mig": MIG, "npus": NPU, "gpus": labels.GPU_RESOURCE}
     limits = {names.get(key, key): str(amount) for key, amount in amounts.items()}
     container = {"name": "main", "image": "none", "resources": {"limits": limits}}
     spec = {"containers": [container], "nodeSelector": {"vendors": "yes"}, "terminationGracePeriodSeconds": 1}
@@ -104,7 +122,7 @@ def _events(world: Controlled, team: str) -> str:
 
 
 def test_a_guaranteed_resource_is_reclaimed_and_given_on_when_its_pod_has_gone(world: Controlled) -> None:
-    _, lent = team_of(world, guaranteed=0)
+    lender, lent = team_of(world, guaranteed=0)
     owner, own = team_of(world, guaranteed=1)
     for name in "ab":
         world.cluster.api.create(lent, asking(name, amd=1))
@@ -116,6 +134,8 @@ def test_a_guaranteed_resource_is_reclaimed_and_given_on_when_its_pod_has_gone(w
     world.cluster.api.create(own, asking("large", amd=3))
     too_large = "no node that it may use has 3 of amd.com/gpu: the most is 2"
     world.wait(lambda: too_large in _events(world, owner))
+    world.remove(lender)
+    world.remove(owner)
 
 
 def test_what_counts_is_gated_with_its_factor_and_what_does_not_is_refused(world: Controlled) -> None:
@@ -132,7 +152,29 @@ def test_what_counts_is_gated_with_its_factor_and_what_does_not_is_refused(world
         api.create(path, asking("c", amd=1, gpus=1), dryRun="All")
     with pytest.raises(ApiError, match="looks like a GPU that is not counted"):
         api.create(path, asking("d", **{"intel.com/gpu": 1}), dryRun="All")
+    with pytest.raises(ApiError, match=r"habana\.ai/gaudi looks like a GPU that is not counted"):
+        api.create(path, asking("d", **{GAUDI: 1}), dryRun="All")
     api.create(path, pod("", name="e"), dryRun="All")
+
+
+def test_an_unmanaged_namespace_is_denied_what_counts_as_gpus(world: Controlled) -> None:
+    api = world.cluster.api
+    path = f"/api/v1/namespaces/{world.cluster.make_namespace('vendors-free')}/pods"
+    api.create(path, asking("a", npus=1), dryRun="All")
+    api.patch(f"{PATH}/default", {"spec": {"unmanaged": "deny"}})
+    try:
+        until(lambda: _is_denied(world, path, asking("a", npus=1)))
+        api.create(path, asking("b", **{GAUDI: 1}), dryRun="All")
+    finally:
+        api.patch(f"{PATH}/default", {"spec": {"unmanaged": "ignore"}})
+
+
+def _is_denied(world: Controlled, path: str, body: dict[str, Any]) -> bool:
+    try:
+        world.cluster.api.create(path, body, dryRun="All")
+    except ApiError as error:
+        return "so its pods get no GPUs" in error.message
+    return False
 
 
 @pytest.mark.parametrize(
@@ -145,6 +187,7 @@ def test_what_counts_is_gated_with_its_factor_and_what_does_not_is_refused(world
         ([{"name": AMD}, {"name": AMD}], "Duplicate value"),
         ([{"name": labels.GPU_RESOURCE, "countsAs": 2}], "which always counts as 1"),
         ([{"name": "cpu"}], "it must be an extended resource"),
+        ([{"name": AMD, "typeLabel": 3}], "typeLabel"),
         ([{"name": "nvidia.com/hostdev"}], "in gpuResources and in otherResources"),
     ],
 )
@@ -155,13 +198,155 @@ def test_a_bad_table_is_refused_with_the_reason(world: Controlled, rows: list[di
     assert refusal in error.value.message
 
 
+def test_the_real_scheduler_binds_mig_devices_and_they_count_as_their_slices(world: Controlled) -> None:
+    team, path = team_of(world, guaranteed=1, limit=1)
+    for name in "abc":
+        world.cluster.api.create(path, asking(name, mig=1))
+    assert {world.until_bound(f"{path}/{name}")["spec"]["nodeName"] for name in "ab"} == {"mig"}
+    world.until(f"{QUOTAS}/{team}", lambda one: one.get("status", {}).get("gpus") == 0.8571)
+    why = "needs 0.4286 GPUs (1 of nvidia.com/mig-3g.40gb); project"
+    world.wait(lambda: why in _events(world, team))
+    world.cluster.api.delete(f"{path}/a")
+    world.until_bound(f"{path}/c")
+    world.remove(team)
+
+
+def test_the_real_scheduler_agrees_with_every_plan(world: Controlled) -> None:
+    """What starts is bound where it was planned, and kube-scheduler has no node for what waits either."""
+    team, path = team_of(world, guaranteed=100)
+    drawn, api, plain = random.Random(45), world.cluster.api, world.cluster.make_namespace("vendors-plain")
+    asked = {
+        f"p{number}": {drawn.choice(("amd", "slices", "mig", "npus")): drawn.randint(1, 3)} for number in range(16)
+    }
+    for name, amounts in asked.items():
+        api.create(path, asking(name, **amounts))
+    until(lambda: all(_planned(one) or _waits(world, team, one) for one in api.items(path)))
+    waiting = [one["metadata"]["name"] for one in api.items(path) if not _planned(one)]
+    for name in asked.keys() - {*waiting}:
+        world.until_bound(f"{path}/{name}")
+    assert 0 < len(waiting) < len(asked)
+    probes = f"/api/v1/namespaces/{plain}/pods"
+    for name in waiting:
+        api.create(probes, asking(name, **asked[name]))
+    for name in waiting:
+        world.until(f"{probes}/{name}", lambda one: "Insufficient" in str(one["status"].get("conditions")))
+    for name in waiting:
+        api.delete(f"{probes}/{name}")
+    world.remove(team)
+
+
+def _planned(pod: dict[str, Any]) -> bool:
+    return not pod["spec"].get("schedulingGates")
+
+
+def _waits(world: Controlled, team: str, pod: dict[str, Any]) -> bool:
+    events = world.cluster.api.items(f"/api/v1/namespaces/{team}/events")
+    name = pod["metadata"]["name"]
+    return any(one["involvedObject"]["name"] == name and one["reason"] == "Waiting" for one in events)
+
+
+def test_a_gang_of_a_resource_of_any_name_starts_together(world: Controlled) -> None:
+    """Its size was 1: the pods of its template did not look as if they requested GPUs."""
+    team, path = team_of(world, guaranteed=4)
+    api, spec = world.cluster.api, asking("", npus=2)["spec"]
+    jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+    template = {"spec": {**spec, "restartPolicy": "Never"}}
+    body = {"parallelism": 3, "completions": 3, "completionMode": "Indexed", "template": template}
+    api.create(jobs, {"metadata": {"name": "wide"}, "spec": body})
+    world.wait(
+        lambda: "3 times" in _events(world, team) or "needs 6 GPUs (6 of example.com/npu)" in _events(world, team)
+    )
+    assert not any(pod["spec"].get("nodeName") for pod in api.items(path))
+    api.create(jobs, {"metadata": {"name": "pair"}, "spec": {**body, "parallelism": 2, "completions": 2}})
+    until(lambda: sum(pod["spec"].get("nodeName") == "npus" for pod in api.items(path)) == 2)
+    for name in ("wide", "pair"):
+        api.delete(f"{jobs}/{name}?propagationPolicy=Background")
+    until(lambda: not api.items(path))
+    world.remove(team)
+
+
+def test_a_restarted_controller_counts_and_waits_alike(world: Controlled) -> None:
+    team, path = team_of(world, guaranteed=1, limit=1)
+    api = world.cluster.api
+    session = asking("session", npus=1)
+    session["metadata"]["labels"] = {labels.KIND: "build"}
+    api.create(path, session)
+    world.until_bound(f"{path}/session")
+    api.create(path, asking("later", mig=1))
+    world.wait(lambda: "0.4286 GPUs" in _events(world, team))
+    world.kill()
+    world.start()
+    api.create(path, asking("last", npus=1))
+    world.wait(lambda: _events(world, team).count("needs 1 GPU (1 of example.com/npu)") == 1)
+    assert api.get(f"{QUOTAS}/{team}")["status"]["gpus"] == 1
+    api.delete(f"{path}/session")
+    world.until_bound(f"{path}/later")
+    world.remove(team)
+
+
+def test_lists_of_nodes_show_each_resource_with_its_type(world: Controlled) -> None:
+    _, path = team_of(world, guaranteed=2)
+    for name, amounts in (("a", {"amd": 1}), ("b", {"slices": 2})):
+        world.cluster.api.create(path, asking(name, **amounts))
+        world.until_bound(f"{path}/{name}")
+    client = KubernetesClient(connection_of(world.cluster.kubeconfig))
+    shown = {view.node.name: view for view in client.list_nodes()}
+    assert [(one.count, one.in_use, one.type) for one in shown["amd"].resources] == [(2, 1, "MI300X")]
+    assert (shown["sliced"].gpus, shown["sliced"].gpus_in_use, shown["sliced"].gpus_idle) == (2, 0.5, 1.5)
+    assert shown["mig"].gpus == pytest.approx(12 / 7)
+    text = node_table([shown["amd"], shown["npus"], shown["sliced"]])
+    assert [line.split() for line in text.splitlines()] == [
+        ["NODE", "STATUS", "GPUS", "IN", "USE", "IDLE", "MODEL", "RESOURCES"],
+        ["amd", "ready", "2", "1", "1", "MI300X", "1", "of", "2", "amd.com/gpu"],
+        ["npus", "ready", "4", "0", "4", "v2", "0", "of", "4", "example.com/npu"],
+        ["sliced", "ready", "2", "0.5", "1.5", GPU_MODEL, "2", "of", "8", "nvidia.com/gpu.shared"],
+    ]
+    assert "a (1)" in described_node(shown["amd"])
+
+
 # Without a cluster
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("nvidia.com/mig-1g.10gb", 1 / 7),
+        ("nvidia.com/mig-1g.10gb.me", 1 / 7),
+        ("nvidia.com/mig-7g.80gb", 1),
+        ("nvidia.com/mig-1c.3g.40gb", 1 / 7),
+        ("nvidia.com/mig-3g", 1),
+        ("nvidia.com/mig-9g.5gb", 1),
+        (GAUDI, 1),
+        (NPU, 1),
+    ],
+)
+def test_a_mig_profile_counts_as_its_compute_slices(name: str, number: float) -> None:
+    assert gpu_weights_of([GpuResource(name)]) == ((name, round(number * WHOLE_GPU)),)
+    assert gpu_weights_of([GpuResource(name, 0.25)]) == ((name, WHOLE_GPU // 4),), "the admin's number counts"
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        (GpuResource(MIG), "nvidia.com/gpu.product"),
+        (GpuResource(GAUDI), ""),
+        (GpuResource(AMD, type_label="mine"), "mine"),
+        (GpuResource("gpu.intel.com/xe"), "gpu.intel.com/product"),
+    ],
+)
+def test_a_known_resource_has_a_label_for_its_type(row: GpuResource, label: str) -> None:
+    assert type_label(row) == label
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf, 64.5])
 def test_a_factor_out_of_bounds_leaves_the_last_table_in_effect(factor: float) -> None:
     with pytest.raises(InvalidFieldError, match=r"countsAs must be a number of GPUs from 0\.001 to 64"):
         gpu_weights_of([GpuResource(AMD, factor)])
+
+
+def test_seven_sevenths_of_a_gpu_are_shown_as_one() -> None:
+    ((_, seventh),) = gpu_weights_of([GpuResource("nvidia.com/mig-1g.10gb")])
+    assert [sentences.gpus(parts * seventh) for parts in (1, 3, 7)] == ["0.1429 GPUs", "0.4286 GPUs", "1 GPU"]
 
 
 def test_a_resource_that_is_listed_twice_is_refused() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH as POLICIES
 from tests.kubernetes.controlled import Controlled, is_leaving
 from tests.kubernetes.kuberay import Autoscaler, Operator, RealOperator, cluster_spec, elastic, group, ray_path
 from tools import kuberay_check
@@ -234,6 +235,35 @@ def test_a_rayjob_gives_way_by_suspension_and_comes_back(ray: Ray) -> None:
     assert not job["spec"]["suspend"]
     assert labels.SUSPENDED not in job["metadata"].get("annotations", {})
     assert job["status"]["jobDeploymentStatus"] in {"Running", "Initializing"}  # KubeRay itself waits for the dashboard
+
+
+def test_a_rayjob_with_another_vendors_gpus_is_a_unit_as_well(ray: Ray) -> None:
+    """It was a group of pods, of which the head was evicted: KubeRay does not create it again."""
+    ray.controlled.add_nodes(1, gpus=0)
+    (node,), amounts = ray.controlled.nodes, {"amd.com/gpu": "4"}
+    ray.api.patch(f"/api/v1/nodes/{node}/status", {"status": {"allocatable": amounts, "capacity": amounts}})
+    policy = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
+    ray.api.apply(f"{POLICIES}/default", {**policy, "spec": {"gpuResources": [{"name": "amd.com/gpu"}]}})
+
+    def forget() -> None:
+        ray.api.patch(f"{POLICIES}/default", {"spec": {"gpuResources": None}})
+
+    ray.controlled.on_close.append(forget)
+    lender, team = ray.controlled.team(guaranteed=4), ray.team(guaranteed=0)
+    ray.controlled.start()
+    notes = {labels.GPU_WEIGHTS: "amd.com/gpu=1"}
+    amd = group("gpu", 2)
+    amd["template"]["metadata"] = {"annotations": notes}
+    amd["template"]["spec"]["containers"][0]["resources"]["limits"] = {"amd.com/gpu": "2"}
+    path = ray.job(team, amd)
+    ray.until_workers(team, 2)
+    container = {"name": "main", "image": "none", "resources": {"limits": {"amd.com/gpu": "4"}}}
+    owner = ray.controlled.pod(lender, "owner", annotations=notes, containers=[container])
+    ray.controlled.until_bound(owner)
+    assert "takes back" in ray.api.get(path)["metadata"]["annotations"][labels.SUSPENDED]
+    ray.until(lambda: not ray.controlled.pods(team))
+    ray.api.delete(owner, 0)
+    ray.until_workers(team, 2)
 
 
 def test_a_rayjob_of_several_groups_starts_all_of_them_together(ray: Ray) -> None:

@@ -160,8 +160,17 @@ def test_steps_open_gates_release_workers_and_remove_labels(crds_cluster: DevClu
     gates = [{"name": "example.com/other"}, GATE]
     api.create(pods, {"metadata": {"name": "waiting"}, "spec": {"containers": [CONTAINER], "schedulingGates": gates}})
     api.patch(f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
+    suspended = f"/apis/batch/v1/namespaces/{namespace}/jobs"
+    spec = {"suspend": True, "template": {"spec": {"containers": [CONTAINER], "restartPolicy": "Never"}}}
+    api.create(suspended, {"metadata": {"name": "gave-way", "labels": {labels.SUSPENDED: "true"}}, "spec": spec})
     removal = Removal(Calls(connection_of(crds_cluster.kubeconfig), retry_for_s=10), Waiting.OPEN)
-    for title in ("gates of waiting pods", "labels and annotations of pods", "jobs", "labels of namespaces"):
+    for title in (
+        "suspended owners of pods",
+        "gates of waiting pods",
+        "labels and annotations of pods",
+        "jobs",
+        "labels of namespaces",
+    ):
         ((step, one),) = of_namespace(removal, title, namespace)
         step.act(one)
     assert api.get(f"{pods}/waiting")["spec"]["schedulingGates"] == gates[:1]
@@ -169,6 +178,7 @@ def test_steps_open_gates_release_workers_and_remove_labels(crds_cluster: DevClu
     assert not left.get("ownerReferences")
     assert not left.get("labels")
     assert not api.items(jobs_of(namespace))
+    assert not api.get(f"{suspended}/gave-way")["spec"]["suspend"]
     assert labels.MANAGED not in api.get(f"/api/v1/namespaces/{namespace}")["metadata"]["labels"]
 
 

@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
 from kfp_gpuquota.cluster.kubernetes.web.rights import (
     DENIAL_KEPT_S,
     KEPT_S,
@@ -186,22 +187,31 @@ def test_a_job_shows_the_events_of_its_object_and_pods_to_who_may_list_events(
 def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours: Team, theirs: Team) -> None:
     (node,) = kubeflow_cluster.api.items("/api/v1/nodes")
     last = int(node["status"]["allocatable"][labels.GPU_RESOURCE]) - 1
-    container = {"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
+    amounts = {"allocatable": {"amd.com/gpu": "2"}, "capacity": {"amd.com/gpu": "2"}}
+    kubeflow_cluster.api.patch(f"/api/v1/nodes/{node['metadata']['name']}/status", {"status": amounts})
+    policy = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
+    kubeflow_cluster.api.apply(f"{PATH}/default", {**policy, "spec": {"gpuResources": [{"name": "amd.com/gpu"}]}})
+    limits = {labels.GPU_RESOURCE: "1", "amd.com/gpu": "1"}
+    container = {"name": "main", "image": "none", "resources": {"limits": limits}}
     pod = {
         "metadata": {"name": "plain", "annotations": {labels.DEVICES: str(last)}},
         "spec": {"nodeName": node["metadata"]["name"], "containers": [container]},
     }
     kubeflow_cluster.api.create(f"/api/v1/namespaces/{ours.namespace}/pods", pod)
-    until(lambda: "plain" in text_of(ours.viewer, "/nodes"), "the pod is not shown")
+    until(lambda: text_of(ours.viewer, "/nodes").count("plain") == 2, lambda: text_of(ours.viewer, "/nodes"))
     shown = text_of(theirs.viewer, "/nodes")
     assert "plain" not in shown
     assert "used by others" in shown
+    assert "1 of 2 in use" in shown
     kubeflow_cluster.api.delete(f"/api/v1/namespaces/{ours.namespace}/pods/plain", 0)
 
     def idle() -> bool:
         return text_of(theirs.viewer, "/nodes").count("idle for") > shown.count("idle for")
 
     until(idle, lambda: text_of(theirs.viewer, "/nodes"))
+    kubeflow_cluster.api.patch(f"{PATH}/default", {"spec": {"gpuResources": None}})
+    gone = {"allocatable": {"amd.com/gpu": None}, "capacity": {"amd.com/gpu": None}}
+    kubeflow_cluster.api.patch(f"/api/v1/nodes/{node['metadata']['name']}/status", {"status": gone})
 
 
 def test_who_is_not_named_by_a_trusted_proxy_is_refused(page: WebPage, ours: Team) -> None:

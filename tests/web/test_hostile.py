@@ -24,7 +24,7 @@ from kfp_gpuquota.api import (
     pipeline_labels,
 )
 from kfp_gpuquota.api.history import Report, Usage
-from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ShareView
+from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ResourceView, ShareView
 from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.setting import Setting
@@ -82,7 +82,9 @@ class HostileSource:
             granted_mib=9,
         )
         node = Node(name="n", devices=(Device(index=0, model="m", memory_mib=10), Device(index=1)))
-        self._node: NodeView = poisoned(NodeView(node=node, held={0: ("w",)}, used={0: 0.5}, shares=(share,)))
+        slices = ResourceView(name="r", count=4, counts_as=0.25, type="t", held={HOSTILE: 1})
+        view = NodeView(node=node, held={0: ("w",)}, used={0: 0.5}, shares=(share,), resources=(slices,))
+        self._node: NodeView = poisoned(view)
         project = ProjectView(project=Project(name="p", guaranteed=1), allocated=2, over_quota=1, requested=3)
         self._project: ProjectView = poisoned(project)
         event = Event(revision=1, at=NOW, kind=EventKind.WORKER_STARTED, worker="w", gpus=1, reason=reason)

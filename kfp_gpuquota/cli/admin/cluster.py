@@ -507,9 +507,9 @@ def status(output: OutputOption = Format.TABLE) -> None:
         raise ClusterUnavailableError("the cluster does not run; start it with: gpuquota cluster start")
     reached = client()
     health, nodes = reached.health(), reached.list_nodes()
-    total = sum(len(view.node.devices) for view in nodes)
-    held = as_number(sum(sum(view.used.values()) for view in nodes))
-    models = ", ".join(sorted({device.model for view in nodes for device in view.node.devices}))
+    total = as_number(sum(view.gpus for view in nodes))
+    held = as_number(sum(view.gpus_in_use for view in nodes))
+    models = ", ".join(sorted({model for view in nodes for model in view.types}))
     rows = [
         ("directory", health.home),
         *who_uses_it(health),

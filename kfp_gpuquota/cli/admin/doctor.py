@@ -32,6 +32,11 @@ def doctor(output: OutputOption = Format.TABLE) -> None:
       gpuquota --context NAME doctor -o json
     """
     findings = _findings()
+    show_findings(findings, output)
+
+
+def show_findings(findings: tuple[Finding, ...], output: str) -> None:
+    """Show the findings with their remedies. Raises Exit with 1 if a check fails."""
     show(findings, output, "\n".join(_lines(findings)))
     if worst(findings) is Level.FAIL:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path  # noqa: TC003 (typer reads annotations at run time)
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,9 +10,10 @@ import typer
 from kfp_gpuquota.api import Kind  # noqa: TC001 (typer reads annotations at run time)
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.api.quantity import parse_gpu_memory, show_mib
-from kfp_gpuquota.cli.arguments.options import OutputOption, client
+from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.cli.display.terminal import echo
+from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,6 +81,31 @@ def list_policies(*, output: OutputOption = Format.TABLE) -> None:
     """
     policies = client().list_policies()
     show(policies, output, _table(policies))
+
+
+@app.command("check", short_help="Check a QuotaPolicy in a file.")
+def check_policy(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON with the object of kind QuotaPolicy.")],
+    *,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Check the rules of a Kubernetes cluster before they are applied. Nothing is stored.
+
+    With a cluster the API server checks them as a trial, and nodes and namespaces are compared with them; else the file
+    alone is checked. The exit status is 1 if the policy would be refused or a field ignored.
+
+    Examples:
+      gpuquota --context NAME policy check quota-policy.yaml
+    """
+    from kfp_gpuquota.cli.admin.doctor import show_findings  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster does not need it)
+    from kfp_gpuquota.cluster.kubernetes.operations import policy_check  # noqa: PLC0415
+
+    try:
+        policy = policy_check.policy_in(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    show_findings(policy_check.examine(policy, kube_calls() if on_kubernetes() else None), output)
 
 
 @app.command("delete", short_help="Delete a policy.")

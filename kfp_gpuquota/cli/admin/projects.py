@@ -260,7 +260,7 @@ def _overcommitted(reached: ClusterApi) -> str:
         nodes = reached.list_nodes()
     except UnauthorizedError:
         return ""
-    there = sum(len(view.node.devices) for view in nodes if not view.node.pool)
+    there = as_number(sum(view.gpus for view in nodes if not view.node.pool))
     projects = (view.project for view in reached.list_projects())
     guaranteed = as_number(sum(project.guaranteed for project in projects if project.parent is None))
     if guaranteed <= there:

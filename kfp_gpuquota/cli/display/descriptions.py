@@ -71,4 +71,17 @@ def described_node(view: NodeView) -> str:
     ]
     if rows:
         parts.append(table(("DEVICE", "MODEL", "MEMORY", "IN USE", "WORKERS"), rows))
+    others = [
+        (
+            one.name,
+            one.type,
+            as_number(one.counts_as),
+            one.count,
+            one.in_use,
+            ", ".join(f"{pod} ({amount})" for pod, amount in sorted(one.held.items())),
+        )
+        for one in view.resources
+    ]
+    if others:
+        parts.append(table(("RESOURCE", "TYPE", "COUNTS AS", "COUNT", "IN USE", "PODS"), others))
     return "\n\n".join(parts)

@@ -48,21 +48,23 @@ def job_table(
 
 
 def node_table(nodes: Sequence[NodeView], *, headers: bool = True) -> str:
-    """A line for each node; with its pool where any node is in one."""
-    pooled = any(view.node.pool for view in nodes)
+    """A line for each node; with its pool where any node is in one, and with resources that count as GPUs."""
+    pooled, counted = any(view.node.pool for view in nodes), any(view.resources for view in nodes)
     rows = (
         [
             view.node.name,
             "ready" if view.node.ready else "not ready",
-            len(view.node.devices),
-            as_number(sum(view.used.values())),
-            len(view.node.devices) - len(view.held),
-            ", ".join(sorted({device.model for device in view.node.devices})),
+            as_number(view.gpus),
+            as_number(view.gpus_in_use),
+            as_number(view.gpus_idle),
+            ", ".join(view.types),
             *([view.node.pool] if pooled else []),
+            *([", ".join(f"{one.in_use} of {one.count} {one.name}" for one in view.resources)] if counted else []),
         ]
         for view in nodes
     )
-    columns = ("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL", *(["POOL"] if pooled else []))
+    more = (*(["POOL"] if pooled else []), *(["RESOURCES"] if counted else []))
+    columns = ("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL", *more)
     return table(columns, rows, headers=headers)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.api.quantity import MIB, show_mib
+from kfp_gpuquota.api.quantity import MIB, SHOWN_PLACES, show_mib
 from kfp_gpuquota.scheduler.state.groups import below
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Job, Request, Task
 
@@ -23,8 +23,11 @@ def gpus(micro: float) -> str:
 
 
 def count(micro: float) -> str:
-    """Return a number of GPUs as text without a unit; `micro` is in millionths of a GPU."""
-    return f"{micro / GPU:g}"
+    """Return a number of GPUs as text without a unit, to four places; `micro` is in millionths of a GPU.
+
+    So seven sevenths, which are 142857 millionths each, are 1.
+    """
+    return f"{round(micro / GPU, SHOWN_PLACES):g}"
 
 
 def started(job: Job, workers: int) -> Reason:

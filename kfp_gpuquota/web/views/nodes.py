@@ -57,7 +57,7 @@ def elements(source: Source, base: str, project: str = "") -> Elements:
             "node.html",
             view=view,
             gpus=gpus(source, view, holders, idle),
-            used=as_number(sum(view.used.values())),
+            used=as_number(view.gpus_in_use),
             base=base,
         )
         for view in shown
@@ -90,15 +90,23 @@ def gpus(
 
 def fragmentation(views: Sequence[NodeView], jobs: Iterable[Job]) -> dict[str, object]:
     """Return how many GPUs are idle, how many of them one node has at most, and which jobs wait for that reason."""
-    free = {view.node.name: len(view.node.devices) - sum(1 for used in view.used.values() if used) for view in views}
+    free = {view.node.name: _idle(view) for view in views}
     largest = max(free, key=lambda name: free[name], default="")
     return {
-        "idle": sum(free.values()),
+        "idle": as_number(sum(free.values())),
         "parts": sum(1 for view in views for used in view.used.values() if 0 < used < 1),
         "largest": free.get(largest, 0),
         "largest_node": largest,
         "kept_waiting": _kept_waiting(jobs)[:5],
     }
+
+
+def _idle(view: NodeView) -> int | float:
+    return as_number(view.gpus - sum(1 for used in view.used.values() if used) - _others_in_use(view))
+
+
+def _others_in_use(view: NodeView) -> float:
+    return sum(one.in_use * one.counts_as for one in view.resources)
 
 
 def _kept_waiting(jobs: Iterable[Job]) -> list[Job]:
@@ -145,7 +153,8 @@ def _chart(used: Sequence[tuple[float, int]], total_mib: int) -> str:
 
 
 def _has(view: NodeView, holders: Mapping[str, Job], project: str) -> bool:
-    workers = (worker for held in view.held.values() for worker in held)
+    workers = [worker for held in view.held.values() for worker in held]
+    workers += [pod for one in view.resources for pod in one.held]
     return any(
         holders[worker].spec.project == project if worker in holders else worker.startswith(f"{project}/")
         for worker in workers

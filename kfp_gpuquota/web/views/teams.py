@@ -163,8 +163,8 @@ def bar(amounts: Amounts, scale: float) -> dict[str, str]:
 def totals(source: Source) -> str:
     """Return the line of figures above the tree."""
     views, nodes = source.projects(), source.nodes()
-    devices = sum(len(view.node.devices) for view in nodes)
-    used = sum(sum(view.used.values()) for view in nodes)
+    devices = sum(view.gpus for view in nodes)
+    used = sum(view.gpus_in_use for view in nodes)
     waiting = sum(job.status.phase is Phase.PENDING for job in source.jobs())
     figures = [
         ("GPUs", as_number(devices), ""),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.quantity import SHOWN_PLACES, as_number
 from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
@@ -283,7 +283,8 @@ class Snapshot:
             requested += queue.requested[0]
             filed = (*queue.waiting.items(), *queue.shelved.items())
             waiting += sum(len(jobs) for shape, jobs in filed if shape.starts)
-        return ProjectUsage(as_number(held / GPU), as_number(borrowed / GPU), as_number(requested / GPU), int(waiting))
+        shown = (as_number(round(amount / GPU, SHOWN_PLACES)) for amount in (held, borrowed, requested))
+        return ProjectUsage(*shown, int(waiting))
 
     def exceeds_limit(self, name: str) -> bool:
         """Return whether a project holds more than its limit without what is leaving."""

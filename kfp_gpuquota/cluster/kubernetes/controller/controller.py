@@ -63,6 +63,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
+from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.expected_starts import run_times
@@ -175,7 +176,7 @@ class Controller:
         )
         self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
         self.ray = RayUnits(
-            Owners(self.limits, self.volumes),
+            Owners(self.limits, self.volumes, self.rules),
             Ledger(cluster.emit, cluster.allocator, self._now),
             self._writer,
             self.evictions,
@@ -192,8 +193,9 @@ class Controller:
         own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules)
         others = watches.cluster_kinds(snapshot, self.volumes, self.limits)
         foreign = watches.foreign_kinds(self.profiles, self.ray)
+        suspended = watches.suspended_owners(Resuming(self._writer, self.events))
         namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
-        self.reflectors = [self.pods, *own, *others, *foreign, namespaces]
+        self.reflectors = [self.pods, *own, *others, *foreign, *suspended, namespaces]
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
@@ -204,9 +206,10 @@ class Controller:
             self.pods,
             self.ray,
             self.unpinned,
+            self.events,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
-        self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer)
+        self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer, self.rules)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
@@ -407,6 +410,7 @@ class Controller:
         self.snapshot.state.ledger.moves = rules.moves
         self.snapshot.state.ledger.reserve_after_s = rules.reserve_after_s
         self.reservations.memory_reserve = rules.sharing.memory_reserve
+        self.gangs.forget_sizes()
         self.snapshot.rules_changed()
         self.snapshot.unseen.rules_changed()
         self.default_quotas.rules_changed()

@@ -6,6 +6,7 @@ determines its devices is read.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,6 +16,7 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
+from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 
 
 def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:
@@ -58,7 +61,7 @@ def _items(given: dict[str, Any], name: str) -> list[Any]:
 
 
 PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
-FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS})
+FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS, *(kind.path for kind in KINDS)})
 LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
 _OURS: Final = f"/apis/{labels.API_VERSION}"
 _NAMES: Final = {"PolicyObject": "WorkloadPolicy", "QuotaPolicyObject": "QuotaPolicy"}  # of structs of another name
@@ -115,6 +118,20 @@ class Watches:
             self._watch(PROFILES, profile, *found, optional=True, not_installed_s=LOOKED_FOR_S),
             self._watch(ray_types.CLUSTERS, ray_types.RayCluster, ray.put_cluster, ray.drop_cluster, optional=True),
             self._watch(ray_types.JOBS, ray_types.RayJob, ray.put_job, ray.drop_job, optional=True),
+        ]
+
+    def suspended_owners(self, resuming: Resuming) -> list[Reflector[Any]]:
+        """Return the watches of owners that the controller has suspended, by their label."""
+        return [
+            self._watch(
+                kind.path,
+                Suspendable,
+                partial(resuming.put, kind),
+                resuming.drop,
+                optional=True,
+                selector=f"{labels.SUSPENDED}=true",
+            )
+            for kind in KINDS
         ]
 
     def _watch(self, path: str, kind: Any, changed: Any, deleted: Any, **more: Any) -> Reflector[Any]:

@@ -10,8 +10,9 @@
 | Job | owner | all, where it is Indexed and runs all its indexes at once |
 | any other Job, ReplicaSet, StatefulSet | owner | all pods with a group label; without one, each pod alone |
 
-Only pods that request GPUs count: others are not gated. Pods that have succeeded are not created again, so they do not
-count either. A Job that processes a work queue is not a gang: each of its pods makes progress alone.
+Only pods that request GPUs count, or a resource that counts as GPUs (`counted`): others are not gated. Pods that have
+succeeded are not created again, so they do not count either. A Job that processes a work queue is not a gang: each of
+its pods makes progress alone.
 
 Some controllers create pods only after others are ready. Then those start together that can have been created so far,
 and quota is reserved for the rest: a JobSet with startup policy InOrder or `dependsOn`, a StatefulSet with
@@ -26,16 +27,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from kfp_gpuquota.api.request_paths import collection, is_api_version, is_kind, is_object_name, join
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, looks_like_gpus
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, requests_any
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
-    Reader = Callable[[msgspec.Raw, msgspec.Raw], "GangSize"]
+    Reader = Callable[[msgspec.Raw, msgspec.Raw, Collection[str]], "GangSize"]
 
 JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 LEADER_WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"
@@ -118,14 +119,17 @@ def _named_owner(pod: Pod) -> Owner | None:
     return Owner(owner.api_version, owner.kind, namespace, owner.name)
 
 
-def gang_size(owner: Owner, answer: bytes) -> GangSize:
-    """Return the gang size that the owner's object specifies; ALONE if it cannot be decoded."""
+def gang_size(owner: Owner, answer: bytes, counted: Collection[str] = ()) -> GangSize:
+    """Return the gang size that the owner's object specifies; ALONE if it cannot be decoded.
+
+    `counted` are the names of the other resources that count as GPUs.
+    """
     read = _reader(owner.api_version, owner.kind)
     if read is None:
         return ALONE
     try:
         found = msgspec.json.decode(answer, type=_Object)
-        return read(found.spec, found.status)
+        return read(found.spec, found.status, counted)
     except (msgspec.DecodeError, ValueError):
         return ALONE
 
@@ -150,10 +154,9 @@ class _Template(Struct, frozen=True):
         """Return the GPUs of each of the template's pods."""
         return gpus_of(self.spec)
 
-    @property
-    def counts(self) -> bool:
-        """Return whether the template's pods request GPUs."""
-        return self.gpus > 0 or looks_like_gpus(self.spec)
+    def counts(self, counted: Collection[str]) -> bool:
+        """Return whether the template's pods request GPUs, or a resource that counts as GPUs."""
+        return self.gpus > 0 or requests_any(self.spec, counted)
 
 
 class _Job(Struct, frozen=True):
@@ -253,12 +256,12 @@ class _PodGroup(Struct, frozen=True):
     min_member: int = 1
 
 
-def _job(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
+def _job(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     job, done = msgspec.json.decode(spec, type=_Job), msgspec.json.decode(status, type=_JobStatus)
     left = job.at_once
     if job.completions is not None:
         left = max(0, min(left, job.completions - done.succeeded - _indexes(done.failed_indexes)))
-    size = left if job.template.counts else 1
+    size = left if job.template.counts(counted) else 1
     whole = job.completion_mode == "Indexed" and job.at_once == job.completions
     return GangSize(max(1, size) if whole else 1, max(1, size))
 
@@ -269,7 +272,7 @@ def _indexes(ranges: str) -> int:
     return sum(int(last or first) - int(first) + 1 for first, _, last in bounds)
 
 
-def _job_set(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
+def _job_set(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     found = msgspec.json.decode(spec, type=_JobSet)
     states = {one.name: one for one in msgspec.json.decode(status, type=_JobSetStatus).replicated_jobs_status}
     in_order = found.startup_policy is not None and found.startup_policy.startup_policy_order == "InOrder"
@@ -279,7 +282,7 @@ def _job_set(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
         state = states.get(one.name, _ReplicatedStatus())
         unmet = [need.status for need in one.depends_on if not _is_met(need, jobs, states)]
         pod = one.template.spec
-        pods = (one.replicas - state.succeeded) * pod.at_once if pod.template.counts else 0
+        pods = (one.replicas - state.succeeded) * pod.at_once if pod.template.counts(counted) else 0
         if "Complete" in unmet or pods <= 0:
             pass
         elif waits or unmet:
@@ -296,7 +299,7 @@ def _is_met(need: _DependsOn, jobs: Mapping[str, _Replicated], states: Mapping[s
     return need.name not in jobs or there >= jobs[need.name].replicas
 
 
-def _training_job(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
+def _training_job(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     """Return the gang size of a training job; kinds differ in a field's name (pytorchReplicaSpecs, mpiReplicaSpecs)."""
     fields = msgspec.json.decode(spec, type=dict[str, msgspec.Raw])
     policy = msgspec.json.decode(fields.get("runPolicy", msgspec.Raw(b"{}")), type=_RunPolicy).scheduling_policy
@@ -306,7 +309,7 @@ def _training_job(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
     size, rest = 0, list[Rest]()
     for name, part in (item for raw in roles for item in msgspec.json.decode(raw, type=dict[str, _Replicas]).items()):
         pods = _count(part.replicas) - done.get(name, _ReplicaStatus()).succeeded
-        if not part.template.counts or pods <= 0:
+        if not part.template.counts(counted) or pods <= 0:
             continue
         if last and name == "Launcher":
             rest.append(Rest(pods, part.template.gpus))
@@ -316,42 +319,42 @@ def _training_job(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
     return _all(size if least is None else min(size, least), tuple(rest))
 
 
-def _ray_cluster(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
+def _ray_cluster(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     cluster = msgspec.json.decode(spec, type=_RayCluster)
     scaled = cluster.enable_in_tree_autoscaling
     workers = sum(
         part.num_of_hosts * _count(part.min_replicas if scaled and part.min_replicas is not None else part.replicas)
         for part in cluster.worker_group_specs
-        if part.template.counts
+        if part.template.counts(counted)
     )
-    return _all(workers + cluster.head_group_spec.template.counts)
+    return _all(workers + cluster.head_group_spec.template.counts(counted))
 
 
-def _leader_worker_set(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
+def _leader_worker_set(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     """Return the gang size of one replica; with startup policy LeaderReady its workers come after its leader."""
     found = msgspec.json.decode(spec, type=_LeaderWorkerSet)
     group = found.leader_worker_template
     leader = group.leader_template or group.worker_template
-    workers = (group.size - 1) * group.worker_template.counts
-    if found.startup_policy == "LeaderReady" and leader.counts and workers:
+    workers = (group.size - 1) * group.worker_template.counts(counted)
+    if found.startup_policy == "LeaderReady" and leader.counts(counted) and workers:
         return _all(1, (Rest(workers, group.worker_template.gpus),))
-    return _all(leader.counts + workers)
+    return _all(leader.counts(counted) + workers)
 
 
-def _replicas(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
+def _replicas(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     found = msgspec.json.decode(spec, type=_Replicas)
-    return GangSize(1, max(1, _count(found.replicas)) if found.template.counts else 1)
+    return GangSize(1, max(1, _count(found.replicas)) if found.template.counts(counted) else 1)
 
 
-def _stateful_set(spec: msgspec.Raw, status: msgspec.Raw) -> GangSize:
+def _stateful_set(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     found = msgspec.json.decode(spec, type=_Replicas)
     replicas = _count(found.replicas)
-    if found.pod_management_policy == "Parallel" or not found.template.counts or replicas <= 1:
-        return _replicas(spec, status)
+    if found.pod_management_policy == "Parallel" or not found.template.counts(counted) or replicas <= 1:
+        return _replicas(spec, status, counted)
     return GangSize(1, 1, (Rest(replicas - 1, found.template.gpus),))
 
 
-def _pod_group(spec: msgspec.Raw, _status: msgspec.Raw) -> GangSize:
+def _pod_group(spec: msgspec.Raw, _status: msgspec.Raw, _counted: Collection[str]) -> GangSize:
     return _all(msgspec.json.decode(spec, type=_PodGroup).min_member)
 
 

@@ -18,7 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, PodSpec
@@ -111,9 +111,10 @@ def weights_in(text: str) -> Resources:
     return weights
 
 
-def looks_like_gpus(spec: PodSpec) -> bool:
-    """Return whether the pod requests a resource that is listed as a GPU, or would be refused: see device-policies."""
-    return any(name.startswith(f"{labels.VENDOR}/") or "gpu" in name.lower() for name in _named(spec) if "/" in name)
+def requests_any(spec: PodSpec, names: Collection[str]) -> bool:
+    """Return whether the pod requests any of these resources."""
+    given = (resources for one in _containers(spec) for resources in (one.resources.limits, one.resources.requests))
+    return any(str(amount) != "0" for resources in given for name, amount in resources.items() if name in names)
 
 
 @lru_cache(4096)

@@ -153,7 +153,7 @@ def _gpu_resources() -> Schema:
         "self.name",
     )
     bounded = rule(
-        f"self.countsAs >= {MIN_WEIGHT} && self.countsAs <= {MAX_WEIGHT}.0",
+        f"!has(self.countsAs) || self.countsAs >= {MIN_WEIGHT} && self.countsAs <= {MAX_WEIGHT}.0",
         f"countsAs is %s, but it must be a number of GPUs from {MIN_WEIGHT} to {MAX_WEIGHT}",
         "self.countsAs",
     )
@@ -171,9 +171,15 @@ def _gpu_resources() -> Schema:
                 "name": {"type": "string", "minLength": 3, "maxLength": 317, "description": "As nodes announce it."},
                 "countsAs": {
                     "type": "number",
-                    "default": 1,
                     "description": "The number of GPUs that one of it counts as; for example 0.25 for one of four time"
-                    " slices.",
+                    " slices. The default is 1, and for a MIG profile its compute slices of 7: nvidia.com/mig-3g.40gb"
+                    " counts as 3/7.",
+                },
+                "typeLabel": {
+                    "type": "string",
+                    "maxLength": 317,
+                    "description": "The label of nodes whose value is the type of these GPUs, shown in lists of nodes;"
+                    " known for those of NVIDIA, AMD, Intel and Google.",
                 },
             },
             "x-kubernetes-validations": [named, bounded],

@@ -16,6 +16,7 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.specs import (
     fixed_request,
     gpu_groups,
     group_request,
+    has_devices,
     notes_of,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayClusterSpec
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 _CLUSTER_KIND: Final = f"{GROUP}/RayCluster"
 
@@ -36,6 +38,7 @@ class Owners:
 
     limits: LimitRanges
     volumes: Volumes
+    rules: RulesBook
     clusters: dict[str, RayCluster] = field(default_factory=dict)
     jobs: dict[str, RayJob] = field(default_factory=dict)
 
@@ -81,12 +84,15 @@ class Owners:
 
     def _job_request(self, job: RayJob) -> Request | None:
         spec = job.spec.ray_cluster_spec
-        groups = [] if spec is None else [group for group in gpu_groups(spec) if group.replicas or _scaled(spec)]
-        if spec is None or not groups:
+        if spec is None:
+            return None
+        weights = self.rules.rules.gpu_weights
+        groups = [group for group in gpu_groups(spec, weights) if group.replicas or _scaled(spec)]
+        if not groups:
             return None
         (first, *others) = groups
         single = not others and first.group_name != HEAD_GROUP and first.num_of_hosts == 1
-        if single and (is_elastic(job) or _scaled(spec)):
+        if single and has_devices(first) and (is_elastic(job) or _scaled(spec)):
             request = self._group(job, *self._live(job, first))
         elif _scaled(spec):
             return None
@@ -109,7 +115,8 @@ class Owners:
 
     def _given(self, owner: RayCluster | RayJob) -> Given:
         meta = owner.metadata
-        return Given(meta.name, meta.namespace, self.limits.requests_in(meta.namespace), self.volumes.apply)
+        defaults = self.limits.requests_in(meta.namespace)
+        return Given(meta.name, meta.namespace, defaults, self.volumes.apply, self.rules.rules.gpu_weights)
 
 
 def job_of(cluster: RayCluster) -> str:

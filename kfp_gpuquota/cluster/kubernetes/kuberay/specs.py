@@ -19,7 +19,7 @@ import msgspec
 from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import MAX_GROUP
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job, pod_view, short_name
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, requests_any, weights_text
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Named, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.ray_types import HEAD_GROUP, WorkerGroup
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.api import JobSpec
+    from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import PodTemplate, RayClusterSpec
 
 _GATES: Final = (Named(labels.QUOTA_GATE),)
@@ -39,17 +41,18 @@ class Given(NamedTuple):
     """What determines a unit's requests besides its object.
 
     `defaults` are a container's default requests in the namespace; `located(pod)` restricts a pod to the nodes of its
-    volumes.
+    volumes; `weights` are the other resources that count as GPUs, as in CountedJobSpec.
     """
 
     name: str
     namespace: str
     defaults: Mapping[str, object]
     located: Callable[[PodView], PodView]
+    weights: Resources = ()
 
 
 class Request(NamedTuple):
-    """A unit's job; `gpus` are those of each pod by group, and with several groups `parts` has a job for each."""
+    """A unit's job; `gpus` are the devices of each pod by group, and with several groups `parts` has a job for each."""
 
     spec: JobSpec
     parts: dict[str, JobSpec]
@@ -86,11 +89,17 @@ def most_requested(group: WorkerGroup, note: SizeNote) -> int:
     return note.most if note.most is not None and note.bound == group.max_replicas else group.max_replicas
 
 
-def gpu_groups(spec: RayClusterSpec) -> list[WorkerGroup]:
-    """Return the groups whose pods request GPUs; the head is a group with one replica."""
-    head = spec.head_group_spec.template
-    heads = [WorkerGroup(HEAD_GROUP, 1, 1, 1, template=head)] if gpus_of(head.spec) else []
-    return heads + [group for group in spec.worker_group_specs if gpus_of(group.template.spec)]
+def gpu_groups(spec: RayClusterSpec, weights: Resources = ()) -> list[WorkerGroup]:
+    """Return the groups whose pods request GPUs, or what counts as GPUs; the head is a group with one replica."""
+    names = {name for name, _ in weights}
+    head = WorkerGroup(HEAD_GROUP, 1, 1, 1, template=spec.head_group_spec.template)
+    groups = (head, *spec.worker_group_specs)
+    return [one for one in groups if has_devices(one) or requests_any(one.template.spec, names)]
+
+
+def has_devices(group: WorkerGroup) -> bool:
+    """Return whether the group's pods request nvidia.com/gpu."""
+    return gpus_of(group.template.spec) > 0
 
 
 def elastic_groups(spec: RayClusterSpec) -> list[WorkerGroup]:
@@ -113,7 +122,7 @@ def group_request(given: Given, group: WorkerGroup, note: SizeNote, *, autoscale
     limit = max(least, min(most_requested(group, note), MAX_GROUP))  # as KubeRay, which never exceeds maxReplicas
     wanted = min(limit, max(least, group.replicas if autoscaled else requested(group, note)))
     most = wanted if autoscaled else limit
-    one = _pod_spec(given, group.template)
+    one = pod_job(_pod_view(given, group.template))
     gpus = one.gpus
     spec = msgspec.structs.replace(
         one,
@@ -128,13 +137,13 @@ def group_request(given: Given, group: WorkerGroup, note: SizeNote, *, autoscale
 
 def fixed_request(given: Given, groups: list[WorkerGroup]) -> Request:
     """Return the request of groups whose pods all start together. Raises InvalidFieldError."""
-    ones = {group.group_name: _pod_spec(given, group.template) for group in groups}
+    views = {group.group_name: _pod_view(given, group.template) for group in groups}
     parts = {
-        group.group_name: _times(given, ones[group.group_name], group.replicas * group.num_of_hosts)
+        group.group_name: _times(given, pod_job(views[group.group_name]), group.replicas * group.num_of_hosts)
         for group in groups
         if group.replicas
     }
-    gpus = {name: one.gpus for name, one in ones.items()}
+    gpus = {name: view.gpus for name, view in views.items()}
     first = next(iter(parts.values()))
     return Request(first, parts if len(parts) > 1 else {}, gpus)
 
@@ -145,13 +154,18 @@ def _times(given: Given, one: JobSpec, pods: int) -> JobSpec:
     return msgspec.structs.replace(one, name=name, gpus=gpus * pods, gpus_per_worker=gpus)
 
 
-def _pod_spec(given: Given, template: PodTemplate) -> JobSpec:
-    """Return the request of one pod of the template, as for a pod that exists."""
+def _pod_view(given: Given, template: PodTemplate) -> PodView:
+    """Return one pod of the template, as the webhook would gate it."""
     spec = msgspec.structs.replace(completed(template.spec, given.defaults), scheduling_gates=_GATES)
     meta = Metadata(
         name=given.name,
         namespace=given.namespace,
         labels=template.metadata.labels,
-        annotations=template.metadata.annotations or {},
+        annotations={**(template.metadata.annotations or {}), **_weights_note(given, spec)},
     )
-    return pod_job(given.located(pod_view(Pod(metadata=meta, spec=spec))))
+    return given.located(pod_view(Pod(metadata=meta, spec=spec)))
+
+
+def _weights_note(given: Given, spec: PodSpec) -> dict[str, str]:
+    weights = tuple(row for row in given.weights if requests_any(spec, row[:1]))
+    return {labels.GPU_WEIGHTS: weights_text(weights)} if weights else {}

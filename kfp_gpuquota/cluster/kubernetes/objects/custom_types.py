@@ -243,10 +243,14 @@ class PolicyPool(Struct, frozen=True):
 
 
 class GpuResource(Struct, frozen=True):
-    """An extended resource of which each one counts as a number of GPUs."""
+    """An extended resource of which each one counts as a number of GPUs.
+
+    Defaults are those of `known_gpus.py`. `type_label` is the label of nodes that has the type of these GPUs.
+    """
 
     name: str
-    counts_as: float = 1.0
+    counts_as: float | None = None
+    type_label: str | None = None
 
 
 class QuotaPolicySpec(Struct, frozen=True):

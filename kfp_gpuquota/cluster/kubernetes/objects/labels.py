@@ -54,4 +54,5 @@ NOTEBOOK: Final = "notebook-name"
 # On RayClusters, RayJobs and RayServices (KubeRay).
 ELASTIC: Final = f"{GROUP}/elastic"
 RAY_GROUPS: Final = f"{GROUP}/ray-groups"  # what the user requested of groups whose size the controller has changed
-SUSPENDED: Final = f"{GROUP}/suspended"  # why the controller has suspended the RayJob
+SUSPENDED: Final = f"{GROUP}/suspended"
+"""An annotation: why the controller has suspended the RayJob, Job, JobSet, ... (a label of all but RayJobs, too)."""

@@ -3,7 +3,8 @@
 1. The policies, which allow only the controller to change gates and labels, and the webhook, so that new pods
    start ungated.
 2. The controller, the membership and the agents. Later steps wait for their end: they would write labels again.
-3. The gates, if the administrator chose to open them, and labels and annotations of other pods.
+3. Owners of pods that the controller has suspended, which nobody else would resume; the gates, if the administrator
+   chose to open them; labels and annotations of other pods.
 4. ElasticJobs. Their workers lose their owner before, and run on.
 5. Everything else: kinds, rights, settings, labels of namespaces and nodes, our namespaces, Helm's record.
 
@@ -17,9 +18,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory, Kind, is_alive, is_gated, is_running, marks
+from kfp_gpuquota.cluster.kubernetes.suspension import kinds
 from kfp_gpuquota.errors import ConflictError, NotFoundError, UnauthorizedError
 
 if TYPE_CHECKING:
@@ -111,12 +115,13 @@ class Removal:
         ):
             yield Step(title, found.ours(kind), delete(kind))
         releases = found.releases()  # they are found by what the next step deletes
-        kinds = {one["metadata"]["uid"]: (kind, one) for kind in inventory.WORKLOADS for one in found.ours(kind)}
+        programs = {one["metadata"]["uid"]: (kind, one) for kind in inventory.WORKLOADS for one in found.ours(kind)}
 
         def end(one: Json) -> None:
-            self._calls.delete(_path(kinds[one["metadata"]["uid"]][0], one))
+            self._calls.delete(_path(programs[one["metadata"]["uid"]][0], one))
 
-        yield Step("programs", [one for _, one in kinds.values()], end, self._processes)
+        yield Step("programs", [one for _, one in programs.values()], end, self._processes)
+        yield Step("suspended owners of pods", *self._suspended())
         gated = [pod for pod in self.gated if self._waiting is Waiting.OPEN and not _shares(pod)]
         yield Step("gates of waiting pods", gated, self._open)
         # before the labels of pods, by which they select: workers have to reach each other all the time
@@ -144,6 +149,20 @@ class Removal:
             for pod in self.inventory.listed(inventory.PODS, namespace["metadata"]["name"])
             if (pod["metadata"].get("labels") or {}).get("app.kubernetes.io/name", "").startswith("gpuquota-")
         ]
+
+    def _suspended(self) -> tuple[list[Json], Callable[[Json], None]]:
+        """Return the Jobs, JobSets, ... that the controller has suspended and not resumed, and how to resume one."""
+        found: dict[str, tuple[kinds.Kind, Json]] = {}
+        for kind in kinds.KINDS:
+            api, _, plural = kind.path.rpartition("/")
+            marked = self.inventory.listed(Kind(api, plural, namespaced=True), labelSelector=f"{labels.SUSPENDED}=true")
+            found |= {one["metadata"]["uid"]: (kind, one) for one in marked}
+
+        def resume(one: Json) -> None:
+            write = kinds.suspension(found[one["metadata"]["uid"]][0], msgspec.convert(one, kinds.Suspendable), None)
+            self._calls.patch(write.path, write.body)
+
+        return [one for _, one in found.values()], resume
 
     def _delete(self, kind: Kind) -> Callable[[Json], None]:
         def act(one: Json) -> None:

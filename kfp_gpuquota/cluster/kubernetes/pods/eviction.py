@@ -93,12 +93,15 @@ class Evictions:
         """Return the number of pods whose eviction was refused and is repeated."""
         return sum("retry" in ending.timers for ending in self._endings.values())
 
-    def evict(self, pod: PodView, *, bounded: bool) -> None:
-        """Evict a pod; the reclaim bound applies if its GPUs are reclaimed or its team holds borrowed ones."""
+    def evict(self, pod: PodView, *, bounded: bool, requested_at: float | None = None) -> None:
+        """Evict a pod; the reclaim bound applies if its GPUs are reclaimed or its team holds borrowed ones.
+
+        `requested_at` is when the bound began, in seconds since 1970, if that was earlier.
+        """
         if pod.uid in self._endings:
             return
         now, bounded = time.time(), bounded or self._context.borrows(pod.namespace)
-        requested_at = self._requested_at(pod, now)
+        requested_at = min(self._requested_at(pod, now), requested_at or now)
         ending = _Ending(pod, requested_at, since_boot_s() - (now - requested_at), bounded)
         self._endings[pod.uid] = ending
         ending.noted = ending.requested_at < now
@@ -107,6 +110,11 @@ class Evictions:
             self._set(ending, "delete", self._left_s(ending), self._delete)
         if not bounded or self._left_s(ending) > 0:
             self._evict(pod.uid)
+
+    def note_suspended(self, pods: int) -> None:
+        """Count pods whose owner was suspended instead of an eviction."""
+        for _ in range(pods):
+            self._context.eviction_step("suspended")
 
     def note(self, pod: PodView) -> None:
         """Process an update of a pod."""

@@ -168,6 +168,10 @@ class PlainPods:
         self.members[uid].evicted = True
         self._advance(self.members[uid])
 
+    def holding(self) -> Iterator[PodView]:
+        """Yield the pods that hold devices and are not asked to leave."""
+        return (member.view for member in self.members.values() if member.stage is Stage.ASSIGNED)
+
     def take_back(self, uid: str) -> None:
         """Undo the assumptions about a pod after a write has failed."""
         if member := self.members.get(uid):

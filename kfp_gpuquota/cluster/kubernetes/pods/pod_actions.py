@@ -1,4 +1,7 @@
-"""Carries out plans on pods of other controllers: admits them by a patch, and evicts them by the eviction API."""
+"""Carries out plans on pods of other controllers: admits them by a patch, and stops them.
+
+Pods are stopped by their owner's suspension (`suspension`), or evicted by the eviction API.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
+from kfp_gpuquota.cluster.kubernetes.suspension.suspending import Suspending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
@@ -58,10 +63,12 @@ class PodActions:
         written_pods: WrittenPods,
         ray: RayUnits,
         unpinned: UnpinnedPods,
+        events: Recorder,
     ) -> None:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
         self._evictions, self._ray, self._unpinned = evictions, ray, unpinned
+        self._suspending = Suspending(writer, events, pods.holding, self._evict, evictions.note_suspended)
         self._pod = msgspec.json.Decoder(Pod)
         self._watched: set[str] = set()  # jobs with quota reserved for pods that do not exist yet
 
@@ -92,19 +99,26 @@ class PodActions:
             self._watched.discard(job)
 
     def stop(self, workers: Iterable[str], reason: Reason) -> None:
-        """Evict these pods."""
+        """Suspend the owners of these pods, or evict the pods."""
         for uid in workers:
             if self._reservations.gives_up(uid):
                 self._pods.take_back(uid)  # it has not started: it waits for another placement
             elif member := self._pods.members.get(uid):
                 self._pods.assume_leaving(uid)
-                self._recorder.record(member.view, "Evicted", self._explained(member.view, reason))
-                self._evictions.evict(member.view, bounded=reason.code in _RECLAIMS)
+                bounded = reason.code in _RECLAIMS
+                if not self._suspending.stop(member.view, reason.message, bounded=bounded):
+                    self._evict(member.view, reason.message, bounded=bounded)
 
-    def _explained(self, pod: PodView, reason: Reason) -> str:
+    def _evict(self, pod: PodView, why: str, *, bounded: bool, requested_at: float | None = None) -> None:
+        """Evict a pod; one of a suspended owner, unless it has ended."""
+        if pod.uid in self._pods.members:
+            self._recorder.record(pod, "Evicted", self._explained(pod, why))
+            self._evictions.evict(pod, bounded=bounded, requested_at=requested_at)
+
+    def _explained(self, pod: PodView, why: str) -> str:
         """Return the reason, and the consequence if the pod's owner does not recreate it."""
         rules = self._rules.rules
-        return reason.message if rules.recreates(pod) else f"{reason.message}; {rules.consequence(pod)}"
+        return why if rules.recreates(pod) else f"{why}; {rules.consequence(pod)}"
 
     def remake(self, pod: PodView, reason: str, why: str) -> None:
         """Evict a pod that cannot stay on its node, so that its owner recreates it."""

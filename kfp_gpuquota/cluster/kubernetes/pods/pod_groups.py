@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 CACHED_S: Final = 30.0
 RETRY_S: Final = 5.0
@@ -42,8 +43,10 @@ log = logging.getLogger(__name__)
 class Gangs:
     """Gang sizes by owner. `pods` are all tracked pods by uid; `put` receives pods after their owner was read."""
 
-    def __init__(self, pods: Mapping[str, PodView], put: Callable[[PodView], None], writer: Writer) -> None:
-        self._pods, self._put, self._writer = pods, put, writer
+    def __init__(
+        self, pods: Mapping[str, PodView], put: Callable[[PodView], None], writer: Writer, rules: RulesBook
+    ) -> None:
+        self._pods, self._put, self._writer, self._rules = pods, put, writer, rules
         self._sizes: dict[Owner, tuple[GangSize, float]] = {}
         self._waiting: dict[Owner, dict[str, PodView]] = {}
         self._joined: dict[Owner, set[str]] = {}  # uids of pods whose group depends on the owner
@@ -85,6 +88,10 @@ class Gangs:
             if not joined:
                 self._joined.pop(pod.owner, None)
                 self._again.pop(pod.owner, None)
+
+    def forget_sizes(self) -> None:
+        """Read all owners again when a pod of theirs arrives: other resources count as GPUs now."""
+        self._sizes.clear()
 
     def refresh(self, owner: Owner) -> None:
         """Read the owner of an incomplete group again, if its pause is over; the pauses grow."""
@@ -132,9 +139,11 @@ class Gangs:
             level=logging.DEBUG,
             limit_s=LOOK_UP_S,
         )
-        self._writer.submit(
-            write, lambda body: self._settle(owner, gang_size(owner, body)), partial(self._failed, owner)
-        )
+        self._writer.submit(write, partial(self._answered, owner), partial(self._failed, owner))
+
+    def _answered(self, owner: Owner, answer: bytes) -> None:
+        counted = {name for name, _ in self._rules.rules.gpu_weights}
+        self._settle(owner, gang_size(owner, answer, counted))
 
     def _failed(self, owner: Owner, error: Exception) -> None:
         """Plan the pods one by one if the API server refuses to show the owner; retry if it was unavailable."""

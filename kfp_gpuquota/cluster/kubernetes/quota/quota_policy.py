@@ -13,7 +13,7 @@
 | limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
-| gpuResources | resources besides nvidia.com/gpu that count as GPUs, each with the number of GPUs that one counts as | |
+| gpuResources | resources besides nvidia.com/gpu that count as GPUs, each with the number of GPUs that one counts as | known_gpus.py |
 | otherResources | resources that look like GPUs and are none; only the API server's policies read it | |
 | recreatingOwners | added to, or with a leading '-' removed from, the kinds of owners that recreate a deleted pod | |
 
@@ -36,6 +36,7 @@ from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
@@ -227,11 +228,12 @@ def gpu_weights_of(table: Iterable[GpuResource]) -> Resources:
             )
         if row.name in weights:
             raise InvalidFieldError("gpuResources", row.name, "it is listed twice")
-        if not isfinite(row.counts_as) or not MIN_WEIGHT <= row.counts_as <= MAX_WEIGHT:
+        number = counts_as(row)
+        if not isfinite(number) or not MIN_WEIGHT <= number <= MAX_WEIGHT:
             raise InvalidFieldError(
-                field, row.counts_as, f"countsAs must be a number of GPUs from {MIN_WEIGHT:g} to {MAX_WEIGHT}"
+                field, number, f"countsAs must be a number of GPUs from {MIN_WEIGHT:g} to {MAX_WEIGHT}"
             )
-        weights[row.name] = round(row.counts_as * WHOLE_GPU)
+        weights[row.name] = round(number * WHOLE_GPU)
     return tuple(sorted(weights.items()))
 
 

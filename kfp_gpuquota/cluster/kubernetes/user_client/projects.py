@@ -10,7 +10,14 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
 from kfp_gpuquota.cluster.kubernetes.user_client import views
-from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, InvalidFieldError, NotFoundError, UsageError
+from kfp_gpuquota.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    InvalidFieldError,
+    NotFoundError,
+    UnauthorizedError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Project
@@ -140,8 +147,19 @@ class ProjectCalls:
 
         nodes = self._items("/api/v1/nodes", core_types.Node)
         pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
-        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods)) for node in nodes)
-        return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
+        table = self.gpu_resources()
+        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods), table) for node in nodes)
+        return tuple(sorted((view for view in shown if view.has_gpus), key=lambda view: view.node.name))
+
+    def gpu_resources(self) -> tuple[custom_types.GpuResource, ...]:
+        """Return the resources that count as GPUs; none without a QuotaPolicy, or if it may not be read."""
+        from kfp_gpuquota.cluster.kubernetes.quota import quota_policy  # noqa: PLC0415 (it imports aiohttp)
+
+        try:
+            policy = self.calls.read(join(quota_policy.PATH, quota_policy.NAME), custom_types.QuotaPolicyObject)
+        except (NotFoundError, UnauthorizedError):
+            return ()
+        return policy.spec.gpu_resources or ()
 
     def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
         page: core_types.Page[T] = self.calls.read(path, core_types.Page[kind], **query)  # type: ignore[valid-type]

@@ -16,11 +16,12 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
 from kfp_gpuquota.api.resources import plain_job, plain_node
 from kfp_gpuquota.api.validation import check_no_runtime_env
-from kfp_gpuquota.api.wire import NodeView, ProjectView
+from kfp_gpuquota.api.wire import NodeView, ProjectView, ResourceView
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as, type_label
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, resource_requests_of, whole_number
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     expected_start_of,
     seconds,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec, Project
     from kfp_gpuquota.api.wire import Lease, ShareView
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
-    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobStatus, GpuQuota
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobStatus, GpuQuota, GpuResource
 
 Json = dict[str, Any]
 
@@ -237,8 +238,10 @@ def project_view(quota: GpuQuota) -> ProjectView:
     )
 
 
-def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ()) -> NodeView:
-    """Return a node and the pods that hold its devices, including pods outside the quota.
+def node_view(
+    node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = (), table: Iterable[GpuResource] = ()
+) -> NodeView:
+    """Return a node and the pods that hold its devices, and what counts as GPUs by `table`, also outside the quota.
 
     The devices of those are recorded by the kubelet only: the first unassigned ones are shown for them.
     """
@@ -251,7 +254,19 @@ def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ())
         foreign = 0 if devices_of(pod) else gpus_of(pod.spec)
         free = [device.index for device in shown.devices if device.index not in held]
         held.update((index, (pod.metadata.name,)) for index in free[:foreign])
-    return NodeView(node=shown, held=held, used=_used(held, shares), shares=tuple(shares))
+    resources = tuple(_resource_view(row, node, here) for row in table if row.name in node.status.allocatable)
+    return NodeView(node=shown, held=held, used=_used(held, shares), shares=tuple(shares), resources=resources)
+
+
+def _resource_view(row: GpuResource, node: Node, pods: Iterable[Pod]) -> ResourceView:
+    requested = ((pod.metadata.name, dict(resource_requests_of(pod.spec).others).get(row.name, 0)) for pod in pods)
+    return ResourceView(
+        name=row.name,
+        count=whole_number(node.status.allocatable[row.name]),
+        counts_as=counts_as(row),
+        type=node.metadata.labels.get(type_label(row), ""),
+        held={name: amount for name, amount in requested if amount},
+    )
 
 
 def devices_of(pod: Pod) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota, GpuResource, QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, RoleBinding
@@ -29,7 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.web.usage import UsageHistory
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import NodeView, ProjectView
@@ -64,8 +64,9 @@ class Objects:
         self._reports: dict[str, list[Report]] = {}
         self._views: dict[str, Job] = {}
         self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
-        self._projects: tuple[tuple[int, ...], tuple[ProjectView, ...]] = ((), ())
+        self._projects: tuple[tuple[float, ...], tuple[ProjectView, ...]] = ((), ())
         self._node_views: tuple[int, tuple[NodeView, ...]] = (-1, ())
+        self._table: tuple[GpuResource, ...] = ()  # resources that count as GPUs
         self._versions = {"nodes": 0, "quotas": 0}
         self._changed = asyncio.Event()
         self.idle_since: dict[tuple[str, int], float] = {}  # when the last pod left a device of a node
@@ -84,6 +85,7 @@ class Objects:
             of(f"{GROUP}/elasticjobs", ElasticJob, self.put_job, self.drop_job),
             of(f"{GROUP}/gpuquotas", GpuQuota, self.put_quota, self.drop_quota),
             of("/api/v1/nodes", Node, self.put_node, self.drop_node),
+            of(f"{GROUP}/quotapolicies", QuotaPolicyObject, self.put_policy, self.drop_policy),
             of("/api/v1/pods", Pod, self.put_pod, self.drop_pod),
             of("/apis/rbac.authorization.k8s.io/v1/rolebindings", RoleBinding, bindings.put, bindings.drop),
         )
@@ -122,7 +124,7 @@ class Objects:
 
     def projects(self) -> tuple[ProjectView, ...]:
         """Return all quotas by name, without invalid ones."""
-        gpus = sum(len(view.node.devices) for view in self.nodes())
+        gpus = sum(view.gpus for view in self.nodes())
         if self._projects[0] != (self._versions["quotas"], gpus):
             found = []
             for quota in self._quotas.values():
@@ -138,8 +140,8 @@ class Objects:
             here: dict[str, list[Pod]] = {}
             for pod in self._pods.values():
                 here.setdefault(_node_of(pod), []).append(pod)
-            found = [_node_view(node, here.get(node.metadata.name, [])) for node in self._nodes.values()]
-            shown = sorted((view for view in found if view.node.devices), key=lambda view: view.node.name)
+            found = [_node_view(node, here.get(node.metadata.name, []), self._table) for node in self._nodes.values()]
+            shown = sorted((view for view in found if view.has_gpus), key=lambda view: view.node.name)
             self._node_views = self._versions["nodes"], tuple(shown)
         return self._node_views[1]
 
@@ -219,6 +221,16 @@ class Objects:
             }
         self._changes("nodes")
 
+    def put_policy(self, policy: QuotaPolicyObject) -> None:
+        """Take the resources that count as GPUs."""
+        self._table = policy.spec.gpu_resources or ()
+        self._changes("nodes")
+
+    def drop_policy(self, _uid: str) -> None:
+        """Forget the table of a deleted policy."""
+        self._table = ()
+        self._changes("nodes")
+
     def put_quota(self, quota: GpuQuota) -> None:
         """Take a new or changed quota."""
         self._quotas[quota.metadata.uid] = quota
@@ -285,7 +297,9 @@ def _node_of(pod: Pod) -> str:
 
 
 def _holds_gpus(pod: Pod) -> bool:
-    return gpus_of(pod.spec) > 0 or labels.DEVICES in (pod.metadata.annotations or {})
+    """Return whether the pod holds devices, or requests extended resources, of which some count as GPUs."""
+    extended = any("/" in name for one in pod.spec.containers for name in one.resources.limits)
+    return extended or gpus_of(pod.spec) > 0 or labels.DEVICES in (pod.metadata.annotations or {})
 
 
 def _shown(node: Node) -> object:
@@ -293,10 +307,10 @@ def _shown(node: Node) -> object:
     return node.spec, node.metadata.labels, node.status.allocatable, conditions
 
 
-def _node_view(node: Node, pods: list[Pod]) -> NodeView:
+def _node_view(node: Node, pods: list[Pod], table: Sequence[GpuResource]) -> NodeView:
     """Return the view, in which holders are named "namespace/name"."""
     named = [_with_full_name(pod) for pod in pods]
-    return views.node_view(node, named, gpu_ledger.views_of(node.metadata.name, pods))
+    return views.node_view(node, named, gpu_ledger.views_of(node.metadata.name, pods), table)
 
 
 def _with_full_name(pod: Pod) -> Pod:

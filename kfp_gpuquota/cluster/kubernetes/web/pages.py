@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Report, Usage
-    from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
+    from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, ResourceView, Supposition
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
     from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
@@ -280,7 +280,16 @@ class UserPages:
             for device, holders in view.held.items()
         }
         shares = tuple(share for share in view.shares if self._sees(share.project))
-        return msgspec.structs.replace(view, held=held, shares=shares)
+        resources = tuple(self._without_other_holders(one) for one in view.resources)
+        return msgspec.structs.replace(view, held=held, shares=shares, resources=resources)
+
+    def _without_other_holders(self, resource: ResourceView) -> ResourceView:
+        """Return the resource with what pods of other teams hold under no name."""
+        held: dict[str, int] = {}
+        for holder, amount in resource.held.items():
+            shown = holder if self._sees(holder.partition("/")[0]) else ""
+            held[shown] = held.get(shown, 0) + amount
+        return msgspec.structs.replace(resource, held=held)
 
 
 def _events(job: Job) -> Iterator[Event]:

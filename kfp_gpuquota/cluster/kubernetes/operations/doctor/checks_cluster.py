@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
+from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.cluster.findings import fail, ok, warn
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import whole_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import is_running, summary
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import EXEMPT_PREFIXES
 
@@ -23,13 +29,16 @@ _GPU_LABELS: Final = ("nvidia.com/gpu.present", "nvidia.com/gpu.count")
 def gpus(facts: Facts) -> Iterator[Finding]:
     """Check that nodes have GPUs, and that these can be used."""
     holding = [node for node in facts.nodes if _gpus(node, "capacity")]
-    total = sum(_gpus(node, "allocatable") for node in holding)
+    total = _total(facts)
     if not total:
-        remedy = "install NVIDIA's device plugin or GPU operator; nodes announce nvidia.com/gpu then"
+        remedy = (
+            "install NVIDIA's device plugin or GPU operator; nodes announce nvidia.com/gpu then. Others' GPUs count if"
+            " the QuotaPolicy lists their resource (gpuResources)"
+        )
         autoscaled = any(_autoscaled(rule) for rule in facts.rules)
         yield (warn if autoscaled else fail)("gpus", "no node has GPUs", remedy)
     else:
-        yield ok("gpus", f"{total} GPUs on {len(holding)} nodes")
+        yield ok("gpus", f"{show_gpus(total)} on {sum(bool(_counted(facts, node)) for node in facts.nodes)} nodes")
     yield from _unusable(facts, holding)
 
 
@@ -63,7 +72,7 @@ def quotas(facts: Facts) -> Iterator[Finding]:
     guaranteed = sum(
         float(one["spec"].get("guaranteed", 0)) for one in facts.quotas if not _is_parent(one, facts.quotas)
     )
-    total = sum(_gpus(node, "allocatable") for node in facts.nodes)
+    total = _total(facts)
     if guaranteed > total:
         remedy = "lower the guarantees, or add nodes: guarantees cannot all be honoured at once"
         yield warn("quotas", f"{guaranteed:g} GPUs are guaranteed, and {total} are there", remedy)
@@ -143,6 +152,19 @@ def _has_autoscaler(facts: Facts) -> bool:
 def _autoscaled(rule: Json) -> dict[str, Json]:
     pools = rule["spec"].get("pools") or {}
     return {name: pool["autoscaled"] for name, pool in pools.items() if pool.get("autoscaled")}
+
+
+def _total(facts: Facts) -> int | float:
+    return as_number(sum(_counted(facts, node) for node in facts.nodes))
+
+
+def _counted(facts: Facts, node: Json) -> float:
+    """Return the node's healthy GPUs, with what the QuotaPolicy counts as GPUs."""
+    there = node.get("status", {}).get("allocatable") or {}
+    rows = (row for rule in facts.rules for row in rule.get("spec", {}).get("gpuResources") or ())
+    table = (msgspec.convert(row, GpuResource) for row in rows)
+    others = sum(counts_as(row) * whole_number(str(there.get(row.name, "0"))) for row in table)
+    return _gpus(node, "allocatable") + others
 
 
 def _gpus(node: Json, part: str) -> int:

@@ -1,0 +1,163 @@
+"""The kinds of owners that can be suspended, and what is read of their objects. Pure.
+
+| kind | `suspend` | who creates the pods |
+|---|---|---|
+| Job (batch/v1) | spec | the Job |
+| JobSet (jobset.x-k8s.io/v1alpha2) | spec | its Jobs |
+| TrainJob (trainer.kubeflow.org/v1alpha1) | spec | the Jobs of its JobSet |
+| MPIJob (kubeflow.org/v2beta1) | spec.runPolicy | itself, and a Job for the launcher |
+| PyTorchJob (kubeflow.org/v1) | spec.runPolicy | itself |
+
+The status of all of them has a condition `Suspended`, which is True when their controllers have ended the pods.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kfp_gpuquota.api.request_paths import collection, is_object_name, join
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
+
+KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+_KUEUE: Final = "kueue.x-k8s.io/"
+
+
+class Kind(NamedTuple):
+    """A kind of owners. `within_policy`: its `suspend` is in `spec.runPolicy`."""
+
+    api_version: str
+    kind: str
+    plural: str
+    within_policy: bool = False
+
+    @property
+    def path(self) -> str:
+        """Return the path of all objects of the kind."""
+        return f"/apis/{self.api_version}/{self.plural}"
+
+    def path_of(self, namespace: str, name: str) -> str:
+        """Return the path of one object."""
+        return join(collection(self.api_version, namespace, self.plural), name)
+
+
+KINDS: Final = (
+    Kind("batch/v1", "Job", "jobs"),
+    Kind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"),
+    Kind("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"),
+    Kind("kubeflow.org/v2beta1", "MPIJob", "mpijobs", within_policy=True),
+    Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs", within_policy=True),
+)
+_BY_NAME: Final = {(kind.api_version, kind.kind): kind for kind in KINDS}
+_NAMES: Final = frozenset(f"{kind.api_version.partition('/')[0]}/{kind.kind}" for kind in KINDS)
+_STARTERS: Final = frozenset({"batch/v1/CronJob"})
+"""Owners that create suspendable objects and leave them alone afterwards."""
+
+
+class _Policy(Struct, frozen=True):
+    suspend: bool | None = None
+    managed_by: str | None = None
+
+
+class _Spec(Struct, frozen=True):
+    suspend: bool | None = None
+    managed_by: str | None = None
+    run_policy: _Policy | None = None
+
+
+class _Status(Struct, frozen=True):
+    conditions: tuple[Condition, ...] | None = None
+
+
+class Suspendable(Struct, frozen=True):
+    """An object of any of the kinds, or a pod, whose owners are read."""
+
+    metadata: Metadata
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+    @property
+    def suspended(self) -> bool:
+        """Return whether it is to be suspended, by anybody."""
+        policy = self.spec.run_policy
+        return bool(self.spec.suspend or (policy is not None and policy.suspend))
+
+    @property
+    def has_suspended(self) -> bool:
+        """Return whether its controller has ended its pods."""
+        return any(one.type == "Suspended" and one.status == "True" for one in self.status.conditions or ())
+
+    @property
+    def by_controller(self) -> bool:
+        """Return whether it was suspended by a decision of ours, and is to be resumed."""
+        return self.metadata.labels.get(labels.SUSPENDED) == "true"
+
+    @property
+    def of_kueue(self) -> bool:
+        """Return whether Kueue suspends and resumes it."""
+        policy = self.spec.run_policy
+        managers = (self.spec.managed_by or "", (policy.managed_by if policy is not None else "") or "")
+        return KUEUE_QUEUE in self.metadata.labels or any(name.startswith(_KUEUE) for name in managers)
+
+    @property
+    def owner(self) -> OwnerReference | None:
+        """Return the reference to the owner that manages it, if any that would undo a change of it."""
+        found = next((one for one in self.metadata.owner_references if one.controller), None)
+        return None if found is None or f"{found.api_version}/{found.kind}" in _STARTERS else found
+
+
+def may_be_suspended(controller_kind: str) -> bool:
+    """Return whether owners of this API group and kind can be suspended."""
+    return controller_kind in _NAMES
+
+
+def kind_of(owner: OwnerReference) -> Kind | None:
+    """Return the kind of the owner; None if it cannot be suspended, or if no object can have its name."""
+    return _BY_NAME.get((owner.api_version, owner.kind)) if is_object_name(owner.name) else None
+
+
+def suspension(kind: Kind, found: Suspendable, reason: str | None) -> Write:
+    """Return the patch that suspends the object for `reason`, or resumes it (None), unless it has changed since."""
+    meta, suspend = found.metadata, {"suspend": reason is not None}
+    marks = {labels.SUSPENDED: None if reason is None else "true"}
+    body: dict[str, Any] = {
+        "metadata": {
+            "uid": meta.uid,
+            "resourceVersion": meta.resource_version,
+            "labels": marks,
+            "annotations": {labels.SUSPENDED: reason},
+        },
+        "spec": {"runPolicy": suspend} if kind.within_policy else suspend,
+    }
+    return Write(
+        verb="PATCH",
+        path=kind.path_of(meta.namespace, meta.name),
+        about=f"{meta.namespace}/{meta.name}",
+        lane=Lane.ADMIT if reason is None else Lane.RELEASE,
+        body=body,
+        content_type=MERGE_PATCH,
+    )
+
+
+def without_marks(kind: Kind, found: Suspendable) -> Write:
+    """Return the patch that removes the label and the annotation of an object that a user has resumed."""
+    meta = found.metadata
+    return Write(
+        verb="PATCH",
+        path=kind.path_of(meta.namespace, meta.name),
+        about=f"{meta.namespace}/{meta.name}",
+        body={
+            "metadata": {
+                "uid": meta.uid,
+                "resourceVersion": meta.resource_version,
+                "labels": {labels.SUSPENDED: None},
+                "annotations": {labels.SUSPENDED: None},
+            }
+        },
+        content_type=MERGE_PATCH,
+    )

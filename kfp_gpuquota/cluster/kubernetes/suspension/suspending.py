@@ -1,0 +1,177 @@
+"""Suspends the topmost owners of pods that a plan stops, instead of evicting the pods.
+
+| what is found | what happens |
+|---|---|
+| other pods of the owner hold GPUs that the plan does not stop | the victims are evicted |
+| an owner above that is of no kind of kinds.py, or is Kueue's | the victims are evicted |
+| the owner is suspended already, also by its user | its controller ends the pods |
+| else | it is suspended; a conflict, a change in the meantime: it is read again |
+| the owner's controller has not ended the pods within ENDED_WITHIN_S | they are evicted |
+
+The bound of a reclaim begins with the plan's decision in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.suspension.kinds import (
+    Suspendable,
+    kind_of,
+    may_be_suspended,
+    suspension,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.suspension.kinds import Kind
+
+ENDED_WITHIN_S: Final = 20.0
+MAX_OWNERS: Final = 4  # above a pod: TrainJob, JobSet, Job, and one more
+MAX_CONFLICTS: Final = 5
+_LOOK_UP_S: Final = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Eviction(Protocol):
+    """Evicts a pod; the decision was made at `requested_at`, in seconds since 1970."""
+
+    def __call__(self, pod: PodView, why: str, /, *, bounded: bool, requested_at: float) -> None:
+        """Evict the pod, if it has not ended."""
+
+
+@dataclass(slots=True)
+class _Stop:
+    """The pods of one owner that a plan stops. `seen` are the uids of the owners that were read."""
+
+    pods: dict[str, PodView]
+    reason: str
+    bounded: bool
+    at: float
+    seen: list[str] = field(default_factory=list)
+    conflicts: int = 0
+
+
+class Suspending:
+    """Suspensions in progress. `holding()` are the pods that hold GPUs and are not asked to leave.
+
+    `count(pods)` counts the pods whose owner was suspended.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        events: Recorder,
+        holding: Callable[[], Iterable[PodView]],
+        evict: Eviction,
+        count: Callable[[int], None],
+    ) -> None:
+        self._writer, self._events, self._holding = writer, events, holding
+        self._evict_pod, self._count = evict, count
+        self._stops: dict[tuple[str, str], _Stop] = {}  # of the present plan, by namespace and owner
+        self._object = msgspec.json.Decoder(Suspendable)
+
+    def stop(self, pod: PodView, reason: str, *, bounded: bool) -> bool:
+        """Suspend the pod's owner when the plan is carried out; return False if it is of no such kind."""
+        if not may_be_suspended(pod.controller_kind):
+            return False
+        if not self._stops:
+            asyncio.get_running_loop().call_soon(self._suspend_all)
+        stop = self._stops.setdefault(_owner_key(pod), _Stop({}, reason, bounded, time.time()))
+        stop.pods[pod.uid] = pod
+        stop.bounded |= bounded
+        return True
+
+    def _suspend_all(self) -> None:
+        stops, self._stops = self._stops, {}
+        kept = {_owner_key(pod) for pod in self._holding()}
+        for key, stop in stops.items():
+            if key in kept:
+                self._evict(stop)
+            else:
+                pod = next(iter(stop.pods.values()))
+                self._read(stop, None, join(pods_path(pod.namespace), pod.name), pod.namespace)
+
+    def _read(self, stop: _Stop, kind: Kind | None, path: str, namespace: str) -> None:
+        write = Write(
+            verb="GET", path=path, about=namespace, lane=Lane.LOOK_UP, level=logging.DEBUG, limit_s=_LOOK_UP_S
+        )
+        self._writer.submit(write, partial(self._found, stop, kind), partial(self._failed, stop))
+
+    def _found(self, stop: _Stop, kind: Kind | None, answer: bytes) -> None:
+        """Go on to the object's owner, or suspend the object if it has none. `kind` is None for the pod."""
+        try:
+            found = self._object.decode(answer)
+        except msgspec.DecodeError as error:
+            self._failed(stop, error)
+            return
+        if kind is not None and found.metadata.uid != stop.seen[-1]:
+            self._evict(stop)  # another object has the name of the pod's owner
+            return
+        owner = found.owner
+        if owner is not None and len(stop.seen) < MAX_OWNERS and (above := kind_of(owner)) is not None:
+            stop.seen.append(owner.uid)
+            namespace = found.metadata.namespace
+            self._read(stop, above, above.path_of(namespace, owner.name), namespace)
+        elif kind is None or owner is not None or found.of_kueue:
+            self._evict(stop)
+        else:
+            self._suspend(stop, kind, found)
+
+    def _suspend(self, stop: _Stop, kind: Kind, found: Suspendable) -> None:
+        if found.suspended:
+            self._watch(stop)
+            return
+        write = suspension(kind, found, stop.reason)
+        self._writer.submit(
+            write, partial(self._suspended, stop, kind, found), partial(self._refused, stop, kind, found)
+        )
+
+    def _suspended(self, stop: _Stop, kind: Kind, found: Suspendable, _answer: bytes) -> None:
+        self._count(len(stop.pods))
+        meta = found.metadata
+        subject = Subject(kind.kind, meta.name, meta.namespace, meta.uid, kind.api_version)
+        self._events.record(subject, "Suspended", f"{stop.reason}; its new pods wait for their turn")
+        self._watch(stop)
+
+    def _refused(self, stop: _Stop, kind: Kind, found: Suspendable, error: Exception) -> None:
+        stop.conflicts += 1
+        if isinstance(error, ApiError) and error.status == 409 and stop.conflicts < MAX_CONFLICTS:
+            meta = found.metadata
+            self._read(stop, kind, kind.path_of(meta.namespace, meta.name), meta.namespace)
+        else:
+            self._failed(stop, error)
+
+    def _failed(self, stop: _Stop, error: Exception) -> None:
+        log.warning("pods are evicted, since their owner cannot be suspended: %s", error)
+        self._evict(stop)
+
+    def _watch(self, stop: _Stop) -> None:
+        """Evict the pods that the owner's controller does not end in time."""
+        asyncio.get_running_loop().call_later(ENDED_WITHIN_S, self._evict, stop)
+
+    def _evict(self, stop: _Stop) -> None:
+        for pod in stop.pods.values():
+            self._evict_pod(pod, stop.reason, bounded=stop.bounded, requested_at=stop.at)
+
+
+def _owner_key(pod: PodView) -> tuple[str, str]:
+    """Return the namespace and the owner whose pods are suspended together: all Jobs of a JobSet are one."""
+    jobset = pod.owner.group if pod.owner is not None and pod.owner.kind == "JobSet" else ""
+    return pod.namespace, jobset or pod.controller_uid

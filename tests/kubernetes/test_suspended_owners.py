@@ -1,0 +1,254 @@
+"""Jobs, JobSets and TrainJobs give way by their own `suspend`: no failure is counted, and a user's suspend stays.
+
+Jobs are those of the real Job controller. The kinds of JobSet and Trainer are minimal schemas of our own, from their
+API documentation, and `trainer.py` plays their controllers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.suspension import suspending
+from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable, suspension
+from tests.kubernetes.controlled import Controlled, pod_body
+from tests.kubernetes.detached import Unanswered, detached
+from tests.kubernetes.trainer import Trainer, install_kinds, path_of
+from tests.polling import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Object = dict[str, Any]
+BY_KIND = {kind.kind: kind for kind in KINDS}
+REASON = "project owner takes back its guaranteed GPUs"
+
+
+def job_spec(pods: int, **more: Any) -> Object:
+    spec = {**pod_body("x")["spec"], "restartPolicy": "Never"}
+    return {"parallelism": pods, "completions": pods, "backoffLimit": 0, "template": {"spec": spec}, **more}
+
+
+def job_path(team: str, name: str = "train") -> str:
+    return f"/apis/batch/v1/namespaces/{team}/jobs/{name}"
+
+
+@pytest.fixture
+def teams(controlled: Controlled) -> Iterator[tuple[str, str]]:
+    """A team that borrows, and the owner of the two GPUs of the only node."""
+    controlled.add_nodes(1, gpus=2)
+    borrower, owner = controlled.team("borrower", guaranteed=0), controlled.team("owner", guaranteed=2)
+    yield borrower, owner
+    api = controlled.cluster.api
+    for job in api.items(f"/apis/batch/v1/namespaces/{borrower}/jobs"):
+        api.delete(f"{job_path(borrower, job['metadata']['name'])}?propagationPolicy=Background")
+    until(lambda: not api.items(f"/api/v1/namespaces/{borrower}/pods"))
+
+
+def run_job(controlled: Controlled, team: str, pods: int = 2, **more: Any) -> str:
+    """Create a Job; its path, when all its pods are bound."""
+    spec = job_spec(pods, completionMode="Indexed", **more)
+    path = job_path(team)
+    controlled.cluster.api.create(path.rpartition("/")[0], {"metadata": {"name": "train"}, "spec": spec})
+    controlled.wait(lambda: len(controlled.bound(team)) == pods, lambda: controlled.log()[-3000:])
+    return path
+
+
+def reasons(controlled: Controlled, team: str, kind: str) -> list[str]:
+    events = controlled.cluster.api.items(f"/api/v1/namespaces/{team}/events")
+    ours = (one for one in events if one.get("source", {}).get("component") == "gpuquota-controller")
+    return [event["reason"] for event in ours if event["involvedObject"]["kind"] == kind]
+
+
+def test_a_job_gives_way_without_a_failure_and_runs_again(controlled: Controlled, teams: tuple[str, str]) -> None:
+    borrower, owner = teams
+    controlled.start()
+    path = run_job(controlled, borrower)
+    controlled.pod(owner, "back", gpus=2)
+    controlled.until_bound(f"/api/v1/namespaces/{owner}/pods/back")
+    controlled.wait(lambda: len(controlled.waiting(borrower)) == 2, lambda: controlled.log()[-3000:])
+    job = controlled.until(path, lambda one: labels.SUSPENDED not in one["metadata"].get("labels", {}))
+    assert not job["spec"]["suspend"]
+    assert not job["status"].get("failed"), job["status"]
+    controlled.wait(lambda: set(reasons(controlled, borrower, "Job")) == {"Suspended", "Resumed"})
+    assert "Evicted" not in reasons(controlled, borrower, "Pod")
+    controlled.kill()
+    controlled.start()
+    controlled.cluster.api.delete(f"/api/v1/namespaces/{owner}/pods/back", 0)
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
+    assert not controlled.cluster.api.get(path)["status"].get("failed")
+
+
+def test_a_controller_that_was_killed_after_the_suspension_resumes(
+    controlled: Controlled, teams: tuple[str, str]
+) -> None:
+    borrower, _ = teams
+    controlled.start()
+    path, api = run_job(controlled, borrower), controlled.cluster.api
+    controlled.kill()
+    write = suspension(BY_KIND["Job"], msgspec.convert(api.get(path), Suspendable), REASON)
+    api.patch(path, write.body)
+    controlled.until(path, lambda job: "Suspended" in str(job["status"].get("conditions")))
+    controlled.start()
+    job = controlled.until(path, lambda one: not one["spec"]["suspend"])
+    assert labels.SUSPENDED not in {**job["metadata"].get("labels", {}), **job["metadata"].get("annotations", {})}
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
+
+
+def test_what_a_user_has_suspended_stays_so(controlled: Controlled, teams: tuple[str, str]) -> None:
+    """Also if the user takes over a suspension of ours, by removing the label."""
+    borrower, _ = teams
+    controlled.start()
+    path, api = run_job(controlled, borrower), controlled.cluster.api
+    api.patch(path, {"spec": {"suspend": True}})
+    controlled.wait(lambda: not controlled.pods(borrower))
+    other = job_path(borrower, "other")
+    taken = {"name": "other", "annotations": {labels.SUSPENDED: REASON}}
+    api.create(path.rpartition("/")[0], {"metadata": taken, "spec": job_spec(1, suspend=True)})
+    controlled.kill()
+    controlled.start()
+    third = {"name": "third", "labels": {labels.SUSPENDED: "true"}}
+    api.create(path.rpartition("/")[0], {"metadata": third, "spec": job_spec(1, suspend=True)})
+    controlled.until(job_path(borrower, "third"), lambda job: not job["spec"]["suspend"])  # which a tenant may want
+    assert api.get(path)["spec"]["suspend"]
+    assert api.get(other)["spec"]["suspend"]
+
+
+def test_a_job_of_which_other_pods_go_on_loses_one_by_eviction(controlled: Controlled, teams: tuple[str, str]) -> None:
+    borrower, owner = teams
+    controlled.start()
+    spec = job_spec(2, backoffLimit=6)  # a work queue: each pod alone
+    controlled.cluster.api.create(job_path(borrower).rpartition("/")[0], {"metadata": {"name": "train"}, "spec": spec})
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2)
+    controlled.until_bound(controlled.pod(owner, "back"))
+    assert len(controlled.bound(borrower)) == 1
+    assert not controlled.cluster.api.get(job_path(borrower))["spec"].get("suspend")
+    assert "Evicted" in reasons(controlled, borrower, "Pod")
+
+
+def test_a_train_job_gives_way_under_its_own_name(controlled: Controlled, teams: tuple[str, str]) -> None:
+    """Neither its Job nor its JobSet is suspended beside it, since the controllers above would undo that."""
+    borrower, owner = teams
+    api = controlled.cluster.api
+    install_kinds(api)
+    trainer = Trainer(api, borrower, job_spec(2, completionMode="Indexed"))
+    controlled.on_close.append(trainer.close)
+    controlled.start()
+    path = path_of("trainjobs", borrower, "llm")
+    body = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": "llm"}}
+    api.create(path.rpartition("/")[0], {**body, "spec": {"runtimeRef": {"name": "torch-distributed"}}})
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
+    controlled.pod(owner, "back", gpus=2)
+    controlled.until_bound(f"/api/v1/namespaces/{owner}/pods/back")
+    controlled.wait(lambda: len(controlled.waiting(borrower)) == 2, lambda: controlled.log()[-3000:])
+    controlled.wait(lambda: set(reasons(controlled, borrower, "TrainJob")) == {"Suspended", "Resumed"})
+    assert not [*reasons(controlled, borrower, "Job"), *reasons(controlled, borrower, "JobSet")]
+    assert "llm" in controlled.log().split("Suspended: ", 1)[0].rpartition("TrainJob")[2]
+    controlled.cluster.api.delete(f"/api/v1/namespaces/{owner}/pods/back", 0)
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
+    assert trainer.changed == ["suspend", "resume"]
+    api.delete(path)
+
+
+# Without a cluster
+
+
+def found(**more: Any) -> Suspendable:
+    return msgspec.convert({"metadata": {"name": "x", "namespace": "n", "uid": "u"}, **more}, Suspendable)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, True),
+        ({"metadata": {}, "spec": {"managedBy": "kueue.x-k8s.io/multikueue"}}, True),
+        ({"metadata": {}, "spec": {"runPolicy": {"managedBy": "kueue.x-k8s.io/multikueue"}}}, True),
+        ({"metadata": {}, "spec": {"managedBy": "kubernetes.io/job-controller", "runPolicy": {}}}, False),
+    ],
+)
+def test_what_kueue_suspends_is_left_to_it(body: Object, *, expected: bool) -> None:
+    assert msgspec.convert(body, Suspendable).of_kueue is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("Job", {"suspend": True}), ("TrainJob", {"suspend": True}), ("MPIJob", {"runPolicy": {"suspend": True}})],
+)
+def test_a_kind_is_suspended_where_its_api_says(kind: str, spec: Object) -> None:
+    body = suspension(BY_KIND[kind], found(), REASON).body
+    assert body["spec"] == spec
+    assert found(spec=body["spec"]).suspended
+    assert not found(spec=suspension(BY_KIND[kind], found(), None).body["spec"]).suspended
+    assert body["metadata"]["labels"] == {labels.SUSPENDED: "true"}
+
+
+def test_an_object_with_conditions_of_any_form_is_read() -> None:
+    assert not found(status={"conditions": None}).has_suspended
+    assert not found(status={"conditions": [{"type": "Suspended", "status": "False"}]}).has_suspended
+    assert found(status={"conditions": [{"type": "Suspended", "status": "True"}]}).has_suspended
+
+
+class Asked(Unanswered):
+    """An API server with a pod of a Job, which never ends its pods."""
+
+    def __init__(self, job: Object) -> None:
+        super().__init__()
+        reference = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job", "controller": True}
+        self._pod = {"metadata": {"name": "p", "namespace": "a", "uid": "p", "ownerReferences": [reference]}}
+        self._job = {**job, "metadata": {"name": "j", "namespace": "a", "uid": "job", **job.get("metadata", {})}}
+
+    def answer(self, verb: str, path: str, body: object) -> bytes:
+        if verb == "GET" and path.startswith(("/api/v1/namespaces/a/pods/", "/apis/batch/")):
+            return msgspec.json.encode(self._pod if "/pods/" in path else self._job)
+        return b"{}"
+
+    def written(self) -> list[str]:
+        """The kinds of writes about the pod and its Job."""
+        ours = [(verb, path) for verb, path, _ in self.asked if path.endswith(("/jobs/j", "/p/eviction"))]
+        return [path.rpartition("/")[2] for verb, path in ours if verb != "GET"]
+
+
+OTHER = {"apiVersion": "example.com/v1", "kind": "Thing", "name": "t", "uid": "t", "controller": True}
+CRON = {**OTHER, "apiVersion": "batch/v1", "kind": "CronJob"}
+LOOP = {**OTHER, "apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job"}
+
+
+@pytest.mark.parametrize(
+    ("job", "writes"),
+    [
+        ({}, ["j", "eviction"]),
+        ({"metadata": {"ownerReferences": [CRON]}}, ["j", "eviction"]),
+        ({"spec": {"suspend": True}}, ["eviction"]),  # its user has suspended it; it had its time
+        ({"metadata": {"uid": "another"}}, ["eviction"]),
+        ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, ["eviction"]),
+        ({"metadata": {"ownerReferences": [OTHER]}}, ["eviction"]),  # which would undo it
+        ({"metadata": {"ownerReferences": [LOOP]}}, ["eviction"]),
+        ({"spec": 7}, ["eviction"]),
+    ],
+)  # fmt: skip
+def test_pods_whose_owner_cannot_be_suspended_or_does_not_end_them_are_evicted(
+    monkeypatch: pytest.MonkeyPatch, job: Object, writes: list[str]
+) -> None:
+    monkeypatch.setattr(suspending, "ENDED_WITHIN_S", 0.01)
+
+    async def scenario() -> None:
+        async with detached() as test:
+            test.controller._writer._connection = connection = Asked(job)
+            test.node(gpus=1)
+            test.team("a", guaranteed=0)
+            test.team("b", guaranteed=1)
+            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job", "controller": True}
+            meta = {"name": "p", "namespace": "a", "uid": "p", "ownerReferences": [owner]}
+            test.pod("a", "p", uid="p", node="node", metadata={**meta, "annotations": {labels.DEVICES: "0"}})
+            test.pod("b", "back")
+            await test.start()
+            async with asyncio.timeout(30):
+                while "eviction" not in connection.written():
+                    await asyncio.sleep(0.001)
+            assert connection.written() == writes
+
+    asyncio.run(scenario())

@@ -1,0 +1,103 @@
+"""Doubles of Kubeflow Trainer and of JobSet: a TrainJob has a JobSet, and that a Job, which pass `suspend` on.
+
+The kinds are minimal schemas of our own, from the API documentation of Trainer v2 (trainer.kubeflow.org/v1alpha1) and
+JobSet (jobset.x-k8s.io/v1alpha2). Jobs are those of the real Job controller.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_LABEL
+from tests.kubernetes.kuberay import Repeating
+
+if TYPE_CHECKING:
+    from tools.devcluster.api import Api
+
+Object = dict[str, Any]
+_VERSIONS = {"trainjobs": "trainer.kubeflow.org/v1alpha1", "jobsets": "jobset.x-k8s.io/v1alpha2", "jobs": "batch/v1"}
+_KINDS = {"trainjobs": "TrainJob", "jobsets": "JobSet"}
+
+
+def path_of(plural: str, team: str, name: str = "") -> str:
+    """Return the path of an object, or of all of the team."""
+    path = f"/apis/{_VERSIONS[plural]}/namespaces/{team}/{plural}"
+    return f"{path}/{name}" if name else path
+
+
+def install_kinds(api: Api) -> None:
+    """Install TrainJob and JobSet, as far as they are looked at."""
+    for plural, kind in _KINDS.items():
+        group, _, version = _VERSIONS[plural].partition("/")
+        schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        served = {
+            "name": version,
+            "served": True,
+            "storage": True,
+            "schema": {"openAPIV3Schema": schema},
+            "subresources": {"status": {}},
+        }
+        definition = {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": f"{plural}.{group}"},
+            "spec": {
+                "group": group,
+                "scope": "Namespaced",
+                "names": {"kind": kind, "plural": plural},
+                "versions": [served],
+            },
+        }
+        api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{plural}.{group}", definition)
+        api.until_served(path_of(plural, "default"))
+
+
+class Trainer(Repeating):
+    """Both controllers. `job` is the spec of each TrainJob's only Job; `changed` are the changes of suspend it saw."""
+
+    def __init__(self, api: Api, team: str, job: Object) -> None:
+        self._job = {**job, "template": {**job["template"], "metadata": {"labels": {}}}}
+        self.changed: list[str] = []
+        super().__init__(api, team)
+
+    def _reconcile(self) -> None:
+        for train_job in self._api.items(path_of("trainjobs", self._team)):
+            job_set = self._pass_on("trainjobs", train_job, "jobsets", {"replicatedJobs": [self._replicated()]})
+            if job_set is not None:
+                name = job_set["metadata"]["name"]
+                self._job["template"]["metadata"]["labels"] = {JOBSET_LABEL: name}
+                self._pass_on("jobsets", job_set, "jobs", self._job)
+
+    def _replicated(self) -> Object:
+        return {"name": "node", "replicas": 1, "template": {"spec": self._job}}
+
+    def _pass_on(self, plural: str, owner: Object, below: str, spec: Object) -> Object | None:
+        """Create what the owner owns, pass its suspend on, and take over the condition; return what it owns."""
+        name, suspend = owner["metadata"]["name"], owner["spec"].get("suspend", False)
+        found = next((one for one in self._api.items(path_of(below, self._team)) if _is_of(one, owner)), None)
+        if found is None:
+            reference = {"apiVersion": _VERSIONS[plural], "kind": _KINDS[plural], "name": name, "controller": True}
+            meta = {"name": name, "ownerReferences": [{**reference, "uid": owner["metadata"]["uid"]}]}
+            kind = {} if below == "jobs" else {"apiVersion": _VERSIONS[below], "kind": _KINDS[below]}
+            self._api.create(
+                path_of(below, self._team), {**kind, "metadata": meta, "spec": {**spec, "suspend": suspend}}
+            )
+            return None
+        if found["spec"].get("suspend", False) != suspend:
+            if plural == "trainjobs":
+                self.changed.append("suspend" if suspend else "resume")
+            self._api.patch(path_of(below, self._team, name), {"spec": {"suspend": suspend}})
+        state = "True" if suspend and _has_suspended(found) else "False"
+        if _has_suspended(owner) != (state == "True"):
+            condition = {"type": "Suspended", "status": state, "reason": "x", "message": ""}
+            self._api.patch(f"{path_of(plural, self._team, name)}/status", {"status": {"conditions": [condition]}})
+        return found
+
+
+def _is_of(found: Object, owner: Object) -> bool:
+    return any(one["uid"] == owner["metadata"]["uid"] for one in found["metadata"].get("ownerReferences", []))
+
+
+def _has_suspended(found: Object) -> bool:
+    conditions = found.get("status", {}).get("conditions", [])
+    return any(one["type"] == "Suspended" and one["status"] == "True" for one in conditions)
