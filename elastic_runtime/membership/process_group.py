@@ -177,13 +177,29 @@ class Group:
 
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Equal parts of all ranks, in order, as one flat tensor. `part` may lie in `whole` already."""
-        with _lost_peers_reported():
-            self.wait([all_gather_flat(self._group, whole, part)])
+        if whole.is_cuda:
+            with _lost_peers_reported():
+                self.wait([all_gather_flat(self._group, whole, part)])
+            return
+        own = whole.view(self.size, -1)[self.rank]
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        self.wait(self.gather_parts(whole))
 
     def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts."""
-        with _lost_peers_reported():
-            self.wait([reduce_scatter_flat(self._group, part, whole)])
+        """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts.
+
+        Rejected on the CPU: gloo's reduce-scatter. It is an all-reduce whose `wait` ignores its time limit and whose
+        `is_completed` is never true, so a rank whose peer has given the step up hung until the group's own timeout; and
+        it moves twice the data.
+        """
+        if whole.is_cuda:
+            with _lost_peers_reported():
+                self.wait([reduce_scatter_flat(self._group, part, whole)])
+            return
+        received, parts = torch.empty_like(whole), [part.numel()] * self.size
+        self.wait([self.all_to_all(received, whole, parts, parts)])
+        torch.sum(received.view(self.size, -1), 0, out=part)
 
     def mesh(self, device: str, name: str) -> DeviceMesh:
         """The one-dimensional mesh of its ranks, once it is published. No two may have one name: torch keeps what it
