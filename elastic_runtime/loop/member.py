@@ -290,6 +290,8 @@ class Member:
             self._bound_failures(state, error)
             _log.warning("generation %d: %s; recovering", self.generation, error)
             self._report_failure(self._generations.adopted, state, error)
+        else:
+            _log.warning("generation %d was ended at step %d; recovering", self.generation, state.position.step)
         self._settle(state, self._next(after=self.generation), "recovered")
 
     def _bound_failures(self, state: TrainingState, error: CollectiveError) -> None:
@@ -439,6 +441,8 @@ class Member:
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
         self._note_leaving()
         if generation is not None:
+            left = len(generation.members)
+            _log.info("this worker leaves the job at step %d, which has %d workers then", state.position.step, left)
             if not generation.members and (self.rank_and_size[0] == 0 or self.sharding):
                 self._checkpoints.now(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)

@@ -8,6 +8,9 @@ copies, of which the older one is overwritten, always hold a step of which every
     all survivors are in step s, its copies are whole     the step is repeated
     a copy of step s is not whole, or steps differ        the step before is repeated, too
 
+Work beside the training (`job.repeat`) has copies of its own, of its beginning, whole before it begins. They hold what
+the script was in the middle of, so they are of use in that round of work only.
+
 A worker and the one that mirrors it are on different nodes where no node has more than half of the workers. Where both
 are lost, the training returns to its last checkpoint. Memory: two copies of two workers' parts.
 
@@ -45,13 +48,21 @@ _ALIGNMENT = 64
 
 
 class Copied(NamedTuple):
-    """One slot: the parts of a step's beginning that a worker holds. Of ranks `own` and `ward`; -1: of none."""
+    """One slot: the parts that a worker holds of a step's beginning, or of that of a `round` of work beside the
+    training (-1: of a step). Of ranks `own` and `ward`; -1: of none.
+    """
 
     step: int = -1
     generation: int = 0
     ranks: int = 0
+    round: int = -1
     own: int = -1
     ward: int = -1
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """What the parts of one state have in common."""
+        return self[:4]
 
 
 @dataclass(frozen=True)
@@ -65,15 +76,18 @@ class Source:
     provided: list[list[int]]
 
 
-def choose(table: Sequence[Sequence[Copied]]) -> Source | None:
-    """Return the newest step of which every old rank's part is held by one of these workers, or None."""
-    versions = {(each.step, each.generation, each.ranks) for row in table for each in row if each.own >= 0}
+def choose(table: Sequence[Sequence[Copied]], current_round: int) -> Source | None:
+    """Return the newest step of which every old rank's part is held by one of these workers, or None.
+
+    `current_round`: in which all of them are; -1: in none.
+    """
+    versions = {each.version for row in table for each in row if each.own >= 0 and each.round in {-1, current_round}}
     for version in sorted(versions, reverse=True):
-        rows = [next((each for each in row if each[:3] == version), Copied()) for row in table]
+        rows = [next((each for each in row if each.version == version), Copied()) for row in table]
         owners = {each.own: rank for rank, each in enumerate(rows) if each.own >= 0}
         wards = {each.ward: rank for rank, each in enumerate(rows) if each.ward >= 0}
         providers = wards | owners
-        if len(providers) == version[2]:
+        if len(providers) == Copied(*version).ranks:
             provided: list[list[int]] = [[] for _ in rows]
             for old, rank in sorted(providers.items()):
                 provided[rank].append(old)
@@ -136,6 +150,11 @@ class Mirror:
         """Return the bytes of host memory that the copies occupy."""
         return sum(slot.memory.nbytes + slot.mirrored.nbytes for slot in self._slots)
 
+    @property
+    def copies(self) -> bool:
+        """Whether copies are made in this generation."""
+        return self._group is not None
+
     # The generations
 
     def leave_generation(self, *, agreed: bool) -> None:
@@ -146,7 +165,7 @@ class Mirror:
         """
         with contextlib.suppress(CollectiveError):
             if agreed:
-                self._settle()
+                self.settle()
         for slot in self._slots:
             if slot.transfer is not None and slot.transfer.succeeded:
                 slot.transfer = None
@@ -174,8 +193,7 @@ class Mirror:
         known = newest.generation == self._number
         if known and (newest.step == step or step % self._every):
             return
-        slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
-        self._copy(slot, step, capture(), group)
+        self._copy(step, -1, capture(), group)
 
     def end_step(self, step: int) -> None:
         """Before a step's sum: wait for the copies if other workers may overwrite the older ones after it, or if there
@@ -186,15 +204,34 @@ class Mirror:
         if self._group is None:
             return
         if (step + 1) % self._every == 0 or not any(slot.is_whole for slot in self._slots):
-            self._settle()
+            self.settle()
 
-    def _settle(self) -> None:
+    # Work beside the training
+
+    def begin_round(self, number: int, step: int, capture: Callable[[], Parts]) -> None:
+        """Copy and send this worker's part of the state before work of all workers.
+
+        Before it all workers settle and meet: the copies of a step are whole, so the older ones may be overwritten.
+        After it they settle again.
+        """
+        if self._group is not None:
+            self._copy(step, number, capture(), self._group)
+
+    def end_round(self) -> None:
+        """Drop the copies of its beginning."""
+        for slot in self._slots:
+            if slot.copied.round >= 0:
+                slot.copied = Copied()
+
+    def settle(self) -> None:
+        """Wait for copies that are on their way. Raises CollectiveError if a peer was lost."""
         for slot in self._slots:
             if slot.transfer is not None and self._group is not None:
                 self._group.finish(slot.transfer)
                 slot.transfer = None
 
-    def _copy(self, slot: _Slot, step: int, parts: Parts, group: Group) -> None:
+    def _copy(self, step: int, number: int, parts: Parts, group: Group) -> None:
+        slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
         rank, ranks, kinds = group.rank, group.size, parts.sharded
         if kinds != self._kinds:
             self._kinds = kinds
@@ -207,7 +244,7 @@ class Mirror:
             copy.copy_(shard)
         replicated = [tensor.detach().to("cpu", copy=True) for tensor in parts.replicated]
         slot.own = Parts(parts.skeleton, parts.kinds, shards, replicated)
-        slot.copied = Copied(step, self._number, ranks, rank, self._ward)
+        slot.copied = Copied(step, self._number, ranks, number, rank, self._ward)
         slot.transfer = group.swap(_pieces(slot.memory), self._to, _pieces(slot.mirrored), self._ward)
 
     # Recovery
@@ -216,20 +253,20 @@ class Mirror:
         """Return what each slot holds."""
         return [slot.copied for slot in self._slots]
 
-    def source(self, group: Group, saved: int) -> Source | None:
+    def source(self, group: Group, saved: int, current_round: int) -> Source | None:
         """Return the copies that the members of this group choose, if they are not older than the newest checkpoint.
 
-        `saved` is the step of that checkpoint, as rank 0 sees it; -1: there is none.
+        `saved` is the step of that checkpoint, as rank 0 sees it; -1: there is none. `current_round`: as for `choose`.
         """
         row = torch.tensor([saved, *itertools.chain(*self.held())], dtype=torch.int64)
         rows = group.all_gather(row)
         table = [[Copied(*slot) for slot in each] for each in rows[:, 1:].view(group.size, SLOTS, -1).tolist()]
-        found = choose(table)
+        found = choose(table, current_round)
         return found if found is not None and found.copied.step >= int(rows[0, 0]) else None
 
     def part(self, copied: Copied) -> tuple[Parts | None, dict[int, list[torch.Tensor]]]:
         """Return (the own part of this step without its shards, the shards that are held of it by old rank)."""
-        slot = next((slot for slot in self._slots if slot.copied[:3] == copied[:3]), None)
+        slot = next((slot for slot in self._slots if slot.copied.version == copied.version), None)
         if slot is None or slot.own is None:
             return None, {}
         own, held = slot.own, slot.copied
@@ -240,7 +277,7 @@ class Mirror:
 
     def forget_all_but(self, copied: Copied | None) -> None:
         """Drop the copies of other steps: the training has gone back to this one, or to a checkpoint (None)."""
-        self._slots = [slot if copied and slot.copied[:3] == copied[:3] else _Slot() for slot in self._slots]
+        self._slots = [slot if copied and slot.copied.version == copied.version else _Slot() for slot in self._slots]
 
 
 class _Layout:
