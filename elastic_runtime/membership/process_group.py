@@ -235,17 +235,27 @@ class Group:
                     if self._interrupt.is_set:
                         raise CollectiveError("the coordinator ended this generation")
 
-    def swap(self, sent: Sequence[torch.Tensor], to: int, received: Sequence[torch.Tensor], source: int) -> Transfer:
+    def swap(
+        self,
+        sent: Sequence[torch.Tensor],
+        to: int,
+        received: Sequence[torch.Tensor],
+        source: int,
+        after: Callable[[], None] | None = None,
+    ) -> Transfer:
         """Start to send tensors to one rank and to receive from another, beside the loop; `finish` waits for it.
 
-        Between two ranks only one at a time. The tensors must stay as they are until it has ended.
+        Between two ranks only one at a time. The tensors must stay as they are until it has ended. `after` is called
+        in the transfer's thread when all has arrived.
         """
 
         def start(_: threading.Event) -> Iterator[dist.Work]:
             lane = self._lanes[1]
             works = [lane.recv([tensor], source, _SWAP + tag) for tag, tensor in enumerate(received)]
             works += [lane.send([tensor], to, _SWAP + tag) for tag, tensor in enumerate(sent)]
-            return iter(works)
+            yield from works
+            if after is not None:
+                after()
 
         return Transfer(start)
 

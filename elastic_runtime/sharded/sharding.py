@@ -24,6 +24,7 @@ from elastic_runtime.errors import CheckpointError, CollectiveError
 from elastic_runtime.sharded import files, mirror
 from elastic_runtime.sharded.collectives import Link
 from elastic_runtime.sharded.files import Saved
+from elastic_runtime.sharded.shared_memory import Address, open_segment
 from elastic_runtime.sharded.state import Parts, own_parts, places, received_parts, shared_parts, take_apart
 from elastic_runtime.sharded.transfer import Resharding
 from elastic_runtime.state import checkpoint
@@ -55,7 +56,7 @@ class _Holding:
     initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `every`: how
     many steps lie between copies, 0: it wants none; `mirrors`: it has memory for them. `node`: a number of its machine,
     with the bytes of memory that are free there, and within the worker's own limit. `rounds`: of work beside the
-    training that are complete; `in_round`: it is in the next one.
+    training that are complete; `in_round`: it is in the next one. `pid` and so on: where others may map its memory.
     """
 
     step: int
@@ -74,6 +75,9 @@ class _Holding:
     free_in_limit: int
     rounds: int
     in_round: int
+    pid: int
+    descriptor: int
+    token: int
 
 
 @dataclass
@@ -197,6 +201,7 @@ class Sharding:
         number, old, ranks = self._held or (0, -1, 0)
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
+        probe = self._mirror.probe
         copies = (self._mirror.every, self._mirror.nbytes > 0, mirror.node_number(), *mirror.free_memory())
         mine = _Holding(
             step,
@@ -211,6 +216,9 @@ class Sharding:
             *copies,
             self._state.rounds,
             self._state.in_round,
+            probe.pid,
+            probe.descriptor,
+            probe.token,
         )
         rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
         holdings = [_Holding(*row) for row in rows]
@@ -318,7 +326,12 @@ class Sharding:
             self._report_mirror(every, need, free, has_room=has_room)
         self._mirrors = has_room
         if has_room:
-            self._mirror.enter(group, number, [each.node for each in holdings], every)
+            to = mirror.mirrors_of([each.node for each in holdings])
+            ward = holdings[to.index(group.rank)]
+            near = ward.node == holdings[group.rank].node
+            maps = near and open_segment(Address(ward.pid, ward.descriptor, 0, ward.token)) is not None
+            maps_ward = group.all_gather(torch.tensor([maps]))[:, 0].tolist()
+            self._mirror.enter(group, number, to, every, [maps_ward[rank] for rank in to])
 
     def _report_mirror(self, every: int, need: int, free: int, *, has_room: bool) -> None:
         if has_room:

@@ -35,11 +35,13 @@ def lost_while_copying(plan: Plan, index: int, directory: Path, gate: Gate | Non
     """The victim stays where it copies its shards before the n-th evaluation of this step, and sends nothing."""
     original, seen = Mirror.begin_round, []
 
-    def begin_round(self: Mirror, number: int, at: int, capture: Callable[[], Parts]) -> None:
-        seen.extend([at] if at == step else [])
+    at = step
+
+    def begin_round(self: Mirror, number: int, step: int, capture: Callable[[], Parts]) -> None:
+        seen.extend([step] if step == at else [])
         if gate and index == VICTIM and len(seen) == nth:
             stay_until_killed(gate, index)
-        original(self, number, at, capture)
+        original(self, number, step, capture)
 
     Mirror.begin_round = begin_round  # type: ignore[method-assign]
     evaluating(plan, index, directory, gate, shard)
