@@ -305,6 +305,7 @@ class Session:
         if self.watches:
             self._watch(micro_batch)
         self._step.begin(micro_batch, self.loader.order_checksum)
+        self._member.begin_work(self.position.step)
         self.catching_up = self._went_back = self._state.resumed = False
         self._iteration += 1
         return self._iteration
@@ -396,6 +397,7 @@ class Session:
         changed |= self._memory.follow()
         changed |= self._change_membership()
         self._remember()
+        self._member.begin_work(self.position.step)
         return not changed
 
     def pause(self) -> None:
@@ -434,6 +436,7 @@ class Session:
         """
         if iteration is not None and iteration != self._iteration:
             return
+        self._member.end_work()
         step, micro = self._step, self._step.micro
         counts = step.state in UNCOUNTED
         if micro is not None:
@@ -461,6 +464,7 @@ class Session:
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch
+        self._member.end_work()
         self._member.stable_state.end()
         self._member.recover(self._state, error)
         self.catching_up = self.position.epoch != epoch
