@@ -8,6 +8,8 @@ copies, of which the older one is overwritten, always hold a step of which every
     all survivors are in step s, its copies are whole     the step is repeated
     a copy of step s is not whole, or steps differ        the step before is repeated, too
 
+With copies in every k-th step only, the steps since the last ones are, k of them at most.
+
 Work beside the training (`job.repeat`) has copies of its own, of its beginning, whole before it begins. They hold what
 the script was in the middle of, so they are of use in that round of work only.
 
@@ -211,11 +213,6 @@ class Mirror:
         """Return the bytes of host memory that the copies occupy."""
         return sum(slot.memory.nbytes + slot.mirrored.nbytes for slot in self._slots)
 
-    @property
-    def copies(self) -> bool:
-        """Whether copies are made in this generation."""
-        return self._group is not None
-
     # The generations
 
     def leave_generation(self, *, agreed: bool) -> None:
@@ -258,24 +255,12 @@ class Mirror:
             return
         self._copy(step, -1, capture(), group)
 
-    def end_step(self, step: int) -> None:
-        """Before a step's sum: wait for the copies if other workers may overwrite the older ones after it, or if there
-        are no older ones.
-
-        Raises CollectiveError if a peer was lost.
-        """
-        if self._group is None:
-            return
-        if (step + 1) % self._every == 0 or not any(slot.is_whole for slot in self._slots):
-            self.settle()
-
     # Work beside the training
 
     def begin_round(self, number: int, step: int, capture: Callable[[], Parts]) -> None:
         """Copy and send this worker's part of the state before work of all workers.
 
-        Before it all workers settle and meet: the copies of a step are whole, so the older ones may be overwritten.
-        After it they settle again.
+        All have completed a step's sum, so its copies are whole and the older ones may be overwritten.
         """
         if self._group is not None:
             self._copy(step, number, capture(), self._group)
@@ -287,7 +272,9 @@ class Mirror:
                 slot.copied = Copied()
 
     def settle(self) -> None:
-        """Wait for copies that are on their way. Raises CollectiveError if a peer was lost."""
+        """Wait for copies that are on their way: before a step's sum, after which other workers may overwrite the older
+        ones, and before work beside the training. Raises CollectiveError if a peer was lost.
+        """
         for slot in self._slots:
             if slot.transfer is not None and self._group is not None:
                 self._group.finish(slot.transfer)

@@ -295,15 +295,12 @@ class Sharding:
 
     def end_step(self) -> None:
         """Before the step's sum: wait for the copies. Raises CollectiveError if a peer was lost."""
-        self._mirror.end_step(self._state.position.step)
+        self._mirror.settle()
 
     def begin_round(self) -> None:
         """Copy this worker's part before work of all workers. Raises CollectiveError if a peer was lost."""
-        if self._mirror.copies:
-            self._mirror.settle()
-            self.link.group.barrier()
-            self._mirror.begin_round(self._state.rounds, self._state.position.step, self._capture)
-            self._mirror.settle()
+        self._mirror.begin_round(self._state.rounds, self._state.position.step, self._capture)
+        self._mirror.settle()
 
     def end_round(self) -> None:
         """Drop these copies: all workers have completed the work."""

@@ -1,4 +1,4 @@
-"""The copies of shards in other workers' memory: in any order of events, a loss costs one step at most."""
+"""The copies of shards in other workers' memory: in any order of events, a loss costs the steps between two at most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SIZE = 7
 IN_ROUND = 50
-STAGES = ("meet", "copy", "work", "leave")
+STAGES = ("copy", "work", "leave")
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=9))
@@ -122,7 +122,7 @@ class Model:
         elif what == "round":
             self._go_on(rank)
         elif what == "sum":
-            self.mirrors[rank].end_step(self.begun[rank])
+            self.mirrors[rank].settle()
             self.summed[rank] = self.begun[rank]
         else:
             transfer = next(each for each in self.groups[rank].transfers if self._may_transfer(rank, each))
@@ -141,9 +141,9 @@ class Model:
     def _may_go_on(self, rank: int) -> bool:
         """Where the workers meet, all have to be there."""
         done = self.stage[rank]
-        if STAGES[done % len(STAGES)] in {"copy", "leave"}:
+        if STAGES[done % len(STAGES)] == "leave":
             return all(stage >= done for stage in self.stage)
-        return self._may(self.mirrors[rank].settle)
+        return STAGES[done % len(STAGES)] == "copy" or self._may(self.mirrors[rank].settle)
 
     def _go_on(self, rank: int) -> None:
         number, stage = divmod(self.stage[rank], len(STAGES))
@@ -157,7 +157,7 @@ class Model:
         self.stage[rank] += 1
 
     def _may_sum(self, rank: int) -> bool:
-        return self._may(lambda: self.mirrors[rank].end_step(self.begun[rank]))
+        return self._may(self.mirrors[rank].settle)
 
     def _may(self, wait: Callable[[], None]) -> bool:
         try:
@@ -211,7 +211,7 @@ class Model:
     [(2, 1, 4, False), (3, 1, 2, False), (2, 3, 7, False), (3, 2, 3, False), (2, 1, 2, True), (2, 2, 3, True)],
 )
 @pytest.mark.parametrize("mapped", [False, True], ids=["sent", "mapped"])
-def test_in_any_order_of_events_a_loss_goes_back_to_the_copies_before_the_last_at_most(
+def test_in_any_order_of_events_a_loss_costs_the_steps_between_two_copies_at_most(
     ranks: int, every: int, steps: int, rounds: bool, mapped: bool
 ) -> None:
     """Every reachable state of the protocol, found by playing its events; in each of them any worker may die."""
@@ -229,8 +229,7 @@ def test_in_any_order_of_events_a_loss_goes_back_to_the_copies_before_the_last_a
                 known[model.key()] = [*path, action]
                 waiting.append(known[model.key()])
     assert len(known) > 40
-    assert worst <= 2 * every - 1 + rounds
-    assert worst >= every, "no loss was late enough"
+    assert worst == every
 
 
 def replay(ranks: int, every: int, path: list[tuple[str, int]], *, rounds: bool, mapped: bool) -> Model:

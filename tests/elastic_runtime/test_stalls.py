@@ -14,7 +14,6 @@ from torch import nn
 
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.membership.environment import Environment
-from elastic_runtime.process import stall_watch
 from elastic_runtime.process.stall_watch import LEAST_S, WARM_UP, StallWatch
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, train, trained_alone
@@ -110,7 +109,7 @@ def test_first_steps_and_a_watch_that_is_off_end_nothing() -> None:
 
 def test_the_bound_follows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 100.0)
-    monkeypatch.setattr(stall_watch.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("elastic_runtime.process.stall_watch.time.monotonic", lambda: next(clock))
     assert StallWatch(None, Waits()).bound_s == LEAST_S
     watched = Watched(None)
     watched.watch.reduced()
