@@ -202,7 +202,7 @@ def main() -> None:
     result: dict[str, object] = {"mparams": options.mparams, "workers": options.workers, "batch": options.batch}
     for every in options.every:
         how = How(every, options.apart)
-        result |= measure_overhead(task, options.workers, how, options.pairs)
+        result |= measure_overhead(task, options.workers, how, options.pairs) if options.pairs else {}
         losses = measure_losses(task, options.workers, how, options.losses) if options.losses else []
         if not losses:
             continue

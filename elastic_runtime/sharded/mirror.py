@@ -279,8 +279,7 @@ class Mirror:
             if slot.transfer is not None and self._group is not None:
                 self._group.finish(slot.transfer)
                 slot.arrived()
-                if slot.of_ward is not None:
-                    self._segments[slot.of_ward.address] = slot.of_ward
+                self._segments = {each.address: each for slot in self._slots if (each := slot.of_ward) is not None}
 
     def _copy(self, step: int, number: int, parts: Parts, group: Group) -> None:
         slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
