@@ -213,6 +213,11 @@ class Mirror:
         """Return the bytes of host memory that the copies occupy."""
         return sum(slot.memory.nbytes + slot.mirrored.nbytes for slot in self._slots)
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether copies were begun, by all workers, for which none has waited yet."""
+        return any(slot.transfer is not None for slot in self._slots)
+
     # The generations
 
     def leave_generation(self, *, agreed: bool) -> None:
@@ -247,7 +252,7 @@ class Mirror:
     def begin_step(self, step: int, capture: Callable[[], Parts]) -> None:
         """Copy and send this worker's part of the state, if it is due. `capture` returns it, as it is."""
         group = self._group
-        if group is None or any(slot.transfer for slot in self._slots):
+        if group is None or self.in_flight:
             return
         newest = max(slot.copied for slot in self._slots)
         known = newest.generation == self._number
@@ -260,7 +265,8 @@ class Mirror:
     def begin_round(self, number: int, step: int, capture: Callable[[], Parts]) -> None:
         """Copy and send this worker's part of the state before work of all workers.
 
-        All have completed a step's sum, so its copies are whole and the older ones may be overwritten.
+        All have completed a step's sum, so its copies are whole and the older ones may be overwritten; or, where the
+        script has left its loop within a step, they have settled its copies, and met.
         """
         if self._group is not None:
             self._copy(step, number, capture(), self._group)

@@ -299,6 +299,9 @@ class Sharding:
 
     def begin_round(self) -> None:
         """Copy this worker's part before work of all workers. Raises CollectiveError if a peer was lost."""
+        if self._mirror.in_flight:  # of a step that the script has left by `break`
+            self._mirror.settle()
+            self.link.group.barrier()
         self._mirror.begin_round(self._state.rounds, self._state.position.step, self._capture)
         self._mirror.settle()
 

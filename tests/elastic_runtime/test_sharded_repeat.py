@@ -7,18 +7,29 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
+import elastic_runtime
 from elastic_runtime.sharded.mirror import Mirror
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.test_repeat import evaluating
-from tests.elastic_runtime.training import HELD_OUT, Gate, Plan, evaluated, stay_until_killed, trained_alone
+from tests.elastic_runtime.training import (
+    HELD_OUT,
+    Gate,
+    Plan,
+    Points,
+    evaluated,
+    stay_until_killed,
+    trained_alone,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from elastic_runtime.sharded.state import Parts
@@ -85,6 +96,32 @@ def test_a_loss_while_shards_are_copied_before_an_evaluation_repeats_the_step_be
         found = evaluated(tmp_path, index)
         assert len(found) > len(alone[1])
         check_rows(list({row["step"]: row for row in found}.values()), list({r["step"]: r for r in alone[1]}.values()))
+
+
+def leaving_the_loop(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """An evaluation follows an iteration that was left before its backward pass, whose copies are on their way."""
+    torch.set_num_threads(1)
+    job = elastic_runtime.init(global_batch_size=16)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader: Any = DataLoader(Points(plan.samples), batch_size=4)
+    model, optimizer, loader = job.prepare(model, optimizer, loader, shard=shard)
+    for _epoch in job.epochs(2):
+        for x, y, _indices in loader:
+            if job.position.index >= 2:
+                break
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert job.repeat(lambda: job.all_reduce(torch.ones(1)).item()) == job.world_size
+    (directory / f"steps-{index}").write_text(str(job.step))
+
+
+def test_an_evaluation_may_follow_an_iteration_that_was_left(tmp_path: Path) -> None:
+    with Cluster(tmp_path, replace(Plan(), body=leaving_the_loop)) as cluster:
+        cluster.target(0, 1)
+        cluster.wait_for_end(0, 1)
+    assert [(tmp_path / f"steps-{index}").read_text() for index in (0, 1)] == ["4", "4"]
 
 
 def check_rows(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
