@@ -208,7 +208,7 @@ class Bench:
                 raise TimeoutError(what)
             time.sleep(0.02)  # each look reads a file: more of them would be felt by those that are measured
 
-    def wait_for_size(self, size: int) -> None:
+    def wait_for_size(self, size: int, timeout_s: float = 120) -> None:
         """A complete generation of this size that has trained for some steps."""
 
         def reached() -> bool:
@@ -218,7 +218,7 @@ class Bench:
             steps = self.steps(last.members[0])
             return bool(steps) and steps[-1].step >= last.step + self._settle_steps
 
-        self.wait_for(reached, f"size {size}, seen {self.commits}")
+        self.wait_for(reached, f"size {size}, seen {self.commits}", timeout_s)
 
     def grow_and_shrink(self, rounds: int) -> None:
         """w0 alone, then with a new worker, then alone again."""

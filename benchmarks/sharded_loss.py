@@ -1,15 +1,18 @@
 """What a lost worker costs a training in shards (FSDP2), and what the copies of the shards cost that prevent it.
 
-overhead: the median step with copies every K steps over that without, less 1; the trainings take turns, `--rounds`
-times, on the same machine. losses: one of the workers, a random one, is killed by SIGKILL at a random moment,
+overhead: the time of a block of steps with copies every K steps over that of the block before, without, less 1; the
+median of `--pairs` in one training. losses: one of the workers, a random one, is killed by SIGKILL at a random moment,
 `--losses` times; a new one replaces it. There are no checkpoints, so a training that could not go on would end the
 benchmark.
+
+The workers are of one node, where copies are mapped by other workers; with --apart they are sent over TCP, as between
+nodes.
 
 Last line: JSON. For each K: overhead_K, repeated_K (steps that all had applied and that were trained again, the mean
 and the most of a loss, beside the one that the loss interrupted), recover_s_K (from the last step before a loss to the
 first one after it, less a step: median and longest); mirror_mib: host memory of the copies of one worker.
 
-Usage: python benchmarks/sharded_loss.py [--mparams 26] [--workers 3] [--batch 256] [--every 1 10] [--losses 50]
+Usage: python benchmarks/sharded_loss.py [--mparams 26] [--workers 3] [--every 1 10] [--losses 50] [--apart]
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import elastic_runtime
+from elastic_runtime.sharded import mirror
+from elastic_runtime.sharded.mirror import Mirror
 
 
 def shard(model: Any, mesh: Any) -> None:
@@ -42,9 +47,40 @@ def shard(model: Any, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def train(task: Task, environment: dict[str, str], every: int) -> None:
-    """A worker's body: as `elastic_bench.train`, in shards that are copied every so many steps (0: never)."""
-    os.environ.update(environment, ELASTIC_MIRROR=str(every))
+@dataclass(frozen=True)
+class How:
+    """Copies every so many steps; `in_turns`: in every second block of steps only; `apart`: as if each worker were on a
+    node of its own.
+    """
+
+    every: int
+    apart: bool
+    in_turns: bool = False
+
+    @property
+    def block(self) -> int:
+        """Return the length of a block, in steps."""
+        return max(4, self.every)
+
+
+def copy_in_turns(length: int) -> None:
+    """In this process, make copies in every second block of steps."""
+    begin = Mirror.begin_step
+
+    def begin_step(self: Mirror, step: int, capture: Any) -> None:
+        if step // length % 2:
+            begin(self, step, capture)
+
+    Mirror.begin_step = begin_step  # type: ignore[method-assign]
+
+
+def train(task: Task, environment: dict[str, str], how: How) -> None:
+    """A worker's body: as `elastic_bench.train`, in shards that are copied."""
+    os.environ.update(environment, ELASTIC_MIRROR=str(how.every))
+    if how.apart:
+        mirror.node_number = os.getpid
+    if how.in_turns:
+        copy_in_turns(how.block)
     torch.set_num_threads(1)
     log = Path(environment["BENCH_STEPS"]).open("w", buffering=1)  # noqa: SIM115  (as long as the process)
     job = elastic_runtime.init(global_batch_size=task.global_batch, progress=False)
@@ -67,38 +103,37 @@ class Loss:
     recover_s: float
 
 
-def median_step_s(directory: Path, task: Task, workers: int, every: int, steps: int) -> float:
-    """Of a training of its own."""
-    names = [f"w{i}" for i in range(workers)]
-    with Bench(directory, task, steps) as bench:
+def measure_overhead(task: Task, workers: int, how: How, pairs: int) -> dict[str, float]:
+    """Of one training in which blocks of steps with and without copies take turns: both have the same neighbours.
+
+    The first pair of blocks is left out: it has the first allocations.
+    """
+    names, length = [f"w{i}" for i in range(workers)], how.block
+    with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, 2 * length * (pairs + 1)) as bench:
         bench.target(*names)
-        bench.start(*names, body=train, arguments=(every,))
-        bench.wait_for_size(workers)
-        found = bench.steps("w0")[3:]
+        bench.start(*names, body=train, arguments=(replace(how, in_turns=True),))
+        bench.wait_for_size(workers, timeout_s=3600)
+        ends = {each.step: each.end for each in bench.steps("w0")}
         end(bench, names)
-    return statistics.median(b.end - a.end for a, b in itertools.pairwise(found))
+    first = next(step for step in sorted(ends) if step % (2 * length) == 0) + 2 * length
+    starts = range(first, first + 2 * length * pairs, 2 * length)
+    plain = [ends[start + length] - ends[start] for start in starts]
+    copying = [ends[start + 2 * length] - ends[start + length] for start in starts]
+    ratios = [with_copies / without for with_copies, without in zip(copying, plain, strict=True)]
+    print(f"copies every {how.every} steps: {', '.join(f'{r - 1:+.1%}' for r in ratios)}", flush=True)
+    return {
+        "step_ms": round(statistics.median(plain) / length * 1e3, 1),
+        f"overhead_{how.every}": round(statistics.median(ratios) - 1, 4),
+    }
 
 
-def measure_overhead(task: Task, workers: int, everys: list[int], rounds: int, steps: int) -> dict[str, float]:
-    """The trainings take turns, so that all have the same neighbours."""
-    times: dict[int, list[float]] = {every: [] for every in [0, *everys]}
-    for _ in range(rounds):
-        for every, found in times.items():
-            with tempfile.TemporaryDirectory() as directory:
-                found.append(median_step_s(Path(directory), task, workers, every, steps))
-            print(f"copies every {every} steps: {found[-1] * 1e3:.0f} ms a step", flush=True)
-    plain = statistics.median(times[0])
-    ratios = {every: statistics.median(e / p for e, p in zip(times[every], times[0], strict=True)) for every in everys}
-    return {"step_ms": round(plain * 1e3, 1), **{f"overhead_{every}": round(r - 1, 4) for every, r in ratios.items()}}
-
-
-def measure_losses(task: Task, workers: int, every: int, losses: int) -> list[Loss]:
+def measure_losses(task: Task, workers: int, how: How, losses: int) -> list[Loss]:
     """Kill one of the workers, and have it replaced, again and again."""
-    generator, found = random.Random(1), []
+    generator, found, every = random.Random(1), [], how.every
     with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, 2 * every) as bench:
         names = [f"w{i}" for i in range(workers)]
         bench.target(*names)
-        bench.start(*names, body=train, arguments=(every,))
+        bench.start(*names, body=train, arguments=(how,))
         bench.wait_for_size(workers)
         for number in range(losses):
             victim = generator.choice(names)
@@ -107,7 +142,7 @@ def measure_losses(task: Task, workers: int, every: int, losses: int) -> list[Lo
             found.append(lose(bench, names, victim, watched))
             names = [*(name for name in names if name != victim), f"r{number}"]
             bench.target(*names)
-            bench.start(names[-1], body=train, arguments=(every,))
+            bench.start(names[-1], body=train, arguments=(how,))
             bench.wait_for_size(workers)
             print(
                 f"every {every}: loss {number + 1}: {found[-1].repeated} repeated, {found[-1].recover_s:.2f} s",
@@ -153,23 +188,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--batch", type=int, default=256, help="samples of a step, of all workers together")
     parser.add_argument("--every", type=int, nargs="+", default=[1, 10], help="steps between two copies")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--steps", type=int, default=20, help="steps of each training of which the overhead is measured"
-    )
+    parser.add_argument("--pairs", type=int, default=8, help="of blocks of steps with and without copies")
     parser.add_argument("--losses", type=int, default=50, help="for each of --every")
+    parser.add_argument("--apart", action="store_true", help="send the copies over TCP, as between nodes")
     options = parser.parse_args()
     task = Task(options.mparams, options.batch)
     print_conditions(
         "a lost worker of a training in shards",
         torch=torch.__version__,
         model=f"{options.mparams:g} M parameters in linear layers, AdamW, {options.batch} samples a step",
-        workers=f"{options.workers}, gloo",
+        workers=f"{options.workers}, gloo, copies {'sent over TCP' if options.apart else 'mapped'}",
     )
     result: dict[str, object] = {"mparams": options.mparams, "workers": options.workers, "batch": options.batch}
-    result |= measure_overhead(task, options.workers, options.every, options.rounds, options.steps)
     for every in options.every:
-        losses = measure_losses(task, options.workers, every, options.losses)
+        how = How(every, options.apart)
+        result |= measure_overhead(task, options.workers, how, options.pairs) if options.pairs else {}
+        losses = measure_losses(task, options.workers, how, options.losses) if options.losses else []
+        if not losses:
+            continue
         repeated = [loss.repeated for loss in losses]
         pauses = [loss.recover_s for loss in losses]
         result |= {

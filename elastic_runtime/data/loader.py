@@ -52,8 +52,10 @@ class Loop(Protocol):
     def most_steps(self, epoch: int) -> int | None:
         """Return after how many steps an epoch ends, if not with its samples: in a rehearsal."""
 
-    def enter_epoch(self) -> None:
-        """The loop begins to iterate, possibly in the middle of an epoch."""
+    def enter_epoch(self) -> int:
+        """The loop begins to iterate, possibly in the middle of an epoch; return the script's epoch, of which nothing
+        is trained where a loss has led back to an earlier one.
+        """
 
     def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """The loop gets this micro-batch next; return the iteration's number."""
@@ -119,8 +121,7 @@ class ElasticLoader:
 
     def _epoch_of_loop(self) -> Iterator[Any]:
         loop = self._loop
-        epoch = loop.position.epoch  # of the script; entering may lead back to the one before, after a loss
-        loop.enter_epoch()
+        epoch = loop.enter_epoch()
         self._refresh_processes()
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():

@@ -436,12 +436,10 @@ class Job:
         `job.all_reduce` and `job.all_gather` only, and asks there for `job.rank` and `job.world_size`, which change.
 
         After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
-        With shard= it runs once: a loss in it raises CollectiveError on the other workers, which ends their scripts.
+        With shard= the shards are copied to other workers before it. Where one is lost meanwhile, `work` runs with the
+        state of before the last step, which is trained again.
         """
-        session = self._prepared
-        if self._member.sharding:
-            return work()
-        return session.repeat(work)
+        return self._prepared.repeat(work)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
@@ -485,7 +483,7 @@ class Job:
             summed, weights = self.all_reduce(total).tolist()
             return float(summed / weights)
 
-        return self.repeat(work)
+        return self._prepared.repeat(work, copies=False)
 
     def report(self, **metrics: float) -> None:
         """Write the script's own figures (loss, accuracy) to the report file; send them with the next progress."""

@@ -27,6 +27,7 @@ from elastic_runtime.process.preemption import TERMINATED, Preemption, StableSta
 from elastic_runtime.process.process_exit import leave
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
+from elastic_runtime.process.stall_watch import StallWatch
 from elastic_runtime.sharded.checkpoint_schedule import Checkpoints, ReplicatedCheckpoints, ShardedCheckpoints
 from elastic_runtime.state.join_exchange import exchange
 from elastic_runtime.state.packing import pack
@@ -96,6 +97,8 @@ class Member:
             self._coordinator.start()
             atexit.register(self._coordinator.close)
         self.stable_state = StableState()
+        watched = environment.coordinator and not environment.rehearse
+        self._stall_watch = StallWatch(environment.stall_s if watched else 0.0, self._generations.interrupt)
         self._preemption: Preemption | None = None
         if not environment.checkpoint_dir and (environment.coordinator or environment.static):
             _log.warning(
@@ -194,6 +197,18 @@ class Member:
 
     # Asked by the loop at each step
 
+    def begin_work(self, step: int) -> None:
+        """Note that the loop works for a step whose reduction comes next: others wait for it there."""
+        if self.group is not None and self.group.size > 1:
+            self._stall_watch.begin(step, self.group)
+
+    def end_work(self, *, reduced: bool = False) -> None:
+        """Note that others do not wait for this worker's loop; `reduced`: since the step's reduction is complete."""
+        if reduced:
+            self._stall_watch.reduced()
+        else:
+            self._stall_watch.pause()
+
     @property
     def must_recover(self) -> bool:
         """Whether the generation in force was ended from outside."""
@@ -290,6 +305,8 @@ class Member:
             self._bound_failures(state, error)
             _log.warning("generation %d: %s; recovering", self.generation, error)
             self._report_failure(self._generations.adopted, state, error)
+        else:
+            _log.warning("generation %d was ended at step %d; recovering", self.generation, state.position.step)
         self._settle(state, self._next(after=self.generation), "recovered")
 
     def _bound_failures(self, state: TrainingState, error: CollectiveError) -> None:
@@ -413,6 +430,7 @@ class Member:
         if generation.group and publish:
             generation.group.publish()
         self._generations.adopt(generation)
+        self._stall_watch.restart()
         if received and not self._holds_state:
             self.streams.reseed(mix_seed(self._seed, state.position.step, self.rank_and_size[0]))
         self._holds_state = True
@@ -439,6 +457,8 @@ class Member:
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
         self._note_leaving()
         if generation is not None:
+            left = len(generation.members)
+            _log.info("this worker leaves the job at step %d, which has %d workers then", state.position.step, left)
             if not generation.members and (self.rank_and_size[0] == 0 or self.sharding):
                 self._checkpoints.now(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)

@@ -61,7 +61,9 @@ class Session:
         self.last_step: int | None = None
         self.started = self.finished = False
         self.released = False
-        self.catching_up = False  # another's state is ahead of this worker's place in the loop
+        self.catching_up = False  # the state is not that of the script's place in the loop: nothing acts
+        self._went_back = False  # it is an earlier one, from which the next iteration continues
+        self._epoch: int | None = None  # of the script, where the state is that of an earlier one
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
@@ -208,33 +210,42 @@ class Session:
             self._member.stable_state.end()
             self._epoch_start.begin()
 
-    def repeat(self, work: Callable[[], Result]) -> Result:
-        """Do work of all workers, as `Job.repeat` does; in an epoch that others have begun, what it returned there."""
+    def repeat(self, work: Callable[[], Result], *, copies: bool = True) -> Result:
+        """Do work of all workers, as `Job.repeat` does; in an epoch that others have begun, what it returned there.
+
+        `copies`: as for `SynchronizedCalls.run`.
+        """
         found: Result = self._epoch_start.next_result()
         if found is not NOTHING:
             return found
         self.pause()
-        result = self.synchronized_calls.run(work)
+        result = self.synchronized_calls.run(work, copies=copies)
         self._epoch_start.note(result)
         return result
 
-    def enter_epoch(self) -> None:
-        """Begin the loop over the loader, possibly in the middle of an epoch. LoopError outside `job.epochs`."""
+    def enter_epoch(self) -> int:
+        """Begin the loop over the loader, possibly in the middle of an epoch. LoopError outside `job.epochs`.
+
+        Return the script's epoch. A loss, now or since it began, may have led back to the one before.
+        """
         if not self.started:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
                 + note_on_lightning()
             )
+        epoch, self._epoch = self.position.epoch if self._epoch is None else self._epoch, None
         self.abandon_iteration()
         self._epoch_start.enter()
         self.catching_up = False
         self._change_membership()
+        self.catching_up |= self.position.epoch != epoch
         self._remember()
+        return epoch
 
     def leave_epoch(self, epoch: int) -> None:
         """End an epoch of the script, unless others are further already."""
         self.abandon_iteration()
-        if self.position.epoch == epoch:
+        if self.position.epoch == epoch and not self._went_back:
             self._state.position, self._state.resumed = self.position.after_epoch(), False
 
     def finish(self) -> None:
@@ -294,7 +305,8 @@ class Session:
         if self.watches:
             self._watch(micro_batch)
         self._step.begin(micro_batch, self.loader.order_checksum)
-        self.catching_up = self._state.resumed = False
+        self._member.begin_work(self.position.step)
+        self.catching_up = self._went_back = self._state.resumed = False
         self._iteration += 1
         return self._iteration
 
@@ -385,6 +397,7 @@ class Session:
         changed |= self._memory.follow()
         changed |= self._change_membership()
         self._remember()
+        self._member.begin_work(self.position.step)
         return not changed
 
     def pause(self) -> None:
@@ -394,7 +407,7 @@ class Session:
         """
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
-        self.catching_up = False
+        self.catching_up = self._went_back
         micro, counted = self._step.micro, self._step.state in COUNTED
         if micro is None:
             return
@@ -403,9 +416,19 @@ class Session:
             self._count(micro)
 
     def _recover_between_steps(self, error: CollectiveError) -> None:
-        self._step.agreed = None
+        before, self._step.agreed = self.position, None
         self._recover(error)
         self._moved = True
+        if self.position.step < before.step:
+            self._go_back(before)
+
+    def _go_back(self, before: Position) -> None:
+        """Let the script run on to the next iteration without effect: a step that it has left is trained again."""
+        self.catching_up = self._went_back = True
+        if self.position.epoch != before.epoch and self._epoch is None:
+            self._epoch = before.epoch
+            self._epoch_start.leave()
+        self._mode.remember()
 
     def abandon_iteration(self, iteration: int | None = None) -> None:
         """End an iteration in which the loop was left (this one: a generator may be closed long after). A step counts
@@ -413,6 +436,7 @@ class Session:
         """
         if iteration is not None and iteration != self._iteration:
             return
+        self._member.end_work()
         step, micro = self._step, self._step.micro
         counts = step.state in UNCOUNTED
         if micro is not None:
@@ -440,6 +464,7 @@ class Session:
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch
+        self._member.end_work()
         self._member.stable_state.end()
         self._member.recover(self._state, error)
         self.catching_up = self.position.epoch != epoch
@@ -460,6 +485,8 @@ class Session:
 
     def _remember(self) -> None:
         """Keep the state with which the next step begins."""
+        if self._went_back:
+            self._mode.restore()  # buffers and random streams, as nothing since then was of effect
         if self._step.observer:
             self._step.observer.between_steps()
         self._mode.remember()

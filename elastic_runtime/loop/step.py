@@ -366,6 +366,7 @@ class GlobalStep:
         mode.fill_metadata(self._share(ended, vote), leader=rank == 0, alone=workers == 1)
         member.check()
         mode.reducer.reduce()
+        member.end_work(reduced=True)
         member.stable_state.end()
         keeps = rank == 0 or not ended.last  # between two passes a graph may still need the buffers as they are
         agreed = mode.read_metadata(micro, leader=keeps, workers=workers, group=member.group)

@@ -8,6 +8,11 @@ own result.
 A worker that begins a round may have applied a step that another worker has not, because the sums were lost with a
 worker. The other one then takes over the state of a round that it has not begun, and runs the script up to that round
 without applying anything. Rejected: a second barrier, which would only move the same race.
+
+With sharded state a lost worker takes its shards with it, so the shards are copied before the work begins. If one is
+lost while they are, the others return to the last step's beginning. They do the work with that state, since the script
+waits for a result; then nothing acts until the script has come to the step again. Where one of them is still in that
+step, they cannot do it together, and CollectiveError ends their scripts.
 """
 
 from __future__ import annotations
@@ -45,22 +50,32 @@ class SynchronizedCalls:
     def __init__(self, state: TrainingState, member: Member, recover: Callable[[CollectiveError], None]) -> None:
         self._state, self._member, self._recover = state, member, recover
 
-    def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work` after all workers completed it with the same peers."""
+    def run(self, work: Callable[[], Result], *, copies: bool = True) -> Result:
+        """Return the result of `work` after all workers completed it with the same peers.
+
+        `copies`: it takes long enough that shards are copied before it.
+        """
         self._state.in_round = True
         try:
-            return self._run(work)
+            return self._run(work, copies=copies)
         finally:
             self._state.in_round = False
+            if self._member.sharding:
+                self._member.sharding.end_round()
 
-    def _run(self, work: Callable[[], Result]) -> Result:
-        number = self._state.rounds
+    def _run(self, work: Callable[[], Result], *, copies: bool) -> Result:
+        number, sharding = self._state.rounds, self._member.sharding
         while True:
             try:
                 self._member.check()
+                if sharding and copies:
+                    sharding.begin_round()
                 result = work()
+                if sharding:
+                    sharding.link.check()
             except CollectiveError as error:
                 self._recover(error)
+                self._check_together(error)
                 continue
             except RuntimeError as error:
                 if any(library in str(error).lower() for library in _LIBRARIES):
@@ -71,9 +86,18 @@ class SynchronizedCalls:
             except CollectiveError as error:
                 self._recover(error)
                 if self._state.rounds == number:
+                    self._check_together(error)
                     continue
             self._state.rounds = number + 1
             return result
+
+    def _check_together(self, error: CollectiveError) -> None:
+        """Raise CollectiveError where the workers that are left cannot do the work together."""
+        if self._member.sharding and not self._state.round_is_shared:
+            raise CollectiveError(
+                "a worker was lost when job.repeat began, with its shards of the model, and another one has not "
+                "completed the step before it: the script has to start again, from the last checkpoint"
+            ) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum in place over all workers. UsageError for what cannot be summed, CollectiveError where one is lost."""

@@ -34,6 +34,7 @@ class Environment:
     ca_file: str = ""
     memory_dir: str = ""
     mirror: int = 1  # with shard=: after so many steps a worker's shards are copied to another one; 0: never
+    stall_s: float | None = None  # after so long a worker that keeps others waiting ends; None: learned; 0: never
     static: tuple[int, int] | None = None  # (rank, world size) where torchrun fixed them
     rehearse: str = ""  # ELASTIC_REHEARSE, where it is not "0": everything else is as if it were not set
 
@@ -57,6 +58,7 @@ class Environment:
             ca_file=given.get("ELASTIC_CA_FILE", ""),
             memory_dir=given.get("ELASTIC_MEMORY_DIR", ""),
             mirror=_mirror(given.get("ELASTIC_MIRROR", "1")),
+            stall_s=_stall_s(given.get("ELASTIC_STALL_S", "auto")),
             static=_static(given),
         )
         if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
@@ -147,6 +149,14 @@ def _mirror(value: str) -> int:
     if not value.isdecimal():
         raise SettingsError(f"ELASTIC_MIRROR is {value!r}, but it must be a number of steps, or off")
     return int(value)
+
+
+def _stall_s(value: str) -> float | None:
+    if value in {"auto", "off"}:
+        return None if value == "auto" else 0.0
+    if not value.isdecimal() or value == "0":
+        raise SettingsError(f"ELASTIC_STALL_S is {value!r}, but it must be a number of seconds, auto, or off")
+    return float(value)
 
 
 def _static(given: Mapping[str, str]) -> tuple[int, int] | None:

@@ -230,6 +230,7 @@ class Generations:
                 if self._refused:
                     raise self._refused
                 if self._order.kind == "Release":
+                    _log.warning("the coordinator releases this worker (%s): it ends", self._order.why)
                     return None
                 ready = self._built.get(self._order.generation)
                 may_adopt = self._order.kind == "Recover" or (self._order.kind == "Propose" and self.adopted is None)

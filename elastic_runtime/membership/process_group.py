@@ -47,6 +47,7 @@ class Pending(Protocol):
 
 class Interrupt:
     """Ends the loop's waits for peers. Set by the coordinator's thread or a signal handler, cleared by the loop.
+    `waiting_since`, None outside of a wait, and `waited_until`, the end of the last one: by the monotonic clock.
 
     A plain flag that the waits poll: a handler runs in the loop's own thread, possibly while that clears the flag, and
     would wait permanently for the lock of a threading.Event.
@@ -54,6 +55,17 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.is_set = False
+        self.waiting_since: float | None = None
+        self.waited_until = 0.0
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """The loop waits for peers."""
+        self.waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting_since, self.waited_until = None, time.monotonic()
 
     def set(self) -> None:
         """Make the loop's waits for peers end."""
@@ -111,7 +123,7 @@ class Group:
         store: Store | None = None,
     ) -> None:
         self.rank, self.size = rank, size
-        self._exchange = Exchange(store, rank)
+        self._store, self._exchange = store, Exchange(store, rank)
         self._group, self._interrupt = group, interrupt
         self._lanes = (group, second or group)
         self._polls = torch.cuda.is_available() if polls is None else polls
@@ -123,6 +135,15 @@ class Group:
     def fetch(self, name: object) -> bytes:
         """Return what another rank has left there. CollectiveError where it is not there or not whole."""
         return self._exchange.fetch(name)
+
+    def report_wait(self, step: int) -> None:
+        """Report through the coordinator that this worker waits for others in a step; from any thread."""
+        if self._store is not None:
+            self._store.set(f"waits/{step}", str(self.rank))
+
+    def others_wait(self, step: int) -> bool:
+        """Return whether a worker has reported that it waits in the step; from any thread."""
+        return self._store is not None and self._store.check([f"waits/{step}"])
 
     def publish(self) -> None:
         """Make it torch's default group."""
@@ -177,13 +198,29 @@ class Group:
 
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Equal parts of all ranks, in order, as one flat tensor. `part` may lie in `whole` already."""
-        with _lost_peers_reported():
-            self.wait([all_gather_flat(self._group, whole, part)])
+        if whole.is_cuda:
+            with _lost_peers_reported():
+                self.wait([all_gather_flat(self._group, whole, part)])
+            return
+        own = whole.view(self.size, -1)[self.rank]
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        self.wait(self.gather_parts(whole))
 
     def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts."""
-        with _lost_peers_reported():
-            self.wait([reduce_scatter_flat(self._group, part, whole)])
+        """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts.
+
+        Rejected on the CPU: gloo's reduce-scatter. It is an all-reduce whose `wait` ignores its time limit and whose
+        `is_completed` is never true, so a rank whose peer has given the step up hung until the group's own timeout; and
+        it moves twice the data.
+        """
+        if whole.is_cuda:
+            with _lost_peers_reported():
+                self.wait([reduce_scatter_flat(self._group, part, whole)])
+            return
+        received, parts = torch.empty_like(whole), [part.numel()] * self.size
+        self.wait([self.all_to_all(received, whole, parts, parts)])
+        torch.sum(received.view(self.size, -1), 0, out=part)
 
     def mesh(self, device: str, name: str) -> DeviceMesh:
         """The one-dimensional mesh of its ranks, once it is published. No two may have one name: torch keeps what it
@@ -213,32 +250,43 @@ class Group:
 
     def wait(self, works: Sequence[Pending]) -> None:
         """Until all are done. CollectiveError where one failed, or none will."""
-        with _lost_peers_reported():
+        with _lost_peers_reported(), self._interrupt.waits():
             for work in works:
                 while not self._done(work):
                     if self._interrupt.is_set:
                         raise CollectiveError("the coordinator ended this generation")
 
-    def swap(self, sent: Sequence[torch.Tensor], to: int, received: Sequence[torch.Tensor], source: int) -> Transfer:
+    def swap(
+        self,
+        sent: Sequence[torch.Tensor],
+        to: int,
+        received: Sequence[torch.Tensor],
+        source: int,
+        after: Callable[[], None] | None = None,
+    ) -> Transfer:
         """Start to send tensors to one rank and to receive from another, beside the loop; `finish` waits for it.
 
-        Between two ranks only one at a time. The tensors must stay as they are until it has ended.
+        Between two ranks only one at a time. The tensors must stay as they are until it has ended. `after` is called
+        in the transfer's thread when all has arrived.
         """
 
         def start(_: threading.Event) -> Iterator[dist.Work]:
             lane = self._lanes[1]
             works = [lane.recv([tensor], source, _SWAP + tag) for tag, tensor in enumerate(received)]
             works += [lane.send([tensor], to, _SWAP + tag) for tag, tensor in enumerate(sent)]
-            return iter(works)
+            yield from works
+            if after is not None:
+                after()
 
         return Transfer(start)
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer. Raises CollectiveError if a peer was lost, or the generation was ended meanwhile."""
-        while not transfer.ended.wait(POLL.total_seconds()):
-            if self._interrupt.is_set:
-                transfer.called_away.set()
-                raise CollectiveError("the coordinator ended this generation")
+        with self._interrupt.waits():
+            while not transfer.ended.wait(POLL.total_seconds()):
+                if self._interrupt.is_set:
+                    transfer.called_away.set()
+                    raise CollectiveError("the coordinator ended this generation")
         with _lost_peers_reported():
             for error in transfer.errors:
                 raise error

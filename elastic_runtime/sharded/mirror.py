@@ -8,8 +8,17 @@ copies, of which the older one is overwritten, always hold a step of which every
     all survivors are in step s, its copies are whole     the step is repeated
     a copy of step s is not whole, or steps differ        the step before is repeated, too
 
+With copies in every k-th step only, the steps since the last ones are, k of them at most.
+
+Work beside the training (`job.repeat`) has copies of its own, of its beginning, whole before it begins. They hold what
+the script was in the middle of, so they are of use in that round of work only.
+
 A worker and the one that mirrors it are on different nodes where no node has more than half of the workers. Where both
 are lost, the training returns to its last checkpoint. Memory: two copies of two workers' parts.
+
+Within one node the mirror maps the memory of the copy itself, which stays when its worker is killed, and only its
+address is sent. The owner overwrites it before the mirror knows, but only the older of two copies, and its version is
+in the memory too: one that a worker was killed in counts for nothing.
 
 Rejected: only the other worker's part, without an own copy. Workers that have applied the step when others learn of the
 loss could not go back.
@@ -29,6 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.sharded.shared_memory import Address, Segment, new_segment, open_segment
 from elastic_runtime.sharded.state import Parts
 
 if TYPE_CHECKING:
@@ -45,13 +55,21 @@ _ALIGNMENT = 64
 
 
 class Copied(NamedTuple):
-    """One slot: the parts of a step's beginning that a worker holds. Of ranks `own` and `ward`; -1: of none."""
+    """One slot: the parts that a worker holds of a step's beginning, or of that of a `round` of work beside the
+    training (-1: of a step). Of ranks `own` and `ward`; -1: of none.
+    """
 
     step: int = -1
     generation: int = 0
     ranks: int = 0
+    round: int = -1
     own: int = -1
     ward: int = -1
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """What the parts of one state have in common."""
+        return self[:4]
 
 
 @dataclass(frozen=True)
@@ -65,15 +83,18 @@ class Source:
     provided: list[list[int]]
 
 
-def choose(table: Sequence[Sequence[Copied]]) -> Source | None:
-    """Return the newest step of which every old rank's part is held by one of these workers, or None."""
-    versions = {(each.step, each.generation, each.ranks) for row in table for each in row if each.own >= 0}
+def choose(table: Sequence[Sequence[Copied]], current_round: int) -> Source | None:
+    """Return the newest step of which every old rank's part is held by one of these workers, or None.
+
+    `current_round`: in which all of them are; -1: in none.
+    """
+    versions = {each.version for row in table for each in row if each.own >= 0 and each.round in {-1, current_round}}
     for version in sorted(versions, reverse=True):
-        rows = [next((each for each in row if each[:3] == version), Copied()) for row in table]
+        rows = [next((each for each in row if each.version == version), Copied()) for row in table]
         owners = {each.own: rank for rank, each in enumerate(rows) if each.own >= 0}
         wards = {each.ward: rank for rank, each in enumerate(rows) if each.ward >= 0}
         providers = wards | owners
-        if len(providers) == version[2]:
+        if len(providers) == Copied(*version).ranks:
             provided: list[list[int]] = [[] for _ in rows]
             for old, rank in sorted(providers.items()):
                 provided[rank].append(old)
@@ -95,25 +116,73 @@ def mirrors_of(nodes: Sequence[int]) -> list[int]:
     return found
 
 
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+class _Arrival:
+    """The address of the ward's memory, which is mapped as soon as it has arrived: the ward may be killed soon."""
+
+    def __init__(self, known: dict[Address, Segment]) -> None:
+        self.address = torch.zeros(len(Address._fields), dtype=torch.int64)
+        self.segment: Segment | None = None
+        self._known = known
+
+    def open(self) -> None:
+        """Map the memory, unless it is mapped already; in the thread of the transfer."""
+        address = Address(*self.address.tolist())
+        self.segment = self._known.get(address) or open_segment(address)
+
+
 @dataclass
 class _Slot:
-    """`memory` holds the own shards, `mirrored` those of the ward."""
+    """`memory` holds the own shards, in `segment` where others can map it; `mirrored` those of the ward, in its own
+    segment `of_ward` if it is mapped.
+    """
 
     copied: Copied = field(default_factory=Copied)
     own: Parts | None = None
-    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    mirrored: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    memory: torch.Tensor = field(default_factory=_nothing)
+    segment: Segment | None = None
+    mirrored: torch.Tensor = field(default_factory=_nothing)
+    of_ward: Segment | None = None
     transfer: Transfer | None = None
+    arrival: _Arrival | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether the ward's part has arrived, and the own one at the rank that mirrors it."""
         return self.copied.ward >= 0 and self.transfer is None
 
+    @property
+    def held(self) -> Copied:
+        """What it holds; not the ward's part, if the ward has begun to overwrite it."""
+        is_old = self.of_ward is not None and self.of_ward.version != self.copied.version
+        return self.copied._replace(ward=-1) if is_old else self.copied
+
     def give_up(self) -> None:
         """Keep the own copy only. Data in flight may still be read from, and arrive in, the present memory."""
         self.copied, self.transfer = self.copied._replace(ward=-1), None
-        self.memory = self.mirrored = torch.empty(0, dtype=torch.uint8)
+        self.memory = self.mirrored = _nothing()
+        self.segment = self.of_ward = self.arrival = None
+
+    def allocate(self, nbytes: int, ward_nbytes: int, *, mapped: bool) -> None:
+        """Have memory of these sizes: what there is, or new one. `mapped`: the ward's memory comes from the ward."""
+        if self.memory.numel() != nbytes:
+            self.segment = new_segment(nbytes)
+            self.memory = torch.zeros(nbytes, dtype=torch.uint8) if self.segment is None else self.segment.body
+        if self.segment is not None:
+            self.segment.mark(Copied().version)
+        if mapped or self.of_ward is not None or self.mirrored.numel() != ward_nbytes:
+            self.mirrored, self.of_ward = torch.zeros(0 if mapped else ward_nbytes, dtype=torch.uint8), None
+
+    def arrived(self) -> None:
+        """The transfer has ended well."""
+        arrival, self.transfer, self.arrival = self.arrival, None, None
+        if arrival is not None and arrival.segment is not None:
+            self.mirrored, self.of_ward = arrival.segment.body, arrival.segment
+        elif arrival is not None:
+            self.copied = self.copied._replace(ward=-1)
 
 
 class Mirror:
@@ -130,11 +199,24 @@ class Mirror:
         self._to = self._ward = -1
         self._kinds: list[Sharded] = []
         self._layouts = (_Layout([], 0, 1),) * 2  # of the own shards of these kinds, and of the ward's
+        self._mapped = (False, False)  # whether the own memory is mapped by another worker, and the ward's here
+        self._segments: dict[Address, Segment] = {}  # of the ward
+        self._probe = new_segment(0)
+
+    @property
+    def probe(self) -> Address:
+        """The address of a small segment, by which others find whether they can map this process's memory."""
+        return self._probe.address if self._probe is not None else Address()
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of host memory that the copies occupy."""
         return sum(slot.memory.nbytes + slot.mirrored.nbytes for slot in self._slots)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether copies were begun, by all workers, for which none has waited yet."""
+        return any(slot.transfer is not None for slot in self._slots)
 
     # The generations
 
@@ -146,93 +228,112 @@ class Mirror:
         """
         with contextlib.suppress(CollectiveError):
             if agreed:
-                self._settle()
+                self.settle()
         for slot in self._slots:
             if slot.transfer is not None and slot.transfer.succeeded:
-                slot.transfer = None
+                slot.arrived()
             elif slot.transfer is not None:
                 slot.give_up()
         self._group = None
 
-    def enter(self, group: Group, number: int, nodes: Sequence[int], every: int) -> None:
-        """Make copies among the members of this generation from now on, all in the same steps; `nodes[r]` is the number
-        of rank r's node.
+    def enter(
+        self, group: Group, number: int, to: Sequence[int], every: int, mapped: Sequence[bool] | None = None
+    ) -> None:
+        """Make copies among the members of this generation from now on, all in the same steps. Rank r is mirrored by
+        rank `to[r]`, which maps its memory if `mapped[r]`.
         """
-        to = mirrors_of(nodes)
         self._group, self._number, self._every = group, number, every
         self._to, self._ward = to[group.rank], to.index(group.rank)
-        self._kinds = []
+        self._mapped = (mapped[group.rank], mapped[self._ward]) if mapped else (False, False)
+        self._kinds, self._segments = [], {}
 
     # Each step
 
     def begin_step(self, step: int, capture: Callable[[], Parts]) -> None:
         """Copy and send this worker's part of the state, if it is due. `capture` returns it, as it is."""
         group = self._group
-        if group is None or any(slot.transfer for slot in self._slots):
+        if group is None or self.in_flight:
             return
         newest = max(slot.copied for slot in self._slots)
         known = newest.generation == self._number
         if known and (newest.step == step or step % self._every):
             return
-        slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
-        self._copy(slot, step, capture(), group)
+        self._copy(step, -1, capture(), group)
 
-    def end_step(self, step: int) -> None:
-        """Before a step's sum: wait for the copies if other workers may overwrite the older ones after it, or if there
-        are no older ones.
+    # Work beside the training
 
-        Raises CollectiveError if a peer was lost.
+    def begin_round(self, number: int, step: int, capture: Callable[[], Parts]) -> None:
+        """Copy and send this worker's part of the state before work of all workers.
+
+        All have completed a step's sum, so its copies are whole and the older ones may be overwritten; or, where the
+        script has left its loop within a step, they have settled its copies, and met.
         """
-        if self._group is None:
-            return
-        if (step + 1) % self._every == 0 or not any(slot.is_whole for slot in self._slots):
-            self._settle()
+        if self._group is not None:
+            self._copy(step, number, capture(), self._group)
 
-    def _settle(self) -> None:
+    def end_round(self) -> None:
+        """Drop the copies of its beginning."""
+        for slot in self._slots:
+            if slot.copied.round >= 0:
+                slot.copied = Copied()
+
+    def settle(self) -> None:
+        """Wait for copies that are on their way: before a step's sum, after which other workers may overwrite the older
+        ones, and before work beside the training. Raises CollectiveError if a peer was lost.
+        """
         for slot in self._slots:
             if slot.transfer is not None and self._group is not None:
                 self._group.finish(slot.transfer)
-                slot.transfer = None
+                slot.arrived()
+                self._segments = {each.address: each for slot in self._slots if (each := slot.of_ward) is not None}
 
-    def _copy(self, slot: _Slot, step: int, parts: Parts, group: Group) -> None:
+    def _copy(self, step: int, number: int, parts: Parts, group: Group) -> None:
+        slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
         rank, ranks, kinds = group.rank, group.size, parts.sharded
         if kinds != self._kinds:
             self._kinds = kinds
             self._layouts = (_Layout(kinds, rank, ranks), _Layout(kinds, self._ward, ranks))
         own, ward = self._layouts
         slot.copied, slot.own = Copied(), None
-        slot.memory, slot.mirrored = own.room(slot.memory), ward.room(slot.mirrored)
+        slot.allocate(own.nbytes, ward.nbytes, mapped=self._mapped[1])
         shards = own.shards(slot.memory)
         for copy, shard in zip(shards, parts.shards, strict=True):
             copy.copy_(shard)
         replicated = [tensor.detach().to("cpu", copy=True) for tensor in parts.replicated]
         slot.own = Parts(parts.skeleton, parts.kinds, shards, replicated)
-        slot.copied = Copied(step, self._number, ranks, rank, self._ward)
-        slot.transfer = group.swap(_pieces(slot.memory), self._to, _pieces(slot.mirrored), self._ward)
+        slot.copied = Copied(step, self._number, ranks, number, rank, self._ward)
+        if slot.segment is not None:
+            slot.segment.mark(slot.copied.version)
+        address = slot.segment.address if slot.segment is not None else Address()
+        sent = [torch.tensor(address)] if self._mapped[0] else _pieces(slot.memory)
+        slot.arrival = _Arrival(dict(self._segments)) if self._mapped[1] else None
+        received = [slot.arrival.address] if slot.arrival else _pieces(slot.mirrored)
+        after = slot.arrival.open if slot.arrival else None
+        slot.transfer = group.swap(sent, self._to, received, self._ward, after)
 
     # Recovery
 
     def held(self) -> list[Copied]:
         """Return what each slot holds."""
-        return [slot.copied for slot in self._slots]
+        return [slot.held for slot in self._slots]
 
-    def source(self, group: Group, saved: int) -> Source | None:
+    def source(self, group: Group, saved: int, current_round: int) -> Source | None:
         """Return the copies that the members of this group choose, if they are not older than the newest checkpoint.
 
-        `saved` is the step of that checkpoint, as rank 0 sees it; -1: there is none.
+        `saved` is the step of that checkpoint, as rank 0 sees it; -1: there is none. `current_round`: as for `choose`.
         """
         row = torch.tensor([saved, *itertools.chain(*self.held())], dtype=torch.int64)
         rows = group.all_gather(row)
         table = [[Copied(*slot) for slot in each] for each in rows[:, 1:].view(group.size, SLOTS, -1).tolist()]
-        found = choose(table)
+        found = choose(table, current_round)
         return found if found is not None and found.copied.step >= int(rows[0, 0]) else None
 
     def part(self, copied: Copied) -> tuple[Parts | None, dict[int, list[torch.Tensor]]]:
         """Return (the own part of this step without its shards, the shards that are held of it by old rank)."""
-        slot = next((slot for slot in self._slots if slot.copied[:3] == copied[:3]), None)
+        slot = next((slot for slot in self._slots if slot.copied.version == copied.version), None)
         if slot is None or slot.own is None:
             return None, {}
-        own, held = slot.own, slot.copied
+        own, held = slot.own, slot.held
         shards = {held.own: list(own.shards)}
         if held.ward >= 0:
             shards[held.ward] = _Layout(own.sharded, held.ward, held.ranks).shards(slot.mirrored)
@@ -240,7 +341,7 @@ class Mirror:
 
     def forget_all_but(self, copied: Copied | None) -> None:
         """Drop the copies of other steps: the training has gone back to this one, or to a checkpoint (None)."""
-        self._slots = [slot if copied and slot.copied[:3] == copied[:3] else _Slot() for slot in self._slots]
+        self._slots = [slot if copied and slot.copied.version == copied.version else _Slot() for slot in self._slots]
 
 
 class _Layout:
@@ -248,16 +349,12 @@ class _Layout:
 
     def __init__(self, kinds: Iterable[Sharded], rank: int, ranks: int) -> None:
         self._spans: list[tuple[int, int, torch.dtype, tuple[int, ...]]] = []
-        self._size = 0
+        self.nbytes = 0
         for kind in kinds:
             shape = kind.local_shape(kind.part(rank, ranks))
             size = math.prod(shape) * kind.dtype.itemsize
-            self._spans.append((self._size, size, kind.dtype, shape))
-            self._size += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    def room(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return memory for the shards: what there is if it fits, else new one."""
-        return memory if memory.numel() == self._size else torch.zeros(self._size, dtype=torch.uint8)
+            self._spans.append((self.nbytes, size, kind.dtype, shape))
+            self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def shards(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards that lie in this memory, as views of it."""

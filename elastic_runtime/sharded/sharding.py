@@ -24,6 +24,7 @@ from elastic_runtime.errors import CheckpointError, CollectiveError
 from elastic_runtime.sharded import files, mirror
 from elastic_runtime.sharded.collectives import Link
 from elastic_runtime.sharded.files import Saved
+from elastic_runtime.sharded.shared_memory import Address, open_segment
 from elastic_runtime.sharded.state import Parts, own_parts, places, received_parts, shared_parts, take_apart
 from elastic_runtime.sharded.transfer import Resharding
 from elastic_runtime.state import checkpoint
@@ -54,7 +55,8 @@ class _Holding:
     `bridged`: the old group is complete, and leaving workers send their parts. `whole`: no trained state, but the
     initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `every`: how
     many steps lie between copies, 0: it wants none; `mirrors`: it has memory for them. `node`: a number of its machine,
-    with the bytes of memory that are free there, and within the worker's own limit.
+    with the bytes of memory that are free there, and within the worker's own limit. `rounds`: of work beside the
+    training that are complete; `in_round`: it is in the next one. `pid` and so on: where others may map its memory.
     """
 
     step: int
@@ -71,6 +73,11 @@ class _Holding:
     node: int
     free_on_node: int
     free_in_limit: int
+    rounds: int
+    in_round: int
+    pid: int
+    descriptor: int
+    token: int
 
 
 @dataclass
@@ -174,7 +181,7 @@ class Sharding:
             self._move(group, number, _Move(held, ranks, None if fresh else self._state.capture()), old_group)
             return fresh
         fresh, before = not any(each.began for each in holdings), holdings[group.rank].step
-        if not fresh and (source := self._copies(group)) is not None:
+        if not fresh and (source := self._copies(group, _round_of(holdings))) is not None:
             return self._restore_copies(group, number, source, before)
         saved = self._restore(group, number)
         if saved is not None:
@@ -194,15 +201,32 @@ class Sharding:
         number, old, ranks = self._held or (0, -1, 0)
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
+        probe = self._mirror.probe
         copies = (self._mirror.every, self._mirror.nbytes > 0, mirror.node_number(), *mirror.free_memory())
         mine = _Holding(
-            step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number(), *copies
+            step,
+            self._fingerprint,
+            number,
+            old,
+            ranks,
+            bridged,
+            whole,
+            self._began,
+            _new_number(),
+            *copies,
+            self._state.rounds,
+            self._state.in_round,
+            probe.pid,
+            probe.descriptor,
+            probe.token,
         )
         rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
         holdings = [_Holding(*row) for row in rows]
         self._save_in_time, self._saved_in_time = holdings[0].save, -1
         source = max(range(group.size), key=lambda rank: (holdings[rank].number, -rank))
         check_same(group, source, [each.fingerprint for each in holdings], OTHER_MODEL)
+        self._state.rounds = max(each.rounds for each in holdings)
+        self._state.round_is_shared = _round_of(holdings) >= 0
         return holdings
 
     def _move(self, group: Group, number: int, move: _Move, old_group: Group | None) -> dict[str, Any]:
@@ -271,7 +295,19 @@ class Sharding:
 
     def end_step(self) -> None:
         """Before the step's sum: wait for the copies. Raises CollectiveError if a peer was lost."""
-        self._mirror.end_step(self._state.position.step)
+        self._mirror.settle()
+
+    def begin_round(self) -> None:
+        """Copy this worker's part before work of all workers. Raises CollectiveError if a peer was lost."""
+        if self._mirror.in_flight:  # of a step that the script has left by `break`
+            self._mirror.settle()
+            self.link.group.barrier()
+        self._mirror.begin_round(self._state.rounds, self._state.position.step, self._capture)
+        self._mirror.settle()
+
+    def end_round(self) -> None:
+        """Drop these copies: all workers have completed the work."""
+        self._mirror.end_round()
 
     def _start_mirror(self, group: Group, number: int, holdings: list[_Holding]) -> None:
         """Have copies made in this generation, if all workers want them and have memory. All decide alike, by what they
@@ -290,7 +326,12 @@ class Sharding:
             self._report_mirror(every, need, free, has_room=has_room)
         self._mirrors = has_room
         if has_room:
-            self._mirror.enter(group, number, [each.node for each in holdings], every)
+            to = mirror.mirrors_of([each.node for each in holdings])
+            ward = holdings[to.index(group.rank)]
+            near = ward.node == holdings[group.rank].node
+            maps = near and open_segment(Address(ward.pid, ward.descriptor, 0, ward.token)) is not None
+            maps_ward = group.all_gather(torch.tensor([maps]))[:, 0].tolist()
+            self._mirror.enter(group, number, to, every, [maps_ward[rank] for rank in to])
 
     def _report_mirror(self, every: int, need: int, free: int, *, has_room: bool) -> None:
         if has_room:
@@ -304,14 +345,14 @@ class Sharding:
                 _mib(free),
             )
 
-    def _copies(self, group: Group) -> Source | None:
+    def _copies(self, group: Group, current_round: int) -> Source | None:
         """Return the copies from which the state can be restored, if they are not older than the newest checkpoint."""
         directory = self.checkpoints.directory
         saved = next(iter(files.whole_ones(directory)), None) if directory and group.rank == 0 else None
-        return self._mirror.source(group, saved.step if saved else -1)
+        return self._mirror.source(group, saved.step if saved else -1, current_round)
 
     def _restore_copies(self, group: Group, number: int, source: Source, before: int) -> bool:
-        step, _, ranks, *_ = source.copied
+        step, ranks = source.copied.step, source.copied.ranks
         tree = self._move(group, number, _Move(source.held, ranks, source=source), None)
         self._mirror.forget_all_but(source.copied)
         received = source.held[group.rank] < 0
@@ -428,6 +469,12 @@ def _complete(holdings: list[_Holding], held: list[int]) -> bool:
     if not holders or len({each.step for each in holders}) > 1:
         return False
     return len(holders) == holders[0].ranks or all(each.bridged for each in holders)
+
+
+def _round_of(holdings: list[_Holding]) -> int:
+    """Return the round of work in which all of these workers are; -1: they are not in one together."""
+    rounds = {each.rounds if each.in_round else -1 for each in holdings}
+    return rounds.pop() if len(rounds) == 1 else -1
 
 
 def _mib(size: int) -> str:

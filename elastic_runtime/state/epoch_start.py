@@ -109,6 +109,10 @@ class EpochStart:
             )
         self._put_back(kept)
 
+    def leave(self) -> None:
+        """The state is that of an earlier epoch, after a loss: what the code does up to its loop is of no account."""
+        self._running, self._replayed, self._kept = False, None, None
+
     # Results of job.repeat
 
     def next_result(self) -> Any:

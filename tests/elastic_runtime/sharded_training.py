@@ -190,8 +190,12 @@ def train(
     save_final(job, index, directory, model, scheduler)
 
 
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
 def save_final(job: Any, index: int, directory: Path, model: nn.Module, scheduler: Any) -> None:
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole = whole_state(model)
     torch.save(
         {
             "model": whole,

@@ -17,6 +17,7 @@ import elastic_runtime
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.reduction.gradients import FastReducer
 from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.sharded_training import whole_state
 from tests.elastic_runtime.training import (
     HELD_OUT,
     Gate,
@@ -30,11 +31,15 @@ from tests.elastic_runtime.training import (
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
-def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
-    """After each epoch, and within it after step 5 of each: how many held-out samples all workers together have seen.
+def evaluating(
+    plan: Plan, index: int, directory: Path, gate: Gate | None, shard: Callable[..., None] | None = None
+) -> None:
+    """Before and after each epoch, and within it after step 5 of each: how many held-out samples all workers together
+    have seen.
 
     `plan.options`: a victim, which stays in the evaluation of step 17 (within an epoch) or 26 (after one), before or
     after it has added its part.
@@ -47,7 +52,7 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
     loader: Any = DataLoader(Points(plan.samples), batch_size=4, shuffle=True)
-    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=shard)
     record = Record(job, index, directory, optimizer, dict)
     results = (directory / f"evaluated-{index}.jsonl").open("a", buffering=1)
 
@@ -73,6 +78,7 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
         results.write(json.dumps({"step": job.step, "count": count, "total": total}) + "\n")
 
     for _epoch in job.epochs(plan.epochs):
+        note()
         for x, y, indices in loader:
             if gate:
                 gate.pass_through(index, job.step)
@@ -86,9 +92,8 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
                 note()
             scheduler.step()
         note()
-    torch.save(
-        {"model": model.state_dict(), "step": job.step, "lr": scheduler.get_last_lr()}, directory / f"final-{index}.pt"
-    )
+    state = model.state_dict() if shard is None else whole_state(model)
+    torch.save({"model": state, "step": job.step, "lr": scheduler.get_last_lr()}, directory / f"final-{index}.pt")
 
 
 @pytest.fixture(scope="module")

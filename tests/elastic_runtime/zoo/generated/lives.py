@@ -250,9 +250,9 @@ class Events:
                 self._at_step(session, session.position.step)
             return begin(session, micro)
 
-        def entered(session: Session) -> None:
+        def entered(session: Session) -> int:
             self._at(session, "stop_before", session.position.epoch)
-            enter(session)
+            return enter(session)
 
         def left(session: Session, epoch: int) -> None:
             self._at(session, "stop_after", epoch)

@@ -1,0 +1,133 @@
+"""Evaluations of a sharded training survive the loss of a worker, and its shards, at any of their moments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import elastic_runtime
+from elastic_runtime.sharded.mirror import Mirror
+from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.test_repeat import evaluating
+from tests.elastic_runtime.training import (
+    HELD_OUT,
+    Gate,
+    Plan,
+    Points,
+    evaluated,
+    stay_until_killed,
+    trained_alone,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from elastic_runtime.sharded.state import Parts
+
+VICTIM = 1
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def lost_while_copying(plan: Plan, index: int, directory: Path, gate: Gate | None, *, step: int, nth: int) -> None:
+    """The victim stays where it copies its shards before the n-th evaluation of this step, and sends nothing."""
+    original, seen = Mirror.begin_round, []
+
+    at = step
+
+    def begin_round(self: Mirror, number: int, step: int, capture: Callable[[], Parts]) -> None:
+        seen.extend([step] if step == at else [])
+        if gate and index == VICTIM and len(seen) == nth:
+            stay_until_killed(gate, index)
+        original(self, number, step, capture)
+
+    Mirror.begin_round = begin_round  # type: ignore[method-assign]
+    evaluating(plan, index, directory, gate, shard)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """(what was trained, what was evaluated) by one undisturbed process, without shards."""
+    directory = tmp_path_factory.mktemp("alone")
+    return trained_alone(evaluating, Plan(), directory), evaluated(directory, 0)
+
+
+@pytest.mark.parametrize(
+    ("victim", "when", "step"), [(0, "before", 17), pytest.param(2, "after", 26, marks=pytest.mark.slow)]
+)
+def test_an_evaluation_is_repeated_where_a_worker_and_its_shards_are_lost_in_it(
+    tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], victim: int, when: str, step: int
+) -> None:
+    asked = {"victim": victim, "when": when, "step": step}
+    with Cluster(tmp_path, replace(Plan(), body=partial(evaluating, shard=shard), options=asked)) as cluster:
+        others = cluster.lose_in_evaluation(victim)
+        cluster.check_result(alone[0])
+        assert all(commit.lost_steps == 0 for commit in cluster.commits)
+    for index in others:
+        check_rows(evaluated(tmp_path, index), alone[1])
+
+
+@pytest.mark.parametrize(
+    ("step", "nth"), [(18, 1), (26, 1), (26, 2)], ids=["within-an-epoch", "after-one", "before-one"]
+)
+def test_a_loss_while_shards_are_copied_before_an_evaluation_repeats_the_step_before(
+    tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], step: int, nth: int
+) -> None:
+    """The evaluation that was asked for has the state of a step earlier, and comes again after that step."""
+    plan = replace(Plan(), body=partial(lost_while_copying, step=step, nth=nth))
+    with Cluster(tmp_path, plan) as cluster:
+        others = cluster.lose_in_evaluation(VICTIM)
+        cluster.check_result(alone[0])
+        assert sum(commit.lost_steps for commit in cluster.commits) >= 1
+    for index in others:
+        found = evaluated(tmp_path, index)
+        assert len(found) > len(alone[1])
+        check_rows(list({row["step"]: row for row in found}.values()), list({r["step"]: r for r in alone[1]}.values()))
+
+
+def leaving_the_loop(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """An evaluation follows an iteration that was left before its backward pass, whose copies are on their way."""
+    torch.set_num_threads(1)
+    job = elastic_runtime.init(global_batch_size=16)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader: Any = DataLoader(Points(plan.samples), batch_size=4)
+    model, optimizer, loader = job.prepare(model, optimizer, loader, shard=shard)
+    for _epoch in job.epochs(2):
+        for x, y, _indices in loader:
+            if job.position.index >= 2:
+                break
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert job.repeat(lambda: job.all_reduce(torch.ones(1)).item()) == job.world_size
+    (directory / f"steps-{index}").write_text(str(job.step))
+
+
+def test_an_evaluation_may_follow_an_iteration_that_was_left(tmp_path: Path) -> None:
+    with Cluster(tmp_path, replace(Plan(), body=leaving_the_loop)) as cluster:
+        cluster.target(0, 1)
+        cluster.wait_for_end(0, 1)
+    assert [(tmp_path / f"steps-{index}").read_text() for index in (0, 1)] == ["4", "4"]
+
+
+def check_rows(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    by_step = {row["step"]: row for row in expected}
+    assert {row["step"] for row in found} >= by_step.keys()
+    for row in found:
+        assert row["count"] == HELD_OUT
+        if row["step"] in by_step:
+            assert row["total"] == pytest.approx(by_step[row["step"]]["total"], rel=1e-3, abs=1e-3)
