@@ -61,6 +61,11 @@ class ProjectUsage(NamedTuple):
     waiting: int = 0
 
 
+def _shown(micro: float) -> int | float:
+    """Return millionths of a GPU as a number of GPUs."""
+    return as_number(round(micro / GPU, SHOWN_PLACES))
+
+
 class Snapshot:
     """Updates `cluster`, with the pods of other controllers (`plain`), the ElasticJobs (`elastic`)
     and the Ray clusters that change their size (`ray`)."""
@@ -283,8 +288,7 @@ class Snapshot:
             requested += queue.requested[0]
             filed = (*queue.waiting.items(), *queue.shelved.items())
             waiting += sum(len(jobs) for shape, jobs in filed if shape.starts)
-        shown = (as_number(round(amount / GPU, SHOWN_PLACES)) for amount in (held, borrowed, requested))
-        return ProjectUsage(*shown, int(waiting))
+        return ProjectUsage(_shown(held), _shown(borrowed), _shown(requested), int(waiting))
 
     def exceeds_limit(self, name: str) -> bool:
         """Return whether a project holds more than its limit without what is leaving."""
