@@ -66,6 +66,7 @@ def build_pages(
         web.get(f"{base}/queue", site.page),
         web.get(f"{base}/pipelines", site.page),
         web.get(f"{base}/nodes", site.page),
+        web.get(f"{base}/nodes/{{node}}", site.page),
         web.get(job, site.page),
         web.get(f"{job}/log", site.log),
         web.get(f"{job}/log.txt", site.download),

@@ -26,7 +26,8 @@ PATHS = (
     "/teams",
     "/queue?what-if=1&project=team-a&gpus=1",
     "/pipelines",
-    "/nodes",
+    "/nodes?color=project",
+    "/nodes/node-0",
     "/jobs/team-a/holder",
     "/jobs/team-b/waits",
 )
@@ -119,7 +120,7 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
     browser: Browser, embedded_cluster: EmbeddedCluster
 ) -> None:
     browser.scripts(allowed=False)
-    shown = ("borrows 1 GPU", "would wait", "nightly-1", "holder", "GPUs held", "needs 1 GPU")
+    shown = ("borrows 1 GPU", "would wait", "nightly-1", "holder", "Jobs on this node", "GPUs held", "needs 1 GPU")
     for path, text in zip(PATHS, shown, strict=True):
         browser.driver.get(browser.base + path)
         assert text in browser.text("main"), path

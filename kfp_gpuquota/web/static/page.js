@@ -41,6 +41,7 @@ function replace(id, html) {
 function refill(id, html) {
   const list = document.getElementById(id);
   if (list) swap(list, () => (list.replaceChildren(parsed(html)), list));
+  else location.reload(); // the page has a part more than when it was loaded: a group of nodes
 }
 
 function receive(event) {
@@ -121,7 +122,35 @@ async function act(event) {
   else form.closest("details")?.removeAttribute("open");
 }
 
+// Arrow keys go from tile to tile of the map, which may have thousands.
+function step(event) {
+  const tile = event.target.closest?.("[data-tiles] > a");
+  if (!tile) return;
+  const { left, top } = tile.getBoundingClientRect();
+  const below = (one) => Math.sign(one.getBoundingClientRect().top - top);
+  const near = (one) => Math.abs(one.getBoundingClientRect().left - left);
+  const row = (next, sign) => {
+    let found = null;
+    for (let one = tile[next]; one && (!found || below(one) === below(found)); one = one[next]) {
+      if (below(one) === sign && (!found || near(one) < near(found))) found = one;
+    }
+    return found;
+  };
+  const to = {
+    ArrowRight: () => tile.nextElementSibling,
+    ArrowLeft: () => tile.previousElementSibling,
+    ArrowDown: () => row("nextElementSibling", 1),
+    ArrowUp: () => row("previousElementSibling", -1),
+    Home: () => tile.parentElement.firstElementChild,
+    End: () => tile.parentElement.lastElementChild,
+  }[event.key];
+  if (!to) return;
+  event.preventDefault();
+  to()?.focus();
+}
+
 document.addEventListener("submit", act);
+document.addEventListener("keydown", step);
 document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
 if (log) log.scrollTop = log.scrollHeight;
 showAges(document);

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.wording import request_of
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import duration, render
-from kfp_gpuquota.web.views.queue import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +19,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import Report
     from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.web.charts import Chart
-    from kfp_gpuquota.web.source import Notice, Source
+    from kfp_gpuquota.web.source import Notice
+    from kfp_gpuquota.web.views.board import Board
 
 MAX_FIGURES: Final = 8
 SHOWN_EVENTS: Final = 100
@@ -67,13 +66,14 @@ def _line_of_notice(notice: Notice) -> EventLine:
     return EventLine(notice.at, notice.reason, f"{about}{times}: {notice.message}", notice.warning)
 
 
-def elements(source: Source, project: str, name: str, here: str) -> Elements:
+def elements(board: Board, project: str, name: str, here: str) -> Elements:
     """Return what the page shows, `here` is its address; of a job that was deleted that it was."""
+    source = board.source
     try:
         job = source.job(project, name)
     except NotFoundError:
         return Elements({"summary": render("job_deleted.html", name=name)})
-    place = _place(source, job)
+    place = board.place(job)
     reports, now = source.reports_of(job.uid), source.now()
     lines = event_lines(source.events_of(job.uid), source.notices_of(job.uid))
     end = job.status.finished_at or now
@@ -92,13 +92,14 @@ def elements(source: Source, project: str, name: str, here: str) -> Elements:
     )
 
 
-def inputs(source: Source, project: str, name: str) -> object:
+def inputs(board: Board, project: str, name: str) -> object:
     """Return what the page depends on but for time; each change of a job is one of its record, too."""
+    source = board.source
     try:
         job = source.job(project, name)
     except NotFoundError:
         return None
-    return job, _place(source, job), source.notices_of(job.uid)
+    return job, board.place(job), source.notices_of(job.uid)
 
 
 def facts(job: Job) -> Iterator[tuple[str, str]]:
@@ -170,7 +171,3 @@ def checkpoints(reports: Iterable[Report]) -> list[tuple[float, int]]:
         if report.checkpoint_at is not None:
             saved.setdefault(report.checkpoint_at, report.step)
     return sorted(saved.items(), reverse=True)[:10]
-
-
-def _place(source: Source, job: Job) -> str:
-    return places(source.jobs()).get(job.uid, "") if job.status.phase is Phase.PENDING else ""

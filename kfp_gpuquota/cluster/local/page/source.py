@@ -42,6 +42,8 @@ class LocalPages:
         self._views: dict[str, tuple[JobRecord, list[WorkerRecord], Job]] = {}
         self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
         self._events: dict[str, tuple[int, tuple[Event, ...]]] = {}
+        self._projects: tuple[int, tuple[ProjectView, ...]] = (-1, ())
+        self._nodes: tuple[object, tuple[NodeView, ...]] = (None, ())
 
     def revision(self) -> int:
         """Return the state's revision."""
@@ -61,7 +63,10 @@ class LocalPages:
 
     def projects(self) -> tuple[ProjectView, ...]:
         """Return all projects."""
-        return self._state.list_projects()
+        revision = self._state.revision
+        if self._projects[0] != revision:
+            self._projects = (revision, self._state.list_projects())
+        return self._projects[1]
 
     def jobs(self) -> tuple[Job, ...]:
         """Return all jobs; the view of one whose records did not change is the same object as before."""
@@ -78,8 +83,16 @@ class LocalPages:
         return self._view(self._state.job_named(project, name))
 
     def nodes(self) -> tuple[NodeView, ...]:
-        """Return all nodes."""
-        return self._cluster.list_nodes()
+        """Return all nodes; the same tuple as before if neither they nor their workers have changed.
+
+        The memory of devices that several share changes without a change of the state.
+        """
+        state = self._state
+        workers = tuple(state.workers.values())
+        seen = (state.nodes, state.taken, workers)
+        if self._nodes[0] != seen or any(record.worker.share < 1 for record in workers):
+            self._nodes = (seen, self._cluster.list_nodes())
+        return self._nodes[1]
 
     def memory_of(self, worker: str, device: int) -> tuple[tuple[float, int], ...]:
         """Return what a worker used of a device."""
@@ -191,4 +204,4 @@ class LocalPages:
 
 
 def _same(before: Sequence[WorkerRecord], now: Sequence[WorkerRecord]) -> bool:
-    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
+    return len(before) == len(now) and (not now or all(one is other for one, other in zip(before, now, strict=True)))
