@@ -266,6 +266,16 @@ class PageLink(msgspec.Struct, frozen=True, kw_only=True):
     valid_s: float
 
 
+class PageAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a browser finds the web page if a proxy leads to it: scheme and host, and the path before the page's own.
+
+    `{port}` in the path is the port on which the page is served.
+    """
+
+    origin: str = ""
+    base_path: str = ""
+
+
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One error: a stable code, a sentence with the next step, and the field at fault where there is one.
 

@@ -75,14 +75,15 @@ class Pages:
             case "/nodes":
                 return self._nodes(query)
             case _:
-                return self._teams(query.get("namespace") or query.get("project", ""), query.get("span", ""))
+                return self._teams(query)
 
-    def _teams(self, chosen: str, span: str) -> Page:
-        span = span if span in teams.SPANS else "hour"
+    def _teams(self, query: Mapping[str, str]) -> Page:
+        wanted = teams.Filter.of(query)
         live = LivePage(
-            lambda: teams.elements(self._source, span, chosen), _MEASURED_S, lambda: teams.inputs(self._source)
+            lambda: teams.elements(self._board, self._base, wanted), _MEASURED_S, lambda: teams.inputs(self._board)
         )
-        values = {"span": span, "chosen": chosen, "projects": self._projects(chosen)}
+        flags = [("", "are of any kind"), *teams.FLAGS.items()]
+        values = {"wanted": wanted, "projects": self._projects(wanted.project), "flags": flags}
         return Page("Teams", "teams", "teams.html", live, values)
 
     def _queue(self, query: Mapping[str, str]) -> Page:
