@@ -202,6 +202,7 @@ class _Site:
             "setting": self._setting,
             "token": self._door.form_token(request),
             "theme": theme,
+            "now": f"{self._door.visit(request).source.now():.1f}",
             "next_theme": THEMES[(THEMES.index(theme) + 1) % len(THEMES)],
         }
 

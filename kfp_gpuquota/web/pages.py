@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,7 +10,7 @@ from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.web.live import Elements, LivePage
 from kfp_gpuquota.web.rendering import render
-from kfp_gpuquota.web.views import gpu_map, job, node, nodes, pipelines, queue, teams, what_if
+from kfp_gpuquota.web.views import figures, gpu_map, job, node, nodes, pipelines, queue, teams, what_if
 from kfp_gpuquota.web.views.board import Board, label_keys
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _MEASURED_S: Final = 10.0
 """How often the Teams page is rendered although nothing changed: its charts move on."""
 _MEMORY_S: Final = 2.0
 _SECOND_S: Final = 5.0
+_SUGGESTED: Final = 50
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Pages:
         if "node" in names:
             return self._node(names["node"])
         if names:
-            return self._job(names["project"], names["name"])
+            return self._job(names["project"], names["name"], query)
         match path.removeprefix(self._base):
             case "/queue":
                 return self._queue(query)
@@ -149,17 +151,35 @@ class Pages:
         )
         return Page(name, "nodes", "node_page.html", live, {"name": name})
 
-    def _job(self, project: str, name: str) -> Page:
+    def _job(self, project: str, name: str, query: Mapping[str, str]) -> Page:
         found = self._source.job(project, name)
         here = join(self._base, "jobs", project, name)
-        running = not found.status.phase.final
+        view, ending = figures.View.of(query, project, self._source), job.Ending(self._source, project, name)
+
+        async def prepare() -> None:
+            await self._source.look_up(project, name)
+            await ending.look()
+
         live = LivePage(
-            lambda: job.elements(self._board, project, name, here),
-            _SECOND_S if running else _MEASURED_S,
-            lambda: job.inputs(self._board, project, name),
-            lambda: self._source.look_up(project, name),
+            lambda: job.elements(self._board, project, name, here, view, ending),
+            _MEASURED_S if found.status.phase.final else _SECOND_S,
+            lambda: job.inputs(self._board, project, name, view, ending),
+            prepare,
         )
-        return Page(name, "queue", "job.html", live, {"job": found, "here": here})
+        values = {
+            "job": found,
+            "here": here,
+            "view": view,
+            "axes": list(figures.AXES.items()),
+            "scales": list(figures.SCALES.items()),
+            "comparable": self._comparable(project, name),
+        }
+        return Page(name, "queue", "job.html", live, values)
+
+    def _comparable(self, project: str, name: str) -> list[str]:
+        """Return the names of the project's other jobs that have reported something, the newest first."""
+        jobs = (each for each in reversed(self._source.jobs()) if each.spec.project == project and each.status.progress)
+        return [each.spec.name for each in itertools.islice(jobs, _SUGGESTED + 1) if each.spec.name != name]
 
     def _projects(self, chosen: str) -> list[tuple[str, str]]:
         """Choices of a form: all, then each by name; also what was chosen and does not exist."""

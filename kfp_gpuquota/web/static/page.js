@@ -26,6 +26,8 @@ function swap(target, change) {
     again?.focus({ preventScroll: true });
   }
   showAges(kept);
+  const canvas = reading && document.getElementById(reading.id);
+  if (canvas && kept.contains?.(canvas)) readChart(canvas, reading);
 }
 
 function replace(id, html) {
@@ -97,12 +99,70 @@ function age(seconds) {
   return `${Math.floor(s / 86400)}d ${Math.floor((s % 86400) / 3600)}h`;
 }
 
+// Ages are by the server's clock; a browser's may be wrong.
+const ahead = Number(document.body.dataset.now || Date.now() / 1000) - Date.now() / 1000;
+
 function showAges(root) {
-  for (const element of root.querySelectorAll("time[data-since]")) {
-    const text = age(Date.now() / 1000 - Number(element.dataset.since));
-    element.title ||= element.textContent;
-    if (element.textContent !== text) element.textContent = text;
+  for (const element of root.querySelectorAll("[data-since]")) {
+    const text = age(Date.now() / 1000 + ahead - Number(element.dataset.since));
+    const words = "ago" in element.dataset ? `${text} ago` : text;
+    if (element.localName === "time") element.title ||= element.textContent;
+    if (element.textContent !== words) element.textContent = words;
   }
+}
+
+// The values of a chart under the pointer, or where the arrow keys have gone to. `reading` outlives a chart that is
+// replaced while it is looked at.
+let reading = null;
+
+function readChart(canvas, at) {
+  const lines = [...canvas.querySelectorAll("path[data-values]")].map((line) => ({
+    name: line.dataset.name,
+    xs: line.dataset.x.split(" ").map(Number),
+    at: line.dataset.at.split(" "),
+    values: line.dataset.values.split(" "),
+  }));
+  const first = lines[0];
+  if (!first) return;
+  const near = (xs, x) => xs.reduce((best, one, i) => (Math.abs(one - x) < Math.abs(xs[best] - x) ? i : best), 0);
+  const index = typeof at === "number" ? near(first.xs, at) : Math.min(first.xs.length - 1, Math.max(0, at.index));
+  const x = first.xs[index];
+  const where = canvas.dataset.axis === "step" ? `step ${Number(first.at[index]).toLocaleString("en")}` : age(first.at[index]);
+  const shown = lines.map((line) => `${words(line.values[near(line.xs, x)])}${line.name && ` ${line.name}`}`);
+  const [cursor, output] = [canvas.querySelector(".cursor"), canvas.querySelector(".reading")];
+  cursor.hidden = output.hidden = false;
+  cursor.style.left = `${x / 6}%`;
+  output.style.left = x < 300 ? `${x / 6}%` : "auto";
+  output.style.right = x < 300 ? "auto" : `${100 - x / 6}%`;
+  output.textContent = `${where}: ${shown.join("\n")}`;
+  reading = { id: canvas.id, index };
+}
+
+function words(value) {
+  return value === "nan" ? "no number" : value.replace("e+", "e").replace("e-0", "e-");
+}
+
+function unread() {
+  const canvas = reading && document.getElementById(reading.id);
+  reading = null;
+  for (const part of canvas?.querySelectorAll(".cursor, .reading") ?? []) part.hidden = true;
+}
+
+function point(event) {
+  const canvas = event.target.closest?.(".canvas");
+  if (!canvas) return reading && document.activeElement?.id !== reading.id && unread();
+  if (reading && reading.id !== canvas.id) unread();
+  const { left, width } = canvas.getBoundingClientRect();
+  readChart(canvas, ((event.clientX - left) / width) * 600);
+}
+
+function stepInChart(event) {
+  const canvas = event.target.closest?.(".canvas");
+  const index = reading?.id === canvas?.id ? reading?.index ?? Infinity : Infinity;
+  const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: Infinity }[event.key];
+  if (!canvas || to === undefined) return;
+  event.preventDefault();
+  readChart(canvas, { index: index === Infinity && event.key === "ArrowLeft" ? Infinity : to });
 }
 
 async function act(event) {
@@ -151,6 +211,9 @@ function step(event) {
 
 document.addEventListener("submit", act);
 document.addEventListener("keydown", step);
+document.addEventListener("keydown", stepInChart);
+document.addEventListener("pointermove", point);
+document.addEventListener("focusout", unread);
 document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
 if (log) log.scrollTop = log.scrollHeight;
 showAges(document);

@@ -93,9 +93,10 @@ def tile(view: NodeView, kinds: Sequence[str], href: str, *, roomy: bool) -> Mar
     used = as_number(sum(view.used.values()))
     words = f"{name}: {used} of {len(kinds)} in use"
     caption = f"<span>{name}</span>" if roomy else ""
+    label = f' aria-label="{words}"' if roomy else ""  # else the title is the link's name
     width, height = _shape(len(kinds))
     return Markup(  # noqa: S704 (names are escaped, the rest are numbers and our own words)
-        f'<a id="n-{name}" class="tile" href="{href}" title="{words}"><svg width="{width}" height="{height}" '
+        f'<a id="n-{name}" class="tile" href="{href}" title="{words}"{label}><svg width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" aria-hidden="true">{"".join(_paths(kinds))}</svg>{caption}</a>'
     )
 
