@@ -7,7 +7,7 @@ The page's own server over the state of an embedded cluster: 1,250 nodes with 8 
 the jobs have no processes.
 
 first_paint_ms: first contentful paint, from the navigation's begin, median of 5, of the slowest page (queue, nodes
-colored by project, teams, a job). page_kib: what Chromium received for the largest of them, compressed.
+colored by project, teams, timeline, a job). page_kib: what Chromium received for the largest of them, compressed.
 event_to_pixel_ms: from a change of the state until Chromium has drawn it (two animation frames after the element was
 replaced), median of 20: the larger one of the queue's, where a job is suspended and resumed, and of the map's, where a
 GPU is used and released. loop_ms: the longest time that the server's event loop stood still while a stream of each page
@@ -66,6 +66,7 @@ PATHS = {
     "queue": "/queue?state=all",
     "nodes": "/nodes?color=project&group=rack",
     "teams": "/teams",
+    "timeline": "/timeline?size=250",
     "job": "/jobs/team-00/job-00000",
 }
 

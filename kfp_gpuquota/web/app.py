@@ -69,6 +69,7 @@ def build_pages(
         web.get(f"{base}/teams", site.page),
         web.get(f"{base}/queue", site.page),
         web.get(f"{base}/pipelines", site.page),
+        web.get(f"{base}/timeline", site.page),
         web.get(f"{base}/nodes", site.page),
         web.get(f"{base}/nodes/{{node}}", site.page),
         web.get(job, site.page),

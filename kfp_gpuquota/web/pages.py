@@ -10,7 +10,7 @@ from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.web.live import Elements, LivePage
 from kfp_gpuquota.web.rendering import render
-from kfp_gpuquota.web.views import figures, gpu_map, job, node, nodes, pipelines, queue, teams, what_if
+from kfp_gpuquota.web.views import figures, gpu_map, job, node, nodes, pipelines, queue, teams, timeline, what_if
 from kfp_gpuquota.web.views.board import Board, label_keys
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Pages:
                 return self._queue(query)
             case "/pipelines":
                 return self._pipelines(query.get("namespace") or query.get("project", ""))
+            case "/timeline":
+                return self._timeline(query)
             case "/nodes":
                 return self._nodes(query)
             case _:
@@ -117,6 +119,19 @@ class Pages:
         return Page(
             "Pipelines", "pipelines", "pipelines.html", live, {"chosen": chosen, "projects": self._projects(chosen)}
         )
+
+    def _timeline(self, query: Mapping[str, str]) -> Page:
+        wanted = timeline.Filter.of(query)
+        live = LivePage(
+            lambda: timeline.elements(self._board, self._base, wanted), _MEASURED_S, lambda: self._board.facts.jobs
+        )
+        values = {
+            "wanted": wanted,
+            "projects": self._projects(wanted.project),
+            "spans": [(span, span) for span in teams.SPANS],
+            "sizes": [(size, str(size)) for size in timeline.SIZES],
+        }
+        return Page("Timeline", "timeline", "timeline.html", live, values)
 
     def _nodes(self, query: Mapping[str, str]) -> Page:
         wanted, views = nodes.Filter.of(query), self._board.nodes()

@@ -29,6 +29,7 @@ PATHS = (
     "/pipelines",
     "/nodes?color=project",
     "/nodes/node-0",
+    "/timeline",
     "/jobs/team-a/holder?compare=holder&scale=log",
     "/jobs/team-b/waits",
     "/queue?sort=-gpus&page=x&reason=fits",

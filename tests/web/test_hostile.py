@@ -146,7 +146,7 @@ def html_of(page: Page) -> str:
 
 
 @pytest.mark.parametrize("phase", [Phase.PENDING, Phase.RUNNING, Phase.FAILED])
-@pytest.mark.parametrize("address", ["/teams", "/queue", "/pipelines", "/nodes", "node", "job"])
+@pytest.mark.parametrize("address", ["/teams", "/queue", "/pipelines", "/nodes", "/timeline", "node", "job"])
 def test_hostile_strings_are_shown_as_text(phase: Phase, address: str) -> None:
     pages = Pages(HostileSource(phase), Setting("/b", frozenset(), run_page="/p/{namespace}/{run}"))  # type: ignore[arg-type]
     everything = {"state": "all", "project": "", "word": "", "gpus": HOSTILE, "min_gpus": HOSTILE, "color": "project"}

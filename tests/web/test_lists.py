@@ -4,98 +4,18 @@ from __future__ import annotations
 
 import random
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 from urllib.parse import parse_qsl
 
 import pytest
 from msgspec.structs import replace
 
-from kfp_gpuquota.api import (
-    Device,
-    Job,
-    JobSpec,
-    JobStatus,
-    Node,
-    Phase,
-    Project,
-    Reason,
-    ReasonCode,
-    Worker,
-    WorkerPhase,
-)
-from kfp_gpuquota.api.wire import NodeView, ProjectView
+from kfp_gpuquota.api import Job, Phase, Reason, ReasonCode
 from kfp_gpuquota.errors import NotFoundError
-from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.query import Slice
-from kfp_gpuquota.web.setting import Setting
 from kfp_gpuquota.web.views import gpu_map, nodes, queue
-from kfp_gpuquota.web.views.board import Board, JobFacts, label_keys, natural
-
-if TYPE_CHECKING:
-    from kfp_gpuquota.web.live import Elements
-
-NOW = 1_000_000.0
-
-
-class Cluster:
-    """A source of what lists show; tests replace its jobs and nodes."""
-
-    def __init__(self, jobs: list[Job] | None = None, views: list[NodeView] | None = None) -> None:
-        self.listed, self.views = tuple(jobs or ()), tuple(views or ())
-
-    def revision(self) -> int:
-        return 1
-
-    def now(self) -> float:
-        return NOW
-
-    def problem(self) -> str:
-        return ""
-
-    def jobs(self) -> tuple[Job, ...]:
-        return self.listed
-
-    def nodes(self) -> tuple[NodeView, ...]:
-        return self.views
-
-    def projects(self) -> tuple[ProjectView, ...]:
-        names = ("team-a", "team-b")
-        return tuple(
-            ProjectView(project=Project(name=name, guaranteed=4), allocated=0, over_quota=0, requested=0)
-            for name in names
-        )
-
-    def idle_since(self) -> dict[tuple[str, int], float]:
-        return {}
-
-    def board(self) -> Board:
-        return Board(cast("Any", self))
-
-    def show(self, address: str) -> Elements:
-        path, _, query = address.partition("?")
-        names = {"node": path.removeprefix("/nodes/")} if path.startswith("/nodes/") else {}
-        pages = Pages(cast("Any", self), Setting("/b", frozenset()))
-        return pages.at(f"/b{path}", names, dict(parse_qsl(query))).live.render()
-
-
-def job(name: str, *, owner: str = "", worker: Worker | None = None, **more: Any) -> Job:
-    spec = {key: more.pop(key) for key in ("project", "gpus", "node_selector", "priority", "labels") if key in more}
-    held = {"workers": (worker,), "gpus": worker.gpus, "phase": Phase.RUNNING} if worker else {}
-    made = JobSpec(name=name, command=("true",), **{"project": "team-a", **spec})
-    return Job(uid=f"uid-{name}", spec=made, status=JobStatus(**{"submitted_at": NOW, **held, **more}), owner=owner)
-
-
-def on(name: str, node: str, *devices: int, share: float = 1.0) -> Worker:
-    return Worker(
-        id=f"{name}-0", job_uid=name, index=0, node=node, devices=devices, share=share, phase=WorkerPhase.RUNNING
-    )
-
-
-def view(name: str, gpus: int = 8, *, held: dict[int, tuple[str, ...]] | None = None, **more: Any) -> NodeView:
-    used = more.pop("used", dict.fromkeys(held or {}, 1))
-    model = more.pop("model", "A100")
-    devices = tuple(Device(index=i, model=model) for i in range(gpus))
-    return NodeView(node=Node(name=name, devices=devices, **more), held=held or {}, used=used)
+from kfp_gpuquota.web.views.board import JobFacts, label_keys, natural
+from tests.web.listed import NOW, Cluster, job, on, view
 
 
 def named(cluster: Cluster, query: str) -> list[str]:

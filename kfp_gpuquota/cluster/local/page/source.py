@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.history import Report
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.api.wire import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Usage
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.source import Notice
 
 CACHED_EVENTS: Final = 64
-_SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE})
 
 
 class LocalPages:
@@ -129,11 +127,18 @@ class LocalPages:
     def sizes_of(self, job: Job) -> list[tuple[float, float]]:
         """Return what the job held after each moment at which workers started or exited."""
         held, found = 0.0, []
-        changes = (event for event in self.events_of(job.uid) if event.kind in _SIZE_EVENTS)
-        for at, together in itertools.groupby(changes, key=lambda event: event.at):
-            held = max(0.0, held + sum(event.gpus for event in together))
+        for at, together in itertools.groupby(sorted(self._changes(job.uid)), key=lambda change: change[0]):
+            held = max(0.0, held + sum(gpus for _, gpus in together))
             found.append((at, as_number(held)))
         return found
+
+    def _changes(self, uid: str) -> Iterator[tuple[float, float]]:
+        """Yield (time, change of the GPUs that the job holds) for each of its workers, in no order."""
+        for record in self._state.workers_of(uid):
+            worker = record.worker
+            yield worker.started_at, worker.gpus
+            if not record.alive:
+                yield worker.finished_at or worker.started_at, -worker.gpus
 
     def reports_of(self, uid: str) -> tuple[Report, ...]:
         """Return a training's reports, the last one included."""
