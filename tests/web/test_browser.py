@@ -182,16 +182,8 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
     browser: Browser, embedded_cluster: EmbeddedCluster
 ) -> None:
     browser.scripts(allowed=False)
-    shown = (
-        "borrows 1 GPU",
-        "would wait",
-        "nightly-1",
-        "holder",
-        "Jobs on this node",
-        "GPUs held",
-        "needs 1 GPU",
-        "page is 'x'",
-    )
+    lists = ("borrows 1 GPU", "would wait", "nightly-1", "holder", "Jobs on this node", "GPU-hours")
+    shown = (*lists, "GPUs held", "needs 1 GPU", "page is 'x'")
     for path, text in zip(PATHS, shown, strict=True):
         browser.driver.get(browser.base + path)
         assert text in browser.text("main"), path
