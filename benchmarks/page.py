@@ -2,8 +2,10 @@
 
     python benchmarks/page.py [--pages 50] [--reporting 10] [--queued 1000]
     python benchmarks/page.py --kubernetes [--queued 1000]
+    python benchmarks/page.py --scale
 
-With --kubernetes: the page of a Kubernetes cluster (benchmarks/page_kubernetes.py).
+With --kubernetes: the page of a Kubernetes cluster (benchmarks/page_kubernetes.py). With --scale: that of 10,000 jobs
+and 10,000 GPUs (benchmarks/page_scale.py).
 
 Needs Debian's packages chromium and chromium-driver. Three parts, each on a cluster of its own:
 
@@ -66,7 +68,13 @@ def main() -> None:
     parser.add_argument("--reporting", type=int, default=10)
     parser.add_argument("--queued", type=int, default=1000)
     parser.add_argument("--kubernetes", action="store_true")
+    parser.add_argument("--scale", action="store_true")
     options = parser.parse_args()
+    if options.scale:
+        import page_scale  # noqa: PLC0415
+
+        page_scale.measure()
+        return
     if options.kubernetes:
         import page_kubernetes  # noqa: PLC0415 (it needs what the tests need)
 
@@ -119,7 +127,7 @@ def first_paint(client: Client, driver: webdriver.Chrome, queued: int) -> dict[s
         spec = JobSpec(name=f"job-{number:05}", project=f"team-{number % 20}", command=("true",))
         client.submit(spec)
     base = enter(client, driver)
-    return painted(driver, f"{base}/queue", queued)
+    return painted(driver, f"{base}/queue?size=1000", min(queued, 1000))
 
 
 def cost(client: Client, driver: webdriver.Chrome, pid: int, pages: int, reporting: int) -> dict[str, float]:

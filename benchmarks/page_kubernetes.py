@@ -91,14 +91,14 @@ def figures(controlled: Controlled, driver: webdriver.Chrome, folder: Path, queu
         bind(cluster, USER, "cluster-admin")
         user = page.user(USER)
         until(lambda: user.get("/queue").status == 200, "the user is not let in")
-        queue = f"http://127.0.0.1:{page.port}{BASE}/queue"
+        queue = f"http://127.0.0.1:{page.port}{BASE}/queue?size=1000"
         latency = event_to_pixel(controlled, driver, queue, teams[0])
         print(f"event to pixel: {latency} ms", flush=True)
         for number in range(queued - 2):
             controlled.job(teams[number % TEAMS], f"job-{number:05}", gpus=1)
         every = [path for team in teams for path in cluster.api.items(jobs_of(team))]
         assert len(every) == queued - 1
-        until(lambda: user.get("/queue").text.count("<tr id=") == queued, "the jobs are not shown", 120)
+        until(lambda: user.get("/queue?size=1000").text.count("<tr id=") == queued, "the jobs are not shown", 120)
         written = lambda: all(  # noqa: E731
             job.get("status", {}).get("message") for team in teams for job in cluster.api.items(jobs_of(team))
         )
@@ -111,7 +111,7 @@ def figures(controlled: Controlled, driver: webdriver.Chrome, folder: Path, queu
         return {
             "event_to_pixel_ms": latency,
             **paint,
-            "page_ms": timed(lambda: user.get("/queue")),
+            "page_ms": timed(lambda: user.get("/queue?size=1000")),
             "what_if_ms": timed(lambda: user.get(asked)),
         }
 

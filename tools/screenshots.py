@@ -37,7 +37,8 @@ PAGES: Final = {
     "queue": "/queue",
     "pipelines": "/pipelines",
     "job": "/jobs/vision/digits",
-    "nodes": "/nodes",
+    "nodes": "/nodes?color=project",
+    "timeline": "/timeline",
 }
 WIDTHS: Final = {"wide": 1440, "narrow": 375}
 TALLEST: Final = {"wide": 1300, "narrow": 1500}
@@ -127,11 +128,11 @@ def _play(client: Client) -> None:
         _submit(client, name, team, gpus, kind)
     _until(lambda: client.get_job("vision", "segment").status.gpus == 2)
     _submit(client, "session", "platform", 1, Kind.BUILD)
-    _until(lambda: len(client.get_job("vision", "digits").status.resizes) == 1)
+    _until(lambda: client.get_job("vision", "digits").status.gpus == 1)
     step = _step(client)
     _until(lambda: _step(client) > step + 1500)
     client.delete_job("platform", "session")
-    _until(lambda: len(client.get_job("vision", "digits").status.resizes) == 2)
+    _until(lambda: client.get_job("vision", "digits").status.gpus == 2)
     for name, team, gpus, kind in WAITING:
         _submit(client, name, team, gpus, kind)
     step = _step(client)

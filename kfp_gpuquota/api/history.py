@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_HOUR_S: Final = 3600.0
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
@@ -43,3 +50,21 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     borrowed: float
     wanted: float
     guaranteed: float
+
+
+def gpu_hours_of(usage: Iterable[Usage]) -> tuple[GpuHours, ...]:
+    """Return the projects' GPU-hours in these intervals, the most first."""
+    held: dict[str, tuple[float, float]] = {}
+    for one in usage:
+        total, borrowed = held.get(one.project, (0.0, 0.0))
+        held[one.project] = total + one.held * one.seconds, borrowed + one.borrowed * one.seconds
+    rows = [
+        GpuHours(
+            project=project,
+            guaranteed=round((total - borrowed) / _HOUR_S, 2),
+            borrowed=round(borrowed / _HOUR_S, 2),
+            total=round(total / _HOUR_S, 2),
+        )
+        for project, (total, borrowed) in held.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.total, row.project)))

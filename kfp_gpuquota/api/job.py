@@ -64,7 +64,7 @@ class Phase(StrEnum):
     @property
     def final(self) -> bool:
         """No event changes it any more."""
-        return self in {Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED}
+        return self is Phase.SUCCEEDED or self is Phase.FAILED or self is Phase.CANCELLED  # a set would hash each
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -155,8 +155,18 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gpus_idle(self) -> float:
         """Return how many of them nobody holds any part of."""
-        devices = len(self.node.devices) - len(self.held)
-        return devices + sum(max(0, one.count - one.in_use) * one.counts_as for one in self.resources)
+        held = {*self.held, *(device for device, part in self.used.items() if part)}
+        return (
+            len(self.node.devices)
+            - len(held)
+            + sum(max(0, one.count - one.in_use) * one.counts_as for one in self.resources)
+        )
+
+    @property
+    def holders(self) -> list[str]:
+        """Return the workers and pods that hold GPUs of it, as far as the reader may see them."""
+        others = [pod for one in self.resources for pod in one.held if pod]
+        return [*(worker for workers in self.held.values() for worker in workers), *others]
 
     @property
     def types(self) -> list[str]:
@@ -311,6 +321,16 @@ class PageLink(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     valid_s: float
+
+
+class PageAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a browser finds the web page if a proxy leads to it: scheme and host, and the path before the page's own.
+
+    `{port}` in the path is the port on which the page is served.
+    """
+
+    origin: str = ""
+    base_path: str = ""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

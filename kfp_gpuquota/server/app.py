@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageLink
+from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageAddress, PageLink
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.audit import TARGET, Writing, audited, begin_change
@@ -20,7 +20,7 @@ from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
 from kfp_gpuquota.server.users_memory import bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from kfp_gpuquota.server.audit import AuditLog
 
@@ -57,7 +57,7 @@ def build_app(
     health: Health,
     extra_routes: Iterable[web.RouteDef] = (),
     on_shutdown: Callable[[], None],
-    open_page: Callable[[], Awaitable[PageLink]] | None = None,
+    open_page: Callable[[PageAddress | None, bool], Awaitable[PageLink]] | None = None,
     audit: AuditLog | None = None,
     problem: Callable[[], str] = str,
     access: Access | None = None,
@@ -65,8 +65,9 @@ def build_app(
     """The application for one cluster.
 
     `token` opens everything under /v1 but `extra_routes`, which check their own (membership, with a token per job).
-    `on_shutdown` is called when a client asks the daemon to stop, `open_page` when one asks for a link to the web page,
-    `audit` has a line for each change that a client asks for. `problem` returns that of `health` at present. With
+    `on_shutdown` is called when a client asks the daemon to stop, `open_page` when one asks for a link to the web page
+    (at another address, or after all browsers were logged out), `audit` has a line for each change that a client asks
+    for. `problem` returns that of `health` at present. With
     `access` the backend of each request is its user's, and no token is asked for.
     """
     outer = [] if access is None else [bounded(_refused, MAX_BODY_BYTES)]
@@ -101,7 +102,7 @@ def build_app(
                 "gpuquota list -w, top and explain"
             )
         begin_change(request)
-        return _json(await open_page())
+        return _json(await open_page(_page_address(request.query), request.query.get("log_out") == "true"))
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(text=backend_of(request).metrics(), content_type="text/plain")
@@ -129,6 +130,13 @@ def _serve(backend_of: Callable[[web.Request, Writing], Backend], route: Route) 
         return _json(answer, 201 if route.created else 200)
 
     return handle
+
+
+def _page_address(query: Mapping[str, str]) -> PageAddress | None:
+    """Return the address of the web page that a request names, if it names one."""
+    if "origin" not in query and "base_path" not in query:
+        return None
+    return PageAddress(origin=query.get("origin", ""), base_path=query.get("base_path", ""))
 
 
 async def _body(request: web.Request) -> bytes:

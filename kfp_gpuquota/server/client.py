@@ -32,6 +32,7 @@ from kfp_gpuquota.api.wire import (
     MembersChange,
     NodeView,
     Outlook,
+    PageAddress,
     PageLink,
     ProjectView,
     StopAction,
@@ -249,9 +250,17 @@ class Client:
         """Yield a worker's log from byte `offset` as it grows, until the worker has ended."""
         return follow_log(self, project, name, worker, offset)
 
-    def open_page(self) -> PageLink:
-        """Make the daemon serve the web page, and return a link that opens it once."""
-        return self._call("POST", "/v1/page", PageLink)
+    def open_page(self, address: PageAddress | None = None, *, log_out: bool = False) -> PageLink:
+        """Make the daemon serve the web page, and return a link that opens it once.
+
+        With an address the page is served for it from now on; with `log_out` no browser's cookie is valid any more.
+        """
+        path = "/v1/page"
+        if address is not None:
+            path = with_query(path, origin=address.origin, base_path=address.base_path or "/")
+        if log_out:
+            path += f"{'&' if '?' in path else '?'}log_out=true"
+        return self._call("POST", path, PageLink)
 
     def stop_cluster(self) -> None:
         """Stop the daemon. Running jobs continue under their shims and are adopted by the next daemon."""

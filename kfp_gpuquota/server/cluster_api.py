@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         MembersChange,
         NodeView,
         Outlook,
+        PageAddress,
         PageLink,
         ProjectView,
         StopAction,
@@ -140,8 +141,8 @@ class ClusterApi(ClusterCalls, Protocol):
     def debug_state(self) -> bytes:
         """Return what the planner sees as JSON, for `gpuquota simulate --state`."""
 
-    def open_page(self) -> PageLink:
-        """Return a link that opens the web page once."""
+    def open_page(self, address: PageAddress | None = None, *, log_out: bool = False) -> PageLink:
+        """Return a link that opens the web page once; see `Client.open_page`."""
 
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0

@@ -3,7 +3,8 @@
 What follows is about the embedded cluster; on Kubernetes a proxy names the user (cluster/kubernetes/web).
 
 `gpuquota ui` asks for a link over the daemon's socket, which only its user reaches. The link opens once, within two
-minutes, and gives the browser a cookie that is valid until the daemon ends.
+minutes, and gives the browser a cookie that is valid for `SESSION_VALID_S`, also after a restart of the daemon: digests
+of the cookies are stored, and their key. `gpuquota ui --log-out` makes all of them invalid.
 
 Browsers send a cookie to every port of a host, so another user of the machine who serves a page on another port would
 receive it. The cookie is therefore bound to a path that begins with a random word (kept in the cluster's directory, so
@@ -21,6 +22,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 from aiohttp import web
 
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
@@ -38,6 +40,7 @@ COOKIE: Final = "gpuquota"
 LINK_VALID_S: Final = 120.0
 MAX_LINKS: Final = 100
 MAX_SESSIONS: Final = 100
+SESSION_VALID_S: Final = 14 * 86_400.0
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",
@@ -57,14 +60,34 @@ class Refusal:
     step: str = ""
 
 
-class Access:
-    """The links that were not opened yet, and the browsers that opened one. `clock` returns monotonic seconds."""
+class Sessions(msgspec.Struct):
+    """What is stored: the key of the digests, and until when each browser's cookie is valid, by its digest."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._key = secrets.token_bytes(32)
+    key: str = msgspec.field(default_factory=lambda: secrets.token_hex(32))
+    until: dict[str, float] = {}
+
+
+class Access:
+    """The links that were not opened yet, and the browsers that opened one. `clock` returns seconds since the epoch.
+
+    `sessions` are those of an earlier server, and `save` stores them after each change.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,
+        *,
+        sessions: Sessions | None = None,
+        save: Callable[[Sessions], object] = lambda _: None,
+    ) -> None:
+        self._clock, self._save = clock, save
+        self._sessions = sessions or Sessions()
         self._links: dict[str, float] = {}
-        self._sessions: dict[str, None] = {}
+
+    @property
+    def admits_some(self) -> bool:
+        """Whether a browser has a cookie that is valid."""
+        return any(end > self._clock() for end in self._sessions.until.values())
 
     def new_link(self) -> str:
         """Return a token that `enter` takes once."""
@@ -80,22 +103,30 @@ class Access:
         end = self._links.pop(self._digest(token), 0.0)
         if end <= self._clock():
             return None
-        cookie = secrets.token_urlsafe(32)
-        self._sessions[self._digest(cookie)] = None
-        while len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        cookie, until = secrets.token_urlsafe(32), self._sessions.until
+        until[self._digest(cookie)] = self._clock() + SESSION_VALID_S
+        for name in [name for name, end in until.items() if end <= self._clock()]:
+            del until[name]
+        while len(until) > MAX_SESSIONS:
+            del until[next(iter(until))]
+        self._save(self._sessions)
         return cookie
 
     def admits(self, cookie: str) -> bool:
-        """Whether the cookie was given by `enter` of this server."""
-        return bool(cookie) and self._digest(cookie) in self._sessions
+        """Whether the cookie was given by `enter`, and is still valid."""
+        return bool(cookie) and self._sessions.until.get(self._digest(cookie), 0.0) > self._clock()
+
+    def log_out(self) -> None:
+        """Make all cookies and links invalid."""
+        self._sessions, self._links = Sessions(), {}
+        self._save(self._sessions)
 
     def form_token(self, cookie: str) -> str:
         """Return what each form of this browser has to contain."""
         return self._digest(f"form {cookie}")
 
     def _digest(self, text: str) -> str:
-        return hmac.new(self._key, text.encode(errors="replace"), hashlib.sha256).hexdigest()
+        return hmac.new(self._sessions.key.encode(), text.encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
 class Door(Protocol):
@@ -113,16 +144,19 @@ class Door(Protocol):
 
 @dataclass(frozen=True)
 class SessionDoor:
-    """Lets in the browsers that opened a link of `access`; all are shown the same."""
+    """Lets in the browsers that opened a link of `access`, from where `trusted` says so; all are shown the same."""
 
     access: Access
     shown: Visit
+    trusted: Callable[[web.Request], bool] = lambda _: True
 
     async def refusal(self, request: web.Request) -> Refusal | None:
-        """Return that the browser has no cookie of this server."""
+        """Return that the browser has no valid cookie, or that another user's program sends the request."""
+        if not self.trusted(request):
+            return Refusal(403, "The request is from a program of another user of this machine.")
         if self.access.admits(request.cookies.get(COOKIE, "")):
             return None
-        return Refusal(401, "This browser has not been let in since the cluster's daemon started.", AGAIN)
+        return Refusal(401, "This browser has not been let in, or was logged out.", AGAIN)
 
     def visit(self, _request: web.Request) -> Visit:
         """Return what all are shown."""

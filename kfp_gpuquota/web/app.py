@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode, urlsplit
 
 from aiohttp import web
 from markupsafe import Markup
 
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.server.audit import CLIENT_CLOSED, Writing, begin_change
-from kfp_gpuquota.web.access import AGAIN, COOKIE, guarded, headers
+from kfp_gpuquota.web.access import AGAIN, COOKIE, SESSION_VALID_S, guarded, headers
 from kfp_gpuquota.web.actions import STOPPING
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import logs
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 RETRY_MS: Final = 1000
 MAX_FORM_BYTES: Final = 1 << 14
+THEME: Final = "gpuquota-theme"
+THEMES: Final = ("auto", "light", "dark")
+THEME_KEPT_S: Final = 400 * 86_400
 STATIC: Final = Path(__file__).with_name("static")
 
 log = logging.getLogger(__name__)
@@ -62,10 +65,13 @@ def build_pages(
     job = f"{base}/jobs/{{project}}/{{name}}"
     application.add_routes([
         web.get(f"{base}/", site.start),
+        web.get(f"{base}/theme", site.theme),
         web.get(f"{base}/teams", site.page),
         web.get(f"{base}/queue", site.page),
         web.get(f"{base}/pipelines", site.page),
+        web.get(f"{base}/timeline", site.page),
         web.get(f"{base}/nodes", site.page),
+        web.get(f"{base}/nodes/{{node}}", site.page),
         web.get(job, site.page),
         web.get(f"{job}/log", site.log),
         web.get(f"{job}/log.txt", site.download),
@@ -77,8 +83,8 @@ def build_pages(
     return application
 
 
-def entering(access: Access, base: str) -> Handler:
-    """Return what takes a one-time token, and gives the browser its cookie.
+def entering(access: Access, base: str, origins: frozenset[str]) -> Handler:
+    """Return what takes a one-time token, and gives the browser its cookie: for HTTPS only, where that is an origin.
 
     The answer is a page that leads on, not a redirect: a cookie that is `SameSite=Strict` would not be sent with the
     next request of a navigation that another program began.
@@ -89,7 +95,10 @@ def entering(access: Access, base: str) -> Handler:
         if cookie is None:
             return message(base, 401, "Not opened", "This link was used before, or is too old.", step=AGAIN)
         answer = message(base, 200, "gpuquota", "The page opens.", leads_to=f"{base}/teams")
-        answer.set_cookie(COOKIE, cookie, path=base, httponly=True, samesite="Strict")
+        secure = f"https://{request.host}" in origins
+        answer.set_cookie(
+            COOKIE, cookie, path=base, max_age=int(SESSION_VALID_S), httponly=True, samesite="Strict", secure=secure
+        )
         return answer
 
     return enter
@@ -106,6 +115,20 @@ class _Site:
         query = f"?{request.query_string}" if request.query_string else ""
         raise web.HTTPSeeOther(f"{self._base}/teams{query}")
 
+    async def theme(self, request: web.Request) -> web.Response:
+        """Keep the colors that the browser's user chose, and lead back to the page that has the link."""
+        chosen = request.query.get("to", "")
+        came_from = urlsplit(request.headers.get("Referer", ""))
+        there = f"{came_from.path}?{came_from.query}" if came_from.query else came_from.path
+        if not there.startswith(f"{self._base}/") or there.startswith("//"):
+            there = f"{self._base}/teams"
+        answer = web.Response(status=303, headers={"Location": there})
+        if chosen in THEMES:
+            answer.set_cookie(
+                THEME, chosen, path=f"{self._base}/", max_age=THEME_KEPT_S, httponly=True, samesite="Strict"
+            )
+        return answer
+
     async def page(self, request: web.Request) -> web.StreamResponse:
         """Answer with the page, or with its stream."""
         visit = self._door.visit(request)
@@ -119,14 +142,12 @@ class _Site:
         lists = {name: Markup("").join(Markup(row) for row in rows.values()) for name, rows in elements.lists.items()}  # noqa: S704
         html = render(
             page.template,
-            base=self._base,
-            setting=self._setting,
             title=page.title,
             active=page.active,
+            **self._common(request),
             revision=revision,
             parts=elements.parts,
             lists=lists,
-            token=self._door.form_token(request),
             **{**page.values, **later},
         )
         return _html(html)
@@ -141,8 +162,7 @@ class _Site:
         source, project, name, worker = self._of_worker(request)
         if not _wants_stream(request):
             found = await logs.page(source, project, name, worker, request.query.get("q", ""), self._base)
-            place = {"base": self._base, "setting": self._setting, "active": "queue"}
-            return _html(render("log.html", title=f"Log of {name}", **place, **found))
+            return _html(render("log.html", title=f"Log of {name}", active="queue", **self._common(request), **found))
         source.job(project, name)
         pieces = logs.follow(source, project, name, worker, _last_id(request))
         return await self._sent(request, "log", pieces)
@@ -173,6 +193,19 @@ class _Site:
         if request.headers.get("Accept") == "text/plain":
             return web.Response(status=204)
         raise web.HTTPSeeOther(there)
+
+    def _common(self, request: web.Request) -> dict[str, Any]:
+        """Return the values that every page has."""
+        chosen = request.cookies.get(THEME, "")
+        theme = chosen if chosen in THEMES else THEMES[0]
+        return {
+            "base": self._base,
+            "setting": self._setting,
+            "token": self._door.form_token(request),
+            "theme": theme,
+            "now": f"{self._door.visit(request).source.now():.1f}",
+            "next_theme": THEMES[(THEMES.index(theme) + 1) % len(THEMES)],
+        }
 
     def _of_worker(self, request: web.Request) -> tuple[Source, str, str, str]:
         """Return the source, project and name of a request for a log, and the worker, "" for the first."""

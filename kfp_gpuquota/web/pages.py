@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlencode
 
+from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.web.live import Elements, LivePage
 from kfp_gpuquota.web.rendering import render
-from kfp_gpuquota.web.views import job, nodes, pipelines, queue, teams, what_if
+from kfp_gpuquota.web.views import figures, gpu_map, job, node, nodes, pipelines, queue, teams, timeline, what_if
+from kfp_gpuquota.web.views.board import Board, label_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from kfp_gpuquota.web.setting import Setting
     from kfp_gpuquota.web.source import Source
@@ -21,6 +23,7 @@ _MEASURED_S: Final = 10.0
 """How often the Teams page is rendered although nothing changed: its charts move on."""
 _MEMORY_S: Final = 2.0
 _SECOND_S: Final = 5.0
+_SUGGESTED: Final = 50
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Pages:
 
     def __init__(self, source: Source, setting: Setting) -> None:
         self._source, self._setting, self._base = source, setting, setting.base
-        self._rows = queue.Rows(setting.base)
+        self._board = Board(source)
+        self._rows, self._tiles = queue.Rows(setting.base), nodes.Tiles(setting.base)
 
     def at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:
         """Return the page of an address. Raises NotFoundError for a job that does not exist."""
@@ -61,38 +65,45 @@ class Pages:
         return replace(live, render=elements, inputs=None if inputs is None else lambda: (problem(), inputs()))
 
     def _at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:
+        if "node" in names:
+            return self._node(names["node"])
         if names:
-            return self._job(names["project"], names["name"])
+            return self._job(names["project"], names["name"], query)
         match path.removeprefix(self._base):
             case "/queue":
                 return self._queue(query)
             case "/pipelines":
                 return self._pipelines(query.get("namespace") or query.get("project", ""))
+            case "/timeline":
+                return self._timeline(query)
             case "/nodes":
-                return self._nodes(query.get("namespace") or query.get("project", ""))
+                return self._nodes(query)
             case _:
-                return self._teams(query.get("namespace") or query.get("project", ""), query.get("span", ""))
+                return self._teams(query)
 
-    def _teams(self, chosen: str, span: str) -> Page:
-        span = span if span in teams.SPANS else "hour"
+    def _teams(self, query: Mapping[str, str]) -> Page:
+        wanted = teams.Filter.of(query)
         live = LivePage(
-            lambda: teams.elements(self._source, span, chosen), _MEASURED_S, lambda: teams.inputs(self._source)
+            lambda: teams.elements(self._board, self._base, wanted), _MEASURED_S, lambda: teams.inputs(self._board)
         )
-        values = {"span": span, "chosen": chosen, "projects": self._projects(chosen)}
+        flags = [("", "are of any kind"), *teams.FLAGS.items()]
+        values = {"wanted": wanted, "projects": self._projects(wanted.project), "flags": flags}
         return Page("Teams", "teams", "teams.html", live, values)
 
     def _queue(self, query: Mapping[str, str]) -> Page:
         wanted = queue.Filter.of(query)
-        live = LivePage(lambda: queue.elements(self._source, wanted, self._rows))
+        live = LivePage(lambda: queue.elements(self._board, wanted, self._rows))
         supposed = what_if.Asked.of(query)
-        shown = sum(wanted.admits(each) for each in self._source.jobs())
         values = {
             "wanted": wanted,
             "projects": self._projects(wanted.project),
             "named_projects": [each for each in self._projects("") if each[0]],
             "states": list(queue.STATES.items()),
-            "earlier": _other_page(query, wanted.page - 1) if wanted.page else "",
-            "later": _other_page(query, wanted.page + 1) if (wanted.page + 1) * queue.PAGE < shown else "",
+            "reasons": [("", "any"), *((code.value, code.value.replace("-", " ")) for code in ReasonCode)],
+            "models": _choices(self._board.models(), wanted.gpu),
+            "users": _choices(self._board.facts.users, wanted.user),
+            "sorts": _orders("as queued", {name: words for name, (words, _) in queue.SORTS.items()}),
+            "sizes": [(size, str(size)) for size in queue.SIZES],
             "supposed": supposed,
             "outlook": None,
         }
@@ -109,27 +120,81 @@ class Pages:
             "Pipelines", "pipelines", "pipelines.html", live, {"chosen": chosen, "projects": self._projects(chosen)}
         )
 
-    def _nodes(self, chosen: str) -> Page:
-        shared = any(view.shares for view in self._source.nodes())
+    def _timeline(self, query: Mapping[str, str]) -> Page:
+        wanted = timeline.Filter.of(query)
         live = LivePage(
-            lambda: nodes.elements(self._source, self._base, chosen),
-            _MEMORY_S if shared else _MEASURED_S,
-            lambda: nodes.inputs(self._source),
+            lambda: timeline.elements(self._board, self._base, wanted), _MEASURED_S, lambda: self._board.facts.jobs
         )
-        values = {"chosen": chosen, "projects": self._projects(chosen), "shared": shared}
+        values = {
+            "wanted": wanted,
+            "projects": self._projects(wanted.project),
+            "spans": [(span, span) for span in teams.SPANS],
+            "sizes": [(size, str(size)) for size in timeline.SIZES],
+        }
+        return Page("Timeline", "timeline", "timeline.html", live, values)
+
+    def _nodes(self, query: Mapping[str, str]) -> Page:
+        wanted, views = nodes.Filter.of(query), self._board.nodes()
+        shown = nodes.admitted(self._board, wanted)
+        shared = any(view.shares for view in views)
+        live = LivePage(
+            lambda: nodes.elements(self._board, self._base, wanted, self._tiles),
+            _MEMORY_S if shared else _MEASURED_S,
+            lambda: nodes.inputs(self._board),
+        )
+        values = {
+            "wanted": wanted,
+            "projects": self._projects(wanted.project),
+            "shared": shared,
+            "groups": [group.list for group in nodes.groups(wanted, shown)],
+            "roomy": nodes.is_roomy(shown),
+            "colors": list(gpu_map.COLORS.items()),
+            "states": [("", "in any state"), *gpu_map.STATES.items()],
+            "models": _choices(self._board.models(), wanted.gpu),
+            "group_keys": [("pool", "pool"), *_choices(label_keys(views), wanted.group, first=("none", "nothing"))],
+            "sorts": _orders("name", {name: words for name, (words, _) in nodes.SORTS.items()}),
+            "sizes": [(size, str(size)) for size in nodes.SIZES],
+        }
         return Page("Nodes and GPUs", "nodes", "nodes.html", live, values)
 
-    def _job(self, project: str, name: str) -> Page:
+    def _node(self, name: str) -> Page:
+        node.check_exists(self._board, name)
+        live = LivePage(
+            lambda: node.elements(self._board, self._base, name),
+            _MEASURED_S,
+            lambda: (node.found(self._board, name), self._board.facts.jobs),
+        )
+        return Page(name, "nodes", "node_page.html", live, {"name": name})
+
+    def _job(self, project: str, name: str, query: Mapping[str, str]) -> Page:
         found = self._source.job(project, name)
         here = join(self._base, "jobs", project, name)
-        running = not found.status.phase.final
+        view, ending = figures.View.of(query, project, self._source), job.Ending(self._source, project, name)
+
+        async def prepare() -> None:
+            await self._source.look_up(project, name)
+            await ending.look()
+
         live = LivePage(
-            lambda: job.elements(self._source, project, name, here),
-            _SECOND_S if running else _MEASURED_S,
-            lambda: job.inputs(self._source, project, name),
-            lambda: self._source.look_up(project, name),
+            lambda: job.elements(self._board, project, name, here, view, ending),
+            _MEASURED_S if found.status.phase.final else _SECOND_S,
+            lambda: job.inputs(self._board, project, name, view, ending),
+            prepare,
         )
-        return Page(name, "queue", "job.html", live, {"job": found, "here": here})
+        values = {
+            "job": found,
+            "here": here,
+            "view": view,
+            "axes": list(figures.AXES.items()),
+            "scales": list(figures.SCALES.items()),
+            "comparable": self._comparable(project, name),
+        }
+        return Page(name, "queue", "job.html", live, values)
+
+    def _comparable(self, project: str, name: str) -> list[str]:
+        """Return the names of the project's other jobs that have reported something, the newest first."""
+        jobs = (each for each in reversed(self._source.jobs()) if each.spec.project == project and each.status.progress)
+        return [each.spec.name for each in itertools.islice(jobs, _SUGGESTED + 1) if each.spec.name != name]
 
     def _projects(self, chosen: str) -> list[tuple[str, str]]:
         """Choices of a form: all, then each by name; also what was chosen and does not exist."""
@@ -137,5 +202,14 @@ class Pages:
         return [("", "all"), *((name, name) for name in dict.fromkeys([*names, *filter(None, [chosen])]))]
 
 
-def _other_page(query: Mapping[str, str], page: int) -> str:
-    return "?" + urlencode({**query, "page": page})
+def _choices(names: Iterable[str], chosen: str, first: tuple[str, str] = ("", "all")) -> list[tuple[str, str]]:
+    """Return the options of a form: `first`, then the names, and what was chosen; nothing if there are no names."""
+    named = dict.fromkeys([*names, *filter(None, [chosen])])
+    special = {first[0], "pool"} if first[0] else set()
+    return [first, *((name, name) for name in named if name not in special)] if named else []
+
+
+def _orders(standard: str, columns: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the options of a form for the order of a list: its own, then by each column in both directions."""
+    both = [[(name, f"by {words}"), (f"-{name}", f"by {words}, reversed")] for name, words in columns.items()]
+    return [("", standard), *(each for pair in both for each in pair)]

@@ -39,6 +39,7 @@ def environment() -> jinja2.Environment:
         number=as_number,
         moment=moment,
         since=since,
+        exactly=exactly,
         expected=expected,
     )
     return made
@@ -72,6 +73,14 @@ def since(at: float) -> Markup:
     """Return an element that the page's script replaces by the age of `at`; without it the time is shown."""
     text = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return Markup('<time datetime="{}" data-since="{:.0f}">{}</time>').format(moment(at), at, text)
+
+
+def exactly(at: float) -> Markup:
+    """Return a time, and an element in which the page's script shows how long ago that was."""
+    text = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Markup('<time datetime="{}">{}</time> <small data-since="{:.0f}" data-ago></small>').format(
+        moment(at), text, at
+    )
 
 
 def expected(start: ExpectedStart) -> str:

@@ -7,17 +7,22 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import msgspec
 import pytest
 
+from kfp_gpuquota.api.wire import PageAddress
 from kfp_gpuquota.cluster.local.start import await_stop, start
-from kfp_gpuquota.web.access import LINK_VALID_S, Access
+from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.web.access import LINK_VALID_S, SESSION_VALID_S, Access, Sessions
 from tests.cli.conftest import Cli
+from tests.security.other_user import as_root, run
 from tests.web.conftest import visitor_of
 from tests.web.visitor import Tags, Visitor
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.server.client import Client
     from tests.conftest import EmbeddedCluster
 
 ADDRESSES = ("/", "/teams", "/queue", "/pipelines", "/nodes", "/jobs/team-a/train", "/jobs/team-a/train/log")
@@ -45,7 +50,7 @@ def test_a_link_opens_once_and_its_cookie_is_for_this_page_only(embedded_cluster
     visitor = visitor_of(embedded_cluster)
     entered = visitor.enter()
     attributes = {part.strip().lower() for part in entered.headers["Set-Cookie"].split(";")[1:]}
-    assert attributes == {"httponly", "samesite=strict", f"path={visitor.base}".lower()}
+    assert attributes == {"httponly", "samesite=strict", f"path={visitor.base}".lower(), "max-age=1209600"}
     assert visitor.get("/teams").status == 200
     second = Visitor(f"{visitor.origin}{visitor.base}/enter?{visitor.query}")
     assert second.enter().status == 401
@@ -63,6 +68,28 @@ def test_a_link_is_void_after_two_minutes_and_a_cookie_is_one_servers() -> None:
     assert access.form_token(cookie) != other.form_token(cookie)
     now = LINK_VALID_S
     assert access.enter(late) is None
+
+
+def test_a_cookie_is_valid_for_its_lifetime_also_on_the_next_server_and_until_all_are_logged_out() -> None:
+    now, stored = 0.0, list[bytes]()
+
+    def server() -> Access:
+        sessions = msgspec.json.decode(stored[-1], type=Sessions) if stored else None
+        return Access(lambda: now, sessions=sessions, save=lambda made: stored.append(msgspec.json.encode(made)))
+
+    first = server()
+    cookies = [first.enter(first.new_link()) or "", first.enter(first.new_link()) or ""]
+    assert not any(cookie.encode() in stored[-1] for cookie in cookies), "only digests are stored"
+    now = SESSION_VALID_S - 1
+    assert server().admits_some
+    assert [server().admits(cookie) for cookie in cookies] == [True, True]
+    assert server().form_token(cookies[0]) == first.form_token(cookies[0])
+    now = SESSION_VALID_S
+    assert [server().admits(cookie) for cookie in cookies] == [False, False]
+    now = 0.0
+    server().log_out()
+    assert not server().admits_some
+    assert not server().admits(cookies[0])
 
 
 def test_without_the_cookie_nothing_is_shown(embedded_cluster: EmbeddedCluster, visitor: Visitor) -> None:
@@ -110,7 +137,7 @@ def test_every_page_forbids_scripts_and_styles_but_its_own(embedded_cluster: Emb
             assert not [name for name in attributes if name == "style" or name.startswith("on")], (tag, attributes)
 
 
-def test_a_cookie_ends_with_its_daemon_and_an_open_page_goes_on_after_a_new_link(
+def test_an_open_page_goes_on_after_a_restart_of_the_daemon(
     embedded_cluster: EmbeddedCluster, visitor: Visitor
 ) -> None:
     embedded_cluster.project("team-a", 1)
@@ -123,12 +150,66 @@ def test_a_cookie_ends_with_its_daemon_and_an_open_page_goes_on_after_a_new_link
         visitor.get("/queue")
     start(embedded_cluster.home)
     embedded_cluster.submit("second")
-    again = visitor_of(embedded_cluster)
+    with visitor.stream("/queue", last) as stream:
+        assert "second" in json.dumps(next(stream.messages()).data)
+    again = Visitor(cast("Client", embedded_cluster.client).open_page(log_out=True).url)
     assert (again.base, again.port) == (visitor.base, visitor.port)
     assert visitor.get("/queue").status == 401
-    again.enter()
-    with again.stream("/queue", last) as stream:
-        assert "second" in json.dumps(next(stream.messages()).data)
+    assert again.enter().status == 200
+    assert embedded_cluster.home.page_sessions_file.stat().st_mode & 0o777 == 0o600
+
+
+GET = """
+request = f"GET {sys.argv[2]}/queue HTTP/1.1\\r\\nHost: {sys.argv[3]}\\r\\nCookie: {sys.argv[4]}\\r\\n\\r\\n"
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as page:
+    page.sendall(request.encode())
+    print(page.recv(12).decode())
+"""
+
+
+@as_root
+def test_another_users_program_is_refused_even_with_the_cookie(visitor: Visitor) -> None:
+    assert visitor.get("/queue").status == 200
+    assert run(GET, visitor.port, visitor.base, visitor.host, visitor.cookie) == "HTTP/1.1 403"
+
+
+def test_the_page_is_served_for_a_proxy_that_keeps_its_path(
+    embedded_cluster: EmbeddedCluster, visitor: Visitor
+) -> None:
+    client = cast("Client", embedded_cluster.client)
+    address = PageAddress(origin="https://hub.example.org", base_path="/user/ann/proxy/absolute/{port}/")
+    link = client.open_page(address).url
+    base = f"/user/ann/proxy/absolute/{visitor.port}{visitor.base}"
+    assert link.startswith(f"https://hub.example.org{base}/enter?token=")
+    assert client.open_page().url.startswith("https://hub.example.org/"), "it stays so"
+    visitor.base, visitor.host, visitor.query = base, "hub.example.org", link.partition("?")[2]
+    entered = visitor.enter()
+    assert {"Secure", f"Path={base}"} <= {part.strip() for part in entered.headers["Set-Cookie"].split(";")}
+    shown = visitor.get("/teams")
+    assert f'href="{base}/queue"' in shown.text
+    assert visitor.get("/teams", Host="evil.example").status == 421
+    for wrong in (PageAddress(origin="hub.example.org"), PageAddress(base_path="user"), PageAddress(base_path="/a b")):
+        with pytest.raises(InvalidFieldError, match="it must"):
+            client.open_page(wrong)
+    assert client.open_page(PageAddress(base_path="/")).url.startswith("http://127.0.0.1:")
+
+
+def test_the_colors_are_kept_in_a_cookie_and_lead_back_to_the_same_page(visitor: Visitor) -> None:
+    def chosen(to: str, came_from: str) -> tuple[str | None, str]:
+        answer = visitor.get(f"/theme?to={to}", Referer=came_from)
+        assert answer.status == 303
+        return answer.headers["Location"], answer.headers.get("Set-Cookie", "").partition(";")[0]
+
+    page = f"{visitor.base}/queue?sort=job"
+    assert chosen("dark", visitor.origin + page) == (page, "gpuquota-theme=dark")
+    elsewhere = (f"{visitor.base}/teams", "")
+    for came_from in ("", "http://evil.example/x", f"{visitor.origin}//evil.example"):
+        assert chosen("x", came_from) == elsewhere
+    for theme, shown in (("dark", "dark"), ("<", "auto")):
+        cookie = visitor.cookie
+        visitor.cookie = f"{cookie}; gpuquota-theme={theme}"
+        assert f'data-theme="{shown}"' in visitor.get("/teams").text
+        visitor.cookie = cookie
 
 
 def test_actions_are_in_the_audit_log(embedded_cluster: EmbeddedCluster, visitor: Visitor) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from kfp_gpuquota.api import Project, pipeline_labels
 from tests.polling import until
-from tests.web.browser import Browser, chromium
+from tests.web.browser import MARK, Browser, chromium
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +27,12 @@ PATHS = (
     "/teams",
     "/queue?what-if=1&project=team-a&gpus=1",
     "/pipelines",
-    "/nodes",
-    "/jobs/team-a/holder",
+    "/nodes?color=project",
+    "/nodes/node-0",
+    "/timeline",
+    "/jobs/team-a/holder?compare=holder&scale=log",
     "/jobs/team-b/waits",
+    "/queue?sort=-gpus&page=x&reason=fits",
 )
 LOG = "/jobs/team-a/holder/log"
 CURVE = "return document.querySelector('#figures .line')?.getAttribute('d') ?? ''"
@@ -93,6 +97,65 @@ def test_what_the_cluster_refuses_is_shown(browser: Browser) -> None:
     assert "max_gpus" in browser.shows("#notice", "99999")
 
 
+def test_lists_are_sorted_by_click_and_stay_live_with_their_filters(
+    browser: Browser, embedded_cluster: EmbeddedCluster
+) -> None:
+    browser.open("/queue?word=a&state=all")
+    browser.element("th:nth-child(3) a").click()
+    until(lambda: "sort=gpus" in browser.driver.current_url)
+    assert browser.element("th:nth-child(3)").get_attribute("aria-sort") == "ascending"
+    browser.driver.execute_script(MARK)
+    embedded_cluster.submit("another", project="team-b")
+    embedded_cluster.submit("not-shown-x", project="team-b")
+    browser.shows("#jobs", "another")
+    browser.shows("#counts", "2 jobs")
+    assert not browser.was_reloaded
+    assert not browser.problems()
+
+
+def test_the_map_of_gpus_stays_live_and_leads_to_the_node(browser: Browser, embedded_cluster: EmbeddedCluster) -> None:
+    browser.open("/nodes?color=project&group=none&state=used")
+    tile = "[id='n-node-0']"
+    assert browser.element(tile).accessible_name == "node-0: 2 of 2 in use"
+    browser.element(tile).click()
+    until(lambda: browser.driver.current_url.endswith("/nodes/node-0"))
+    browser.driver.execute_script(MARK)
+    browser.shows("#jobs-here", "holder")
+    embedded_cluster.client.suspend_job("team-a", "holder")
+    browser.shows("#jobs-here", "waits")
+    assert not browser.was_reloaded
+    browser.open("/nodes")
+    browser.shows("#legend", "idle 1")
+    embedded_cluster.submit("more")
+    browser.shows("#legend", "idle 0")
+    assert not browser.was_reloaded
+    assert not browser.problems()
+
+
+def test_a_charts_values_are_read_with_arrow_keys_and_the_pointer(browser: Browser) -> None:
+    browser.open("/jobs/team-a/holder")
+    browser.driver.execute_script("document.getElementById('size-chart').focus()")
+    browser.press(Keys.END)
+    assert browser.shows("#size-chart .reading", ": 2")
+    browser.press(Keys.HOME)
+    assert browser.shows("#size-chart .reading", "0s: 0")
+    ActionChains(browser.driver).move_to_element(browser.element("#size-chart")).perform()
+    assert browser.text("#size-chart .reading")
+    assert not browser.problems()
+
+
+def test_the_colors_are_chosen_by_a_link_and_kept(browser: Browser) -> None:
+    browser.open("/queue?state=all")
+    shown = []
+    for _ in range(3):
+        browser.element(".theme").click()
+        assert browser.driver.current_url.endswith("/queue?state=all")
+        color = browser.element("body").value_of_css_property("background-color")
+        shown.append((browser.element("html").get_attribute("data-theme"), color))
+    assert [name for name, _ in shown] == ["light", "dark", "auto"]
+    assert shown[0][1] == shown[2][1] != shown[1][1]
+
+
 def test_everything_can_be_reached_by_keyboard(browser: Browser, embedded_cluster: EmbeddedCluster) -> None:
     browser.open("/teams")
     browser.focus_on("Skip to the content", most=1)
@@ -119,7 +182,8 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
     browser: Browser, embedded_cluster: EmbeddedCluster
 ) -> None:
     browser.scripts(allowed=False)
-    shown = ("borrows 1 GPU", "would wait", "nightly-1", "holder", "GPUs held", "needs 1 GPU")
+    lists = ("borrows 1 GPU", "would wait", "nightly-1", "holder", "Jobs on this node", "GPU-hours")
+    shown = (*lists, "GPUs held", "needs 1 GPU", "page is 'x'")
     for path, text in zip(PATHS, shown, strict=True):
         browser.driver.get(browser.base + path)
         assert text in browser.text("main"), path

@@ -141,18 +141,23 @@ def html_of(page: Page) -> str:
     lists = {name: "".join(rows.values()) for name, rows in elements.lists.items()}
     first = render(
         page.template, base="/b", setting=Setting("/b", frozenset()), title=page.title, active=page.active,
-        revision=1, token="t", parts=elements.parts, lists=elements.lists and dict.fromkeys(lists, ""), **page.values,
+        revision=1, token="t", theme="auto", next_theme="light", now="1", parts=elements.parts,
+        lists=dict.fromkeys(lists, ""), **page.values,
     )  # fmt: skip
     return first + "".join(lists.values())
 
 
 @pytest.mark.parametrize("phase", [Phase.PENDING, Phase.RUNNING, Phase.FAILED])
-@pytest.mark.parametrize("address", ["/teams", "/queue", "/pipelines", "/nodes", "job"])
+@pytest.mark.parametrize("address", ["/teams", "/queue", "/pipelines", "/nodes", "/timeline", "node", "job"])
 def test_hostile_strings_are_shown_as_text(phase: Phase, address: str) -> None:
     pages = Pages(HostileSource(phase), Setting("/b", frozenset(), run_page="/p/{namespace}/{run}"))  # type: ignore[arg-type]
-    query = {"state": "all", "project": "", "word": "", "gpus": HOSTILE, "min_gpus": HOSTILE}
-    names = {"project": HOSTILE, "name": HOSTILE} if address == "job" else {}
-    html = str(html_of(pages.at(f"/b{address}", names, query)))
+    everything = {"state": "all", "project": "", "word": "", "gpus": HOSTILE, "min_gpus": HOSTILE, "color": "project"}
+    lists = ("selector", "group", "gpu", "user", "reason", "sort", "size", "page", "span", "show")
+    choices = (*lists, "color", "compare", "x", "scale")
+    names = {"job": {"project": HOSTILE, "name": HOSTILE}, "node": {"node": HOSTILE}}.get(address, {})
+    html = "".join(
+        html_of(pages.at(f"/b{address}", names, query)) for query in (everything, dict.fromkeys(choices, HOSTILE))
+    )
     tags = Tags(html)
     assert "<img src=x" in tags.text
     assert "49" not in tags.text

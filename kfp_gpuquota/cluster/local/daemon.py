@@ -141,6 +141,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         driver.recover()
         home.take_reserve()
         await web.SockSite(runner, listen(*socket), backlog=BACKLOG).start()
+        if not shape.shared:
+            await page.resume()
         log.info("serving %s", socket[0])
         _say(ready, READY)
         notify_ready(os.environ)

@@ -7,6 +7,7 @@ HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOM
   daemon.lock            held by the one daemon
   daemon.log
   page.json      0600    port and path of the web page, after its first use
+  page-sessions.json     0600: digests of the cookies with which browsers see it
   reserve                disk space that is released when the disk is full, so that jobs can be stopped and deleted
   jobs/UID/              one job: its token, its checkpoints, its workers' directories
 
@@ -70,6 +71,7 @@ class Home:
         self.log_file = root / "daemon.log"
         self.audit_file = root / "audit.log"
         self.page_file = root / "page.json"
+        self.page_sessions_file = root / "page-sessions.json"
         self.device_locks = root / "device-locks.json"
         self.jobs = root / "jobs"
         self.shared_mark = root / "shared"

@@ -26,6 +26,8 @@ function swap(target, change) {
     again?.focus({ preventScroll: true });
   }
   showAges(kept);
+  const canvas = reading && document.getElementById(reading.id);
+  if (canvas && kept.contains?.(canvas)) readChart(canvas, reading);
 }
 
 function replace(id, html) {
@@ -41,6 +43,7 @@ function replace(id, html) {
 function refill(id, html) {
   const list = document.getElementById(id);
   if (list) swap(list, () => (list.replaceChildren(parsed(html)), list));
+  else location.reload(); // the page has a part more than when it was loaded: a group of nodes
 }
 
 function receive(event) {
@@ -96,12 +99,70 @@ function age(seconds) {
   return `${Math.floor(s / 86400)}d ${Math.floor((s % 86400) / 3600)}h`;
 }
 
+// Ages are by the server's clock; a browser's may be wrong.
+const ahead = Number(document.body.dataset.now || Date.now() / 1000) - Date.now() / 1000;
+
 function showAges(root) {
-  for (const element of root.querySelectorAll("time[data-since]")) {
-    const text = age(Date.now() / 1000 - Number(element.dataset.since));
-    element.title ||= element.textContent;
-    if (element.textContent !== text) element.textContent = text;
+  for (const element of root.querySelectorAll("[data-since]")) {
+    const text = age(Date.now() / 1000 + ahead - Number(element.dataset.since));
+    const words = "ago" in element.dataset ? `${text} ago` : text;
+    if (element.localName === "time") element.title ||= element.textContent;
+    if (element.textContent !== words) element.textContent = words;
   }
+}
+
+// The values of a chart under the pointer, or where the arrow keys have gone to. `reading` outlives a chart that is
+// replaced while it is looked at.
+let reading = null;
+
+function readChart(canvas, at) {
+  const lines = [...canvas.querySelectorAll("path[data-values]")].map((line) => ({
+    name: line.dataset.name,
+    xs: line.dataset.x.split(" ").map(Number),
+    at: line.dataset.at.split(" "),
+    values: line.dataset.values.split(" "),
+  }));
+  const first = lines[0];
+  if (!first) return;
+  const near = (xs, x) => xs.reduce((best, one, i) => (Math.abs(one - x) < Math.abs(xs[best] - x) ? i : best), 0);
+  const index = typeof at === "number" ? near(first.xs, at) : Math.min(first.xs.length - 1, Math.max(0, at.index));
+  const x = first.xs[index];
+  const where = canvas.dataset.axis === "step" ? `step ${Number(first.at[index]).toLocaleString("en")}` : age(first.at[index]);
+  const shown = lines.map((line) => `${words(line.values[near(line.xs, x)])}${line.name && ` ${line.name}`}`);
+  const [cursor, output] = [canvas.querySelector(".cursor"), canvas.querySelector(".reading")];
+  cursor.hidden = output.hidden = false;
+  cursor.style.left = `${x / 6}%`;
+  output.style.left = x < 300 ? `${x / 6}%` : "auto";
+  output.style.right = x < 300 ? "auto" : `${100 - x / 6}%`;
+  output.textContent = `${where}: ${shown.join("\n")}`;
+  reading = { id: canvas.id, index };
+}
+
+function words(value) {
+  return value === "nan" ? "no number" : value.replace("e+", "e").replace("e-0", "e-");
+}
+
+function unread() {
+  const canvas = reading && document.getElementById(reading.id);
+  reading = null;
+  for (const part of canvas?.querySelectorAll(".cursor, .reading") ?? []) part.hidden = true;
+}
+
+function point(event) {
+  const canvas = event.target.closest?.(".canvas");
+  if (!canvas) return reading && document.activeElement?.id !== reading.id && unread();
+  if (reading && reading.id !== canvas.id) unread();
+  const { left, width } = canvas.getBoundingClientRect();
+  readChart(canvas, ((event.clientX - left) / width) * 600);
+}
+
+function stepInChart(event) {
+  const canvas = event.target.closest?.(".canvas");
+  const index = reading?.id === canvas?.id ? reading?.index ?? Infinity : Infinity;
+  const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: Infinity }[event.key];
+  if (!canvas || to === undefined) return;
+  event.preventDefault();
+  readChart(canvas, { index: index === Infinity && event.key === "ArrowLeft" ? Infinity : to });
 }
 
 async function act(event) {
@@ -121,7 +182,38 @@ async function act(event) {
   else form.closest("details")?.removeAttribute("open");
 }
 
+// Arrow keys go from tile to tile of the map, which may have thousands.
+function step(event) {
+  const tile = event.target.closest?.("[data-tiles] > a");
+  if (!tile) return;
+  const { left, top } = tile.getBoundingClientRect();
+  const below = (one) => Math.sign(one.getBoundingClientRect().top - top);
+  const near = (one) => Math.abs(one.getBoundingClientRect().left - left);
+  const row = (next, sign) => {
+    let found = null;
+    for (let one = tile[next]; one && (!found || below(one) === below(found)); one = one[next]) {
+      if (below(one) === sign && (!found || near(one) < near(found))) found = one;
+    }
+    return found;
+  };
+  const to = {
+    ArrowRight: () => tile.nextElementSibling,
+    ArrowLeft: () => tile.previousElementSibling,
+    ArrowDown: () => row("nextElementSibling", 1),
+    ArrowUp: () => row("previousElementSibling", -1),
+    Home: () => tile.parentElement.firstElementChild,
+    End: () => tile.parentElement.lastElementChild,
+  }[event.key];
+  if (!to) return;
+  event.preventDefault();
+  to()?.focus();
+}
+
 document.addEventListener("submit", act);
+document.addEventListener("keydown", step);
+document.addEventListener("keydown", stepInChart);
+document.addEventListener("pointermove", point);
+document.addEventListener("focusout", unread);
 document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
 if (log) log.scrollTop = log.scrollHeight;
 showAges(document);

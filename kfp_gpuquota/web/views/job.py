@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.wording import preemption_of, request_of
-from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.errors import GpuQuotaError, NotFoundError
 from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import duration, render
-from kfp_gpuquota.web.views.queue import places
+from kfp_gpuquota.web.views import logs
+from kfp_gpuquota.web.views.figures import Run, figure_charts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +25,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.web.charts import Chart
     from kfp_gpuquota.web.source import Notice, Source
+    from kfp_gpuquota.web.views.board import Board
+    from kfp_gpuquota.web.views.figures import View
 
-MAX_FIGURES: Final = 8
 SHOWN_EVENTS: Final = 100
 SHOWN_CHANGES: Final = 50
 
@@ -67,24 +71,48 @@ def _line_of_notice(notice: Notice) -> EventLine:
     return EventLine(notice.at, notice.reason, f"{about}{times}: {notice.message}", notice.warning)
 
 
-def elements(source: Source, project: str, name: str, here: str) -> Elements:
+class Ending:
+    """The last lines that a failed job's worker has printed, read once."""
+
+    def __init__(self, source: Source, project: str, name: str) -> None:
+        self._source, self._project, self._name = source, project, name
+        self._read: object = None
+        self.worker = self.text = ""
+
+    async def look(self) -> None:
+        """Read the lines if the job has failed since they were last read."""
+        try:
+            job = self._source.job(self._project, self._name)
+            seen = (job.uid, job.status.finished_at)
+            if job.status.phase is Phase.FAILED and self._read != seen:
+                self._read, self.worker = seen, _failed_worker(job)
+                self.text = await logs.last_lines(self._source, self._project, self._name, self.worker)
+        except (GpuQuotaError, OSError):  # no right to read it, or it was removed
+            self.text = ""
+
+
+def elements(board: Board, project: str, name: str, here: str, view: View, ending: Ending) -> Elements:
     """Return what the page shows, `here` is its address; of a job that was deleted that it was."""
+    source = board.source
     try:
         job = source.job(project, name)
     except NotFoundError:
         return Elements({"summary": render("job_deleted.html", name=name)})
-    place = _place(source, job)
+    place = board.place(job)
     reports, now = source.reports_of(job.uid), source.now()
     lines = event_lines(source.events_of(job.uid), source.notices_of(job.uid))
-    end = job.status.finished_at or now
-    size = size_chart(job, source.sizes_of(job), end)
+    size = size_chart(job, source.sizes_of(job), job.status.finished_at or now)
+    runs = [Run(job, reports), *(Run(other, source.reports_of(other.uid)) for other in _others(source, view))]
+    figures = list(figure_charts(runs, view))
+    shown = {"here": here, "job": job}
     return Elements(
         {
             "summary": render("job_summary.html", job=job, place=place),
-            "actions": render("job_actions.html", job=job, here=here),
+            "ending": render("job_ending.html", **shown, worker=ending.worker, text=ending.text),
+            "actions": render("job_actions.html", **shown),
             "facts": render("job_facts.html", job=job, facts=list(facts(job))),
             "size": render("job_size.html", job=job, chart=size, resizes=job.status.resizes[-SHOWN_CHANGES:]),
-            "figures": render("job_figures.html", charts=list(figure_charts(job, reports, end)), job=job),
+            "figures": render("job_figures.html", charts=figures, runs=runs, view=view, job=job),
             "workers": render("job_workers.html", lines=list(worker_lines(job)), job=job),
             "checkpoints": render("job_checkpoints.html", saved=checkpoints(reports), job=job),
             "events": render("job_events.html", lines=lines[:SHOWN_EVENTS], total=len(lines)),
@@ -92,13 +120,14 @@ def elements(source: Source, project: str, name: str, here: str) -> Elements:
     )
 
 
-def inputs(source: Source, project: str, name: str) -> object:
+def inputs(board: Board, project: str, name: str, view: View, ending: Ending) -> object:
     """Return what the page depends on but for time; each change of a job is one of its record, too."""
+    source = board.source
     try:
         job = source.job(project, name)
     except NotFoundError:
         return None
-    return job, _place(source, job), source.notices_of(job.uid)
+    return job, board.place(job), source.notices_of(job.uid), ending.text, list(_others(source, view))
 
 
 def facts(job: Job) -> Iterator[tuple[str, str]]:
@@ -117,7 +146,7 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
             yield word, "once" if count == 1 else f"{count} times"
     if status.exit_code is not None:
         yield "Exit code", str(status.exit_code)
-    yield "Command", " ".join(spec.command)
+    yield "Command", shlex.join(spec.command)
 
 
 def size_chart(job: Job, points: Sequence[tuple[float, float]], end: float) -> Chart | None:
@@ -129,24 +158,6 @@ def size_chart(job: Job, points: Sequence[tuple[float, float]], end: float) -> C
     return charts.steps(
         "GPUs held", [(begin, 0.0), *points], begin=begin, end=end, top=max(value for _, value in points), latest=held
     )
-
-
-def figure_charts(job: Job, reports: Sequence[Report], end: float) -> Iterator[Chart]:
-    """Yield a chart for each figure that the training reports, its steps, and its throughput."""
-    if not reports:
-        return
-    begin, marks = reports[0].at, [change.at for change in job.status.resizes]
-    end = min(end, reports[-1].at + 1.0)
-    named = dict.fromkeys(name for report in reports for name in report.metrics)
-    for name in list(named)[:MAX_FIGURES]:
-        points = [(report.at, report.metrics[name]) for report in reports if name in report.metrics]
-        if chart := charts.curve(name, points, begin=begin, end=end, marks=marks):
-            yield chart
-    progress = [(report.at, float(report.step)) for report in reports]
-    rates = [(report.at, report.throughput) for report in reports if report.throughput]
-    for title, points in (("step", progress), ("samples/s", rates)):
-        if chart := charts.curve(title, points, begin=begin, end=end, marks=marks):
-            yield chart
 
 
 def worker_lines(job: Job) -> Iterator[WorkerLine]:
@@ -171,5 +182,15 @@ def checkpoints(reports: Iterable[Report]) -> list[tuple[float, int]]:
     return sorted(saved.items(), reverse=True)[:10]
 
 
-def _place(source: Source, job: Job) -> str:
-    return places(source.jobs()).get(job.uid, "") if job.status.phase is Phase.PENDING else ""
+def _others(source: Source, view: View) -> Iterator[Job]:
+    """Yield the jobs that are compared, as far as they still exist."""
+    for project, name in view.others:
+        with contextlib.suppress(NotFoundError):
+            yield source.job(project, name)
+
+
+def _failed_worker(job: Job) -> str:
+    """Return the index of the worker that failed first; "" if none is listed."""
+    failed = [worker for worker in job.status.workers if worker.exit_code]
+    first = min(failed, key=lambda worker: worker.finished_at or 0.0, default=None)
+    return "" if first is None else str(first.index)

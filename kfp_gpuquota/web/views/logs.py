@@ -5,6 +5,7 @@ Colors of a terminal are left out, other control characters are shown as escapes
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
@@ -35,33 +36,58 @@ SEARCHED_BYTES: Final = 20_000_000
 FOUND_LINES: Final = 1000
 POLL_S: Final = 15.0
 LONGEST_LINE: Final = 8192
+ALL: Final = "all"
+"""Names all workers of a job."""
+MOST_WORKERS: Final = 64
+LAST_LINES: Final = 30
+LAST_BYTES: Final = 16_384
 
 
 async def page(source: Source, project: str, name: str, worker: str, wanted: str, base: str) -> dict[str, Any]:
-    """Return the values of the page: the log's end, or its last lines with a text. Raises NotFoundError."""
+    """Return the values of the page: the log's end, or its last lines with a text. Raises NotFoundError.
+
+    With `worker` ALL: those of all workers, each line with its worker.
+    """
     job = source.job(project, name)
     reached = SEARCHED_BYTES if wanted else SHOWN_BYTES
-    text, offset = await _end(source, project, name, worker, reached)
-    cut = len(text) >= reached
-    if cut:
-        text = text.partition(b"\n")[2]
-    shown = plain_log(text)
-    lines: deque[str] = deque(maxlen=FOUND_LINES)
-    if wanted:
-        lines.extend(line for line in shown.split("\n") if wanted.lower() in line.lower())
-        shown = "\n".join(lines)
+    every = worker == ALL
+    workers = [str(one.index) for one in job.status.workers][-MOST_WORKERS:] if every else [worker]
+    share = reached // max(1, len(workers))
+    lines: deque[str] = deque(maxlen=FOUND_LINES if wanted else None)
+    cut, offset = False, 0
+    for one in workers:
+        text, offset = await _end(source, project, name, one, share)
+        cut = cut or len(text) >= share
+        lines.extend(await asyncio.to_thread(_lines, text, share, wanted, f"worker {one} | " if every else ""))
     return {
         "job": job,
         "here": join(base, "jobs", project, name),
         "worker": worker,
         "workers": _choices(job),
+        "every": every,
         "q": wanted,
         "found": len(lines),
-        "text": shown,
+        "text": "\n".join(lines),
         "cut": cut,
         "offset": offset,
         "revision": 0,
     }
+
+
+def _lines(text: bytes, most: int, wanted: str, prefix: str) -> list[str]:
+    """Return the lines of a log's end that contain a text; without its first line where that may be cut."""
+    if len(text) >= most:
+        text = text.partition(b"\n")[2]
+    plain = plain_log(text)
+    if not wanted and not prefix:
+        return [plain]
+    return [prefix + line for line in plain.rstrip("\n").split("\n") if line and wanted.lower() in line.lower()]
+
+
+async def last_lines(source: Source, project: str, name: str, worker: str) -> str:
+    """Return the last lines of a worker's log. Raises what the source raises."""
+    text, _ = await _end(source, project, name, worker, LAST_BYTES)
+    return "\n".join(plain_log(text).rstrip("\n").split("\n")[-LAST_LINES:])
 
 
 async def follow(
@@ -111,4 +137,4 @@ async def _end(source: Source, project: str, name: str, worker: str, most: int) 
 def _choices(job: Job) -> list[tuple[str, str]]:
     workers = [(str(worker.index), f"worker {worker.index}") for worker in job.status.workers]
     first = "the job's result" if job.status.result_worker else "the first worker"
-    return [("", first), *workers]
+    return [("", first), *workers, *([(ALL, "all workers")] if len(workers) > 1 else [])]

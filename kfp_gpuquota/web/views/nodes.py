@@ -1,161 +1,245 @@
-"""The Nodes page: the jobs on each GPU, shared GPUs, idle GPUs with their idle time, and remedies for fragmentation."""
+"""The Nodes page: a map of all GPUs, and the nodes in pages, with what runs on each GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api.label_selector import Requirement, selects
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.web.live import Elements
+from kfp_gpuquota.web.query import Choices, Query, Slice
 from kfp_gpuquota.web.rendering import render
+from kfp_gpuquota.web.views import gpu_map
+from kfp_gpuquota.web.views.board import natural
+from kfp_gpuquota.web.views.node import card, project_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from kfp_gpuquota.api import Job
-    from kfp_gpuquota.api.wire import NodeView, ShareView
-    from kfp_gpuquota.web.source import Source
+    from markupsafe import Markup
+
+    from kfp_gpuquota.api.wire import NodeView
+    from kfp_gpuquota.web.views.board import Board
+
+SIZES: Final = (10, 20, 50, 100)
+SORTS: Final[Mapping[str, tuple[str, Callable[[NodeView], Any]]]] = {
+    "name": ("name", lambda view: natural(view.node.name)),
+    "idle": ("fewest idle GPUs", lambda view: view.gpus_idle),
+    "used": ("fewest GPUs in use", lambda view: view.gpus_in_use),
+}
+MAPPED_NODES: Final = 2500
+"""The map has at most this number of nodes."""
+SHOWN_KEPT_WAITING: Final = 5
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one job holds of a GPU, or a pod that belongs to no job (`job` is None).
+@dataclass(frozen=True, kw_only=True)
+class Filter(Choices):
+    """Which nodes are shown: those on which a project has workers, with a type or state of GPU, a name, labels.
 
-    Where the GPU is shared, `share` is its row of the memory ledger, and `used` the path of a small chart: the part of
-    the device's memory that it used in the last minutes.
+    `color` is what the map's colors mean, and `group` the label by which it is grouped, or "pool"; "none" for neither.
     """
 
-    job: Job | None
-    project: str
-    name: str
-    percent: int
-    share: ShareView | None
-    used: str = ""
+    KEYS: ClassVar = ("project", "gpu", "state", "word", "selector", "color", "group", "sort", "size", "page")
+
+    project: str = ""
+    gpu: str = ""
+    state: str = ""
+    word: str = ""
+    selector: str = ""
+    color: str = "state"
+    group: str = "pool"
+    size: int = 10
+    required: tuple[Requirement, ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Filter:
+        """Return the filter of a query string."""
+        query = Query(given)
+        return cls(
+            required=query.selector("selector"),
+            selector=query.text("selector"),
+            project=query.project(),
+            gpu=query.text("gpu"),
+            state=query.choice("state", gpu_map.STATES),
+            word=query.text("word").lower(),
+            color=query.choice("color", gpu_map.COLORS, "state"),
+            group=query.text("group") or "pool",
+            sort=query.choice("sort", [*SORTS, *(f"-{name}" for name in SORTS)]),
+            size=query.number("size", cls.size, max(SIZES)),
+            page=query.number("page", 1),
+            problems=tuple(query.problems),
+        )
+
+    @property
+    def further(self) -> bool:
+        """Whether a choice of the form's second part is made."""
+        return bool(self.gpu or self.selector or self.sort or self.size != Filter.size)
+
+    def conditions(self, project_of: Callable[[str], str]) -> Iterator[Callable[[NodeView], object]]:
+        """Yield what a node has to meet to be shown."""
+        if self.word:
+            yield lambda view: self.word in view.node.name.lower()
+        if self.gpu:
+            yield lambda view: self.gpu in view.types
+        if self.selector:
+            yield lambda view: self.required and selects(self.required, view.node.labels)
+        if self.state:
+            yield lambda view: self.state in gpu_map.states(view)
+        if self.project:
+            yield lambda view: self.project in {project_of(holder) for holder in view.holders}
+
+    def group_of(self, view: NodeView) -> str:
+        """Return the group that the map has the node in."""
+        if self.group == "none":
+            return ""
+        return view.node.pool if self.group == "pool" else view.node.labels.get(self.group, "")
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One device; `idle_since` is in seconds since the epoch, `taken`: used by programs outside of the cluster."""
+class Group:
+    """A part of the map: the nodes of a pool or with one value of a label; `list` is the element that has its tiles."""
 
-    index: int
-    model: str
-    memory_mib: int
-    parts: tuple[Part, ...]
-    taken: bool
-    idle_since: float | None
+    list: str
+    name: str
+    views: Sequence[NodeView]
 
 
-def elements(source: Source, base: str, project: str = "") -> Elements:
-    """Return what the page shows; with a project only the nodes on which it has workers."""
-    views, jobs, idle = source.nodes(), source.jobs(), source.idle_since()
-    holders = {worker.id: job for job in jobs for worker in job.status.workers}
-    holders |= {f"{job.spec.project}/{worker.id}": job for job in jobs for worker in job.status.workers}
-    shown = [view for view in views if not project or _has(view, holders, project)]
-    rows = {
-        f"node-{view.node.name}": render(
-            "node.html",
-            view=view,
-            gpus=gpus(source, view, holders, idle),
-            used=as_number(view.gpus_in_use),
-            base=base,
-        )
-        for view in shown
-    }
-    return Elements({"fragments": render("fragments.html", base=base, **fragmentation(views, jobs))}, {"nodes": rows})
+class Tiles:
+    """Rendered tiles and cards of nodes; one is rendered again when its node has changed."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self._palette = gpu_map.Projects({})
+        self._tiles: dict[tuple[str, str, bool], tuple[NodeView, gpu_map.Projects, Markup, list[str]]] = {}
+        self._cards: dict[str, tuple[NodeView, tuple[float | None, ...], Markup]] = {}
+
+    def palette(self, board: Board) -> gpu_map.Projects:
+        """Return the colors of projects: the same object as before if these are the same."""
+        palette = gpu_map.Projects({view.project.name: view.project.guaranteed for view in board.source.projects()})
+        if palette.kinds != self._palette.kinds:
+            self._palette = palette
+        return self._palette
+
+    def tile(
+        self, view: NodeView, painter: gpu_map.Painter, color: str, palette: gpu_map.Projects, *, roomy: bool
+    ) -> tuple[Markup, list[str]]:
+        """Return a node's tile, and the kinds of its GPUs."""
+        key = (view.node.name, color, roomy)
+        found = self._tiles.get(key)
+        if found is None or found[0] is not view or found[1] is not palette:
+            kinds = painter.kinds(view)
+            made = gpu_map.tile(view, kinds, gpu_map.address(self._base, view.node.name), roomy=roomy)
+            found = self._tiles[key] = (view, palette, made, kinds)
+        return found[2], found[3]
+
+    def card(self, board: Board, view: NodeView, idle: Mapping[tuple[str, int], float]) -> Markup:
+        """Return what is shown of each of a node's GPUs."""
+        name = view.node.name
+        since = tuple(idle.get((name, device.index)) for device in view.node.devices)
+        found = self._cards.get(name)
+        if found is None or found[0] is not view or found[1] != since or view.shares:
+            if len(self._cards) > MAPPED_NODES:
+                self._cards.clear()
+            found = self._cards[name] = (view, since, card(board, view, idle, self._base))
+        return found[2]
 
 
-def inputs(source: Source) -> object:
+def elements(board: Board, base: str, wanted: Filter, tiles: Tiles) -> Elements:
+    """Return what the page shows."""
+    shown = admitted(board, wanted)
+    part = Slice.of(wanted, len(shown))
+    idle = board.source.idle_since()
+    rows = {f"node-{view.node.name}": tiles.card(board, view, idle) for view in shown[part.begin : part.end]}
+    mapped, parts = _map(board, wanted, shown, tiles)
+    parts["fragments"] = render("fragments.html", base=base, **fragmentation(board))
+    parts["found"] = render("node_counts.html", part=part, total=len(board.nodes()), mapped=MAPPED_NODES)
+    parts["pager"] = render("pager.html", part=part, chosen=wanted, sizes=SIZES, things="nodes")
+    return Elements(parts, {**mapped, "nodes": rows})
+
+
+def inputs(board: Board) -> object:
     """Return what the page depends on but for time."""
-    return source.nodes(), _kept_waiting(source.jobs())
+    return board.nodes(), board.facts.fragmented
 
 
-def gpus(
-    source: Source, view: NodeView, holders: Mapping[str, Job], idle: Mapping[tuple[str, int], float]
-) -> list[Gpu]:
-    """Return a node's devices with what each holds."""
-    shares = {(share.project, share.worker, share.device): share for share in view.shares}
-    return [
-        Gpu(
-            index=device.index,
-            model=device.model,
-            memory_mib=device.memory_mib,
-            parts=tuple(_parts(source, view.held.get(device.index, ()), device.index, holders, shares)),
-            taken=bool(view.used.get(device.index)) and not view.held.get(device.index),
-            idle_since=None if view.used.get(device.index) else idle.get((view.node.name, device.index)),
-        )
-        for device in view.node.devices
-    ]
+def admitted(board: Board, wanted: Filter) -> Sequence[NodeView]:
+    """Return the nodes that the filter admits, in the order that it asks for."""
+    found = list(board.nodes())
+    for condition in wanted.conditions(lambda worker: project_of(board, worker)):
+        found = [view for view in found if condition(view)]
+    column = wanted.sort.removeprefix("-")
+    if column:
+        found.sort(key=SORTS[column][1], reverse=wanted.sort.startswith("-"))
+    return found
 
 
-def fragmentation(views: Sequence[NodeView], jobs: Iterable[Job]) -> dict[str, object]:
+def groups(wanted: Filter, shown: Iterable[NodeView]) -> list[Group]:
+    """Return the parts of the map, each with its nodes in the order given."""
+    found: dict[str, list[NodeView]] = {}
+    for view in list(shown)[:MAPPED_NODES]:
+        found.setdefault(wanted.group_of(view), []).append(view)
+    return [Group(f"map-{i}", name, found[name]) for i, name in enumerate(sorted(found, key=natural))]
+
+
+def is_roomy(shown: Iterable[NodeView]) -> bool:
+    """Return whether the map has space for the nodes' names."""
+    return sum(view.gpus for view in shown) <= gpu_map.ROOMY_GPUS
+
+
+def fragmentation(board: Board) -> dict[str, object]:
     """Return how many GPUs are idle, how many of them one node has at most, and which jobs wait for that reason."""
-    free = {view.node.name: _idle(view) for view in views}
+    views = board.nodes()
+    free = {view.node.name: as_number(view.gpus_idle) for view in views}
     largest = max(free, key=lambda name: free[name], default="")
     return {
         "idle": as_number(sum(free.values())),
         "parts": sum(1 for view in views for used in view.used.values() if 0 < used < 1),
         "largest": free.get(largest, 0),
         "largest_node": largest,
-        "kept_waiting": _kept_waiting(jobs)[:5],
+        "kept_waiting": board.facts.fragmented[:SHOWN_KEPT_WAITING],
     }
 
 
-def _idle(view: NodeView) -> int | float:
-    return as_number(view.gpus - sum(1 for used in view.used.values() if used) - _others_in_use(view))
+def _map(
+    board: Board, wanted: Filter, shown: Sequence[NodeView], tiles: Tiles
+) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Return the map's lists of tiles, and its further elements."""
+    palette = tiles.palette(board)
+    painter = gpu_map.Painter(wanted.color, palette, lambda worker: project_of(board, worker))
+    roomy = is_roomy(shown)
+    lists: dict[str, dict[str, str]] = {}
+    parts: dict[str, str] = {}
+    all_kinds = []
+    for group in groups(wanted, shown):
+        made = [tiles.tile(view, painter, wanted.color, palette, roomy=roomy) for view in group.views]
+        lists[group.list] = {f"n-{v.node.name}": html for v, (html, _) in zip(group.views, made, strict=True)}
+        all_kinds += [found for _, found in made]
+        used = as_number(sum(view.gpus_in_use for view in group.views))
+        total = as_number(sum(view.gpus for view in group.views))
+        name = group.name or ("no pool" if wanted.group == "pool" else f"without {wanted.group}")
+        title = "" if wanted.group == "none" else name
+        parts[f"{group.list}-title"] = render(
+            "map_title.html", id=f"{group.list}-title", title=title, used=used, total=total, nodes=len(group.views)
+        )
+    counts = gpu_map.summed(all_kinds)
+    parts["legend"] = render("map_legend.html", legend=list(_legend(wanted, counts, palette)))
+    return lists, parts
 
 
-def _others_in_use(view: NodeView) -> float:
-    return sum(one.in_use * one.counts_as for one in view.resources)
-
-
-def _kept_waiting(jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that wait because idle GPUs are on too many nodes."""
-    return [
-        job
-        for job in jobs
-        if job.status.phase is Phase.PENDING
-        and job.status.reason is not None
-        and job.status.reason.code is ReasonCode.FRAGMENTED
-    ]
-
-
-def _parts(
-    source: Source,
-    workers: Iterable[str],
-    device: int,
-    holders: Mapping[str, Job],
-    shares: Mapping[tuple[str, str, int], ShareView],
-) -> Iterable[Part]:
-    for holder in workers:
-        job, (namespace, _, name) = holders.get(holder), holder.rpartition("/")
-        if job is None and not namespace:
-            continue
-        project = job.spec.project if job is not None else namespace
-        worker = holder.removeprefix(f"{project}/")
-        share = shares.get((project, worker, device))
-        held = _held(job, worker) if job is not None else share.request_mib / (share.total_mib or 1) if share else 1.0
-        used = _chart(source.memory_of(worker, device), share.total_mib) if share else ""
-        yield Part(job, project, job.spec.name if job is not None else name, round(held * 100), share, used)
-
-
-def _held(job: Job, worker: str) -> float:
-    return next(each.share for each in job.status.workers if each.id == worker)
-
-
-def _chart(used: Sequence[tuple[float, int]], total_mib: int) -> str:
-    """Return the SVG path of an area below memory in use, where 100 by 10 is all of the time and of the device."""
-    if len(used) < 2 or total_mib <= 0:
-        return ""
-    begin, span = used[0][0], used[-1][0] - used[0][0] or 1.0
-    points = [f"{100 * (at - begin) / span:.1f} {10 - 10 * min(1.0, mib / total_mib):.1f}" for at, mib in used]
-    return f"M0 10L{'L'.join(points)}L100 10Z"
-
-
-def _has(view: NodeView, holders: Mapping[str, Job], project: str) -> bool:
-    workers = [worker for held in view.held.values() for worker in held]
-    workers += [pod for one in view.resources for pod in one.held]
-    return any(
-        holders[worker].spec.project == project if worker in holders else worker.startswith(f"{project}/")
-        for worker in workers
-    )
+def _legend(
+    wanted: Filter, counts: Mapping[str, int], palette: gpu_map.Projects
+) -> Iterable[tuple[str, str, int, str]]:
+    """Yield (kind, words, GPUs, the query string that shows only these)."""
+    if wanted.color == "use":
+        yield from ((kind, words, counts.get(kind, 0), "") for kind, words in gpu_map.PARTS.items())
+        return
+    if wanted.color == "project":
+        for name, kind in palette.kinds.items():
+            if counts.get(kind):
+                yield kind, name, counts[kind], wanted.link(project=name)
+        others = {"project-other": "other projects", "project-several": "several projects"}
+        yield from ((kind, words, counts[kind], "") for kind, words in others.items() if counts.get(kind))
+    for state, words in gpu_map.STATES.items():
+        if (wanted.color == "state" and state in {"used", "idle"}) or counts.get(state):
+            yield state, words, counts.get(state, 0), wanted.link(state=state)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from kfp_gpuquota.api import Kind, Phase
-from kfp_gpuquota.api.label_selector import Requirement, parse_selector, selects
-from kfp_gpuquota.api.queue import queued
-from kfp_gpuquota.api.wording import place_of
-from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.api import Kind, Phase, ReasonCode
+from kfp_gpuquota.api.label_selector import Requirement, selects
 from kfp_gpuquota.web.live import Elements
+from kfp_gpuquota.web.query import Choices, Query, Slice
 from kfp_gpuquota.web.rendering import render
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.api.queue import Queued
-    from kfp_gpuquota.web.source import Source
+    from kfp_gpuquota.web.views.board import Board
 
-PAGE: Final = 1000
+SIZES: Final = (25, 100, 250, 1000)
 STATES: Final = {
     "active": "not ended",
     "waiting": "waiting",
@@ -29,79 +26,114 @@ STATES: Final = {
     "ended": "ended",
     "all": "all",
 }
-_ORDER: Final = {
-    Phase.PENDING: 0,
-    Phase.STARTING: 1,
-    Phase.RUNNING: 2,
-    Phase.STOPPING: 3,
-    Phase.SUSPENDED: 4,
+
+
+def _progress(job: Job) -> float:
+    progress = job.status.progress
+    if progress is None:
+        return -1.0
+    return progress.step / progress.total_steps if progress.total_steps else 0.0
+
+
+SORTS: Final[Mapping[str, tuple[str, Callable[[Job], Any]]]] = {
+    "job": ("name", lambda job: (job.spec.name, job.spec.project)),
+    "project": ("project", lambda job: job.spec.project),
+    "state": ("state", lambda job: job.status.phase.value),
+    "gpus": ("GPUs", lambda job: (job.status.gpus, job.spec.gpus)),
+    "progress": ("progress", _progress),
+    "reason": ("why", lambda job: job.status.reason.code.value if job.status.reason else ""),
+    "submitted": ("time of submission", lambda job: job.status.submitted_at),
 }
-_LAST: Final = 5
+GPU_PRODUCT: Final = "nvidia.com/gpu.product"
+_RUNNING: Final = frozenset({Phase.STARTING.value, Phase.RUNNING.value, Phase.STOPPING.value})
+_IN_STATE: Final[Mapping[str, Callable[[Job], bool]]] = {
+    "active": lambda job: not job.status.phase.final,
+    "waiting": lambda job: job.status.phase is Phase.PENDING,
+    "running": lambda job: job.status.phase.value in _RUNNING,
+    "suspended": lambda job: job.status.phase is Phase.SUSPENDED,
+    "ended": lambda job: job.status.phase.final,
+}
 
 
-@dataclass(frozen=True)
-class Filter:
-    """What is shown: of a project, of a kind, in a state, with a word in its name; from `page` on (0 is the first).
+@dataclass(frozen=True, kw_only=True)
+class Filter(Choices):
+    """Which jobs are shown: of a project, a kind, a state, with a word in the name, a label, a reason, a GPU, a user.
 
-    And with the labels that `selector` requires; `problem` is why it cannot be read, and then nothing is shown.
+    `gpu` is a type of GPUs on which a job runs, or for which it asks.
     """
+
+    KEYS: ClassVar = (
+        "project", "kind", "state", "word", "selector", "reason", "gpu", "user", "sort", "size", "page",
+    )  # fmt: skip
 
     project: str = ""
     kind: str = ""
     state: str = "active"
     word: str = ""
-    page: int = 0
     selector: str = ""
+    reason: str = ""
+    gpu: str = ""
+    user: str = ""
+    size: int = 100
     required: tuple[Requirement, ...] = ()
-    problem: str = ""
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Filter:
-        """Return the filter of a query; values that do not exist count as not given."""
-        page, selector, problem = query.get("page", ""), query.get("selector", "").strip(), ""
-        required: tuple[Requirement, ...] = ()
-        try:
-            required = parse_selector(selector)
-        except InvalidFieldError as error:
-            problem = error.message
+    def of(cls, given: Mapping[str, str]) -> Filter:
+        """Return the filter of a query string."""
+        query = Query(given)
         return cls(
-            selector=selector,
-            required=required,
-            problem=problem,
-            project=query.get("namespace") or query.get("project", ""),
-            kind=query.get("kind", "") if query.get("kind") in set(Kind) else "",
-            state=query["state"] if query.get("state") in STATES else "active",
-            word=query.get("word", "").strip().lower(),
-            page=int(page) if page.isascii() and page.isdecimal() and len(page) <= 6 else 0,
+            required=query.selector("selector"),
+            selector=query.text("selector"),
+            project=query.project(),
+            kind=query.choice("kind", list(Kind)),
+            state=query.choice("state", STATES, "active"),
+            word=query.text("word").lower(),
+            reason=query.choice("reason", list(ReasonCode)),
+            gpu=query.text("gpu"),
+            user=query.text("user"),
+            sort=query.choice("sort", [*SORTS, *(f"-{name}" for name in SORTS)]),
+            size=query.number("size", cls.size, max(SIZES)),
+            page=query.number("page", 1),
+            problems=tuple(query.problems),
         )
 
-    def admits(self, job: Job) -> bool:
-        """Whether the job is shown."""
-        return (
-            not self.problem
-            and (not self.project or job.spec.project == self.project)
-            and (not self.kind or job.spec.kind == self.kind)
-            and (not self.word or self.word in job.spec.name.lower())
-            and selects(self.required, job.spec.labels)
-            and _in_state(job.status.phase, self.state)
-        )
+    @property
+    def further(self) -> bool:
+        """Whether a choice of the form's second part is made."""
+        return bool(self.reason or self.gpu or self.user or self.sort or self.size != Filter.size)
+
+    def conditions(self, models: Mapping[str, frozenset[str]]) -> Iterator[Callable[[Job], object]]:
+        """Yield what a job has to meet to be shown; `models` are the types of each node's GPUs."""
+        if self.state != "all":
+            yield _IN_STATE[self.state]
+        if self.project:
+            yield lambda job: job.spec.project == self.project
+        if self.kind:
+            yield lambda job: job.spec.kind == self.kind
+        if self.word:
+            yield lambda job: self.word in job.spec.name.lower()
+        if self.reason:
+            yield lambda job: job.status.reason is not None and job.status.reason.code == self.reason
+        if self.user:
+            yield lambda job: job.owner == self.user
+        if self.selector:
+            yield lambda job: self.required and selects(self.required, job.spec.labels)
+        if self.gpu:
+            yield lambda job: self.gpu in _models(job, models)
 
 
 class Rows:
     """Rendered rows of jobs; one is rendered again when its job or its place has changed."""
 
-    def __init__(self, base: str) -> None:
-        self._base = base
+    def __init__(self, base: str, most: int = 4 * max(SIZES)) -> None:
+        self._base, self._most = base, most
         self._rows: dict[str, tuple[Job, str, str]] = {}
 
-    def of(self, jobs: Iterable[Job], places: Mapping[str, str]) -> dict[str, str]:
+    def of(self, jobs: Iterable[Job], place: Callable[[Job], str]) -> dict[str, str]:
         """Return HTML by element id, in the order given."""
-        return {f"job-{job.uid}": self._row(job, places.get(job.uid, "")) for job in jobs}
-
-    def forget_all_but(self, uids: set[str]) -> None:
-        """Drop the rows of jobs that were deleted."""
-        if len(self._rows) > len(uids):
-            self._rows = {uid: row for uid, row in self._rows.items() if uid in uids}
+        if len(self._rows) > self._most:
+            self._rows.clear()
+        return {f"job-{job.uid}": self._row(job, place(job)) for job in jobs}
 
     def _row(self, job: Job, place: str) -> str:
         found = self._rows.get(job.uid)
@@ -110,55 +142,28 @@ class Rows:
         return found[2]
 
 
-def elements(source: Source, wanted: Filter, rows: Rows) -> Elements:
+def elements(board: Board, wanted: Filter, rows: Rows) -> Elements:
     """Return what the page shows."""
-    jobs = source.jobs()
-    rows.forget_all_but({job.uid for job in jobs})
-    shown = sorted((job for job in jobs if wanted.admits(job)), key=_key)
-    begin = wanted.page * PAGE
-    counts = render(
-        "job_counts.html",
-        shown=len(shown),
-        begin=begin,
-        end=min(len(shown), begin + PAGE),
-        total=len(jobs),
-        waiting=sum(job.status.phase is Phase.PENDING for job in shown),
-    )
-    return Elements({"counts": counts}, {"jobs": rows.of(shown[begin : begin + PAGE], places(jobs))})
+    shown = admitted(board, wanted)
+    part = Slice.of(wanted, len(shown))
+    waiting = sum(job.status.phase is Phase.PENDING for job in shown)
+    counts = render("job_counts.html", part=part, total=len(board.facts.jobs), waiting=waiting)
+    pager = render("pager.html", part=part, chosen=wanted, sizes=SIZES, things="jobs")
+    return Elements({"counts": counts, "pager": pager}, {"jobs": rows.of(shown[part.begin : part.end], board.place)})
 
 
-def places(jobs: Iterable[Job]) -> dict[str, str]:
-    """Return by uid what comes before each job that waits, in its project's own order."""
-    queues: dict[tuple[str, str], list[Queued]] = {}
-    for job in jobs:
-        if (mine := queued(job)) is not None:
-            queues.setdefault((job.spec.project, mine.pool), []).append(mine)
-    return {
-        each.uid: place_of(ordered, i)
-        for waiting in queues.values()
-        for ordered in [sorted(waiting, key=lambda one: one.key)]
-        for i, each in enumerate(ordered)
-    }
+def admitted(board: Board, wanted: Filter) -> Sequence[Job]:
+    """Return the jobs that the filter admits, in the order that it asks for; those that are equal in it as queued."""
+    models = {view.node.name: frozenset(d.model for d in view.node.devices) for view in board.nodes() if wanted.gpu}
+    found: list[Job] = list(board.facts.in_order)
+    for condition in wanted.conditions(models):
+        found = [job for job in found if condition(job)]
+    column = wanted.sort.removeprefix("-")
+    if column:
+        found.sort(key=SORTS[column][1], reverse=wanted.sort.startswith("-"))
+    return found
 
 
-def _key(job: Job) -> tuple[int, int, float]:
-    order = _ORDER.get(job.status.phase, _LAST)
-    if order == _LAST:
-        return order, 0, -(job.status.finished_at or 0.0)
-    return order, -job.spec.effective_priority, job.status.submitted_at
-
-
-def _in_state(phase: Phase, state: str) -> bool:
-    match state:
-        case "active":
-            return not phase.final
-        case "waiting":
-            return phase is Phase.PENDING
-        case "running":
-            return phase in {Phase.STARTING, Phase.RUNNING, Phase.STOPPING}
-        case "suspended":
-            return phase is Phase.SUSPENDED
-        case "ended":
-            return phase.final
-        case _:
-            return True
+def _models(job: Job, models: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    running = [models.get(worker.node, frozenset()) for worker in job.status.workers]
+    return frozenset().union({job.spec.node_selector.get(GPU_PRODUCT, "")}, *running)

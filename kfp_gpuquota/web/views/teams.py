@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.web.live import Elements
+from kfp_gpuquota.web.query import Choices, Query
 from kfp_gpuquota.web.rendering import render
 
 if TYPE_CHECKING:
@@ -19,9 +19,17 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import Usage
     from kfp_gpuquota.api.wire import ProjectView
     from kfp_gpuquota.web.source import Source
+    from kfp_gpuquota.web.views.board import Board
 
 SPANS: Final = {"hour": (3600, 30), "day": (86_400, 600), "week": (604_800, 3600)}
 """How far the charts go back, and how long each of their intervals is, in seconds."""
+FLAGS: Final = {
+    "waits": "wait",
+    "starved": "wait for their guarantee",
+    "borrows": "borrow",
+    "lends": "lend",
+    "idle": "leave GPUs idle",
+}
 CHART_WIDTH: Final = 160
 CHART_HEIGHT: Final = 32
 
@@ -80,28 +88,57 @@ class Team:
             yield "idle", f"leaves idle {show_gpus(amounts.unused)}"
 
 
-def elements(source: Source, span: str, chosen: str) -> Elements:
-    """Return what the page shows of the last hour, day or week; of one project and those below it where `chosen`."""
-    teams = list(tree(source.projects(), chosen))
+@dataclass(frozen=True, kw_only=True)
+class Filter(Choices):
+    """Which teams are shown, and how far the charts go back: of one project and those below it, with one flag."""
+
+    KEYS: ClassVar = ("project", "span", "show")
+
+    project: str = ""
+    span: str = "hour"
+    show: str = ""
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Filter:
+        """Return the filter of a query string."""
+        query = Query(given)
+        return cls(
+            project=query.project(),
+            span=query.choice("span", SPANS, "hour"),
+            show=query.choice("show", FLAGS),
+            problems=tuple(query.problems),
+        )
+
+    def admits(self, team: Team) -> bool:
+        """Whether the team is shown."""
+        return not self.show or self.show in {kind for kind, _ in team.flags()}
+
+
+def elements(board: Board, base: str, wanted: Filter) -> Elements:
+    """Return what the page shows."""
+    source = board.source
+    everyone = list(tree(source.projects(), wanted.project))
+    past = _past(source, wanted.span, everyone)
+    teams = [team for team in everyone if wanted.admits(team)]
     scale = max((most(team.amounts) for team in teams), default=0.0) or 1.0
-    past = _past(source, span, teams)
     rows = {
         f"team-{team.name}": render(
             "team.html",
             team=team,
+            base=base,
             bar=bar(team.amounts, scale),
             flags=list(team.flags()),
-            chart=spark(past.get(team.name, ()), source.now(), span),
-            span=span,
+            chart=spark(past.get(team.name, ()), source.now(), wanted.span),
+            span=wanted.span,
         )
         for team in teams
     }
-    return Elements({"totals": totals(source)}, {"teams": rows})
+    return Elements({"totals": totals(board, base)}, {"teams": rows})
 
 
-def inputs(source: Source) -> object:
+def inputs(board: Board) -> object:
     """Return what the page depends on but for time."""
-    return source.projects(), totals(source)
+    return board.source.projects(), board.nodes(), board.facts.waiting
 
 
 def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
@@ -160,20 +197,20 @@ def bar(amounts: Amounts, scale: float) -> dict[str, str]:
     }
 
 
-def totals(source: Source) -> str:
-    """Return the line of figures above the tree."""
-    views, nodes = source.projects(), source.nodes()
+def totals(board: Board, base: str) -> str:
+    """Return the line of figures above the tree, each with a link to the list of what it counts."""
+    views, nodes = board.source.projects(), board.nodes()
     devices = sum(view.gpus for view in nodes)
     used = sum(view.gpus_in_use for view in nodes)
-    waiting = sum(job.status.phase is Phase.PENDING for job in source.jobs())
+    waiting = board.facts.waiting
     figures = [
-        ("GPUs", as_number(devices), ""),
-        ("in use", as_number(used), ""),
-        ("idle", as_number(max(0.0, devices - used)), ""),
-        ("borrowed", as_number(sum(view.over_quota for view in views)), "borrowed"),
-        ("jobs that wait", waiting, "waiting" if waiting else ""),
+        ("GPUs", as_number(devices), "", "/nodes"),
+        ("in use", as_number(used), "", "/nodes?state=used"),
+        ("idle", as_number(max(0.0, devices - used)), "", "/nodes?state=idle"),
+        ("borrowed", as_number(sum(view.over_quota for view in views)), "borrowed", "/teams?show=borrows"),
+        ("jobs that wait", waiting, "waiting" if waiting else "", "/queue?state=waiting"),
     ]
-    return render("totals.html", figures=figures)
+    return render("totals.html", figures=figures, base=base)
 
 
 def spark(past: Sequence[Usage], now: float, span: str) -> dict[str, object] | None:

@@ -24,6 +24,7 @@ from kfp_gpuquota.api.wire import (
     Lease,
     LogChunk,
     Outlook,
+    PageAddress,
     PageLink,
     StopAction,
     Supposition,
@@ -286,8 +287,9 @@ class KubernetesClient(ProjectCalls):
         """Return what the leading controller sees. Raises UnauthorizedError without the rights."""
         return debug_state.read(self.calls, self._context)
 
-    def open_page(self) -> PageLink:
+    def open_page(self, address: PageAddress | None = None, *, log_out: bool = False) -> PageLink:
         """Raise UsageError: the page of a Kubernetes cluster is served there."""
+        del address, log_out
         raise UsageError("the web page is one of the embedded cluster; leave out the context")
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:

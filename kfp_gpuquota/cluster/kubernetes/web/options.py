@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
-from kfp_gpuquota.errors import UsageError
+from kfp_gpuquota.errors import InvalidFieldError, UsageError
+from kfp_gpuquota.web.setting import base_of, origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ class Options(argparse.Namespace):
     @property
     def base(self) -> str:
         """Return the path that begins every address, without a slash at its end."""
-        return "/".join(["", *filter(None, self.base_path.split("/"))]).rstrip("/")
+        return base_of(self.base_path)
 
 
 def parsed(arguments: Sequence[str] | None) -> Options:
@@ -61,10 +62,10 @@ def parsed(arguments: Sequence[str] | None) -> Options:
 
 
 def _origin(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path.strip("/") or parts.query:
-        raise argparse.ArgumentTypeError(f"{text!r} is no origin; it is like https://kubeflow.example.org")
-    return f"{parts.scheme}://{parts.netloc}".lower()
+    try:
+        return origin_of(text)
+    except InvalidFieldError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def _address(text: str) -> str:

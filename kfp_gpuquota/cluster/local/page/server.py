@@ -1,7 +1,8 @@
 """The embedded cluster's web page: a port on 127.0.0.1 that is opened when `gpuquota ui` asks for it.
 
 Port and path stay the same over restarts of the daemon where that is possible, so that an open page finds the next one.
-The daemon itself does not open the port again: until somebody asks, nothing listens.
+The next daemon opens the port at its start if a browser's cookie is still valid; else nothing listens until somebody
+asks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import secrets
 import socket
 from typing import TYPE_CHECKING, Final
@@ -16,12 +18,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.api.wire import PageLink
+from kfp_gpuquota.api.wire import PageAddress, PageLink
 from kfp_gpuquota.cluster.local.home import write_private
-from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.cluster.local.page.peers import OwnUser
+from kfp_gpuquota.errors import InvalidFieldError, RunError
 from kfp_gpuquota.server.audit import audited
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
-from kfp_gpuquota.web.setting import Setting
+from kfp_gpuquota.web.setting import Setting, base_of, origin_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
@@ -32,15 +35,17 @@ if TYPE_CHECKING:
 ADDRESS: Final = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S: Final = 0.5
 BACKLOG: Final = 128
+_PATH: Final = re.compile(r"(/[A-Za-z0-9._~@%{}-]*)*")
 
 log = logging.getLogger(__name__)
 
 
 class _Location(msgspec.Struct):
-    """Where the page was served last; `word` begins its path."""
+    """Where the page was served last; `word` begins its path, behind the path of a proxy."""
 
     port: int = 0
     word: str = ""
+    address: PageAddress = PageAddress()
 
 
 class PageServer:
@@ -52,41 +57,70 @@ class PageServer:
         self._runner: web.AppRunner | None = None
         self._url = ""
 
-    async def open(self) -> PageLink:
-        """Serve the page if it is not served yet, and return a link that opens once. Raises RunError."""
+    async def open(self, address: PageAddress | None = None, log_out: bool = False) -> PageLink:  # noqa: FBT001, FBT002
+        """Serve the page if it is not served yet, and return a link that opens once. Raises RunError.
+
+        With an address it is served for that from now on; with `log_out` no browser is let in any more without a link.
+        """
         try:
-            from kfp_gpuquota.web.access import LINK_VALID_S, Access  # noqa: PLC0415 (jinja2: only with a page)
+            from kfp_gpuquota.web.access import LINK_VALID_S  # noqa: PLC0415 (jinja2: only with a page)
+            from kfp_gpuquota.web.app import build_pages  # noqa: F401, PLC0415
         except ImportError as error:
             raise RunError(f"the web page needs {error.name}; run: pip install 'kfp-gpuquota[cluster]'") from error
+        location = self._location()
+        if address is not None:
+            _check(address)
+        if address is not None and address != location.address:
+            location.address = address
+            self._write(location)
+            await self.close()
         if self._access is None:
-            access = Access()
-            await self._serve(access)
-            self._access = access
+            self._access = self._stored_access()
+        if self._runner is None:
+            await self._serve(self._access, location)
+        if log_out:
+            self._access.log_out()
         return PageLink(url=f"{self._url}/enter?token={self._access.new_link()}", valid_s=LINK_VALID_S)
+
+    async def resume(self) -> None:
+        """Serve the page again if a browser's cookie is valid that an earlier daemon gave."""
+        if not self._home.page_sessions_file.exists():
+            return
+        try:
+            self._access = self._stored_access()
+            if self._access.admits_some:
+                await self._serve(self._access, self._location())
+        except (ImportError, RunError) as error:
+            log.warning("the web page is not served: %s", error)
 
     async def close(self) -> None:
         """Close the port, and the streams of all pages."""
         if self._runner is not None:
             await self._runner.cleanup()
+            self._runner = None
 
-    async def _serve(self, access: Access) -> None:
+    async def _serve(self, access: Access, location: _Location) -> None:
         from kfp_gpuquota.web.access import COOKIE, SessionDoor  # noqa: PLC0415
         from kfp_gpuquota.web.app import build_pages, entering  # noqa: PLC0415
         from kfp_gpuquota.web.visit import Visit  # noqa: PLC0415
 
-        def caller(request: web.Request) -> tuple[int, int]:
-            return 0, os.geteuid() if access.admits(request.cookies.get(COOKIE, "")) else -1
+        own = OwnUser()
 
-        location = self._location()
+        def caller(request: web.Request) -> tuple[int, int]:
+            admitted = own.sent(request) and access.admits(request.cookies.get(COOKIE, ""))
+            return 0, os.geteuid() if admitted else -1
+
         listener = _listen(location.port)
-        port = listener.getsockname()[1]
-        word = location.word or secrets.token_urlsafe(16)
-        write_private(self._home.page_file, msgspec.json.encode(_Location(port, word)).decode())
-        setting = Setting(f"/{word}", frozenset({f"http://{ADDRESS}:{port}", f"http://localhost:{port}"}))
+        location.port = port = listener.getsockname()[1]
+        location.word = location.word or secrets.token_urlsafe(16)
+        self._write(location)
+        local, base = f"http://{ADDRESS}:{port}", base_of(location.address.base_path.replace("{port}", str(port)))
+        proxied = {origin_of(location.address.origin)} if location.address.origin else set()
+        setting = Setting(f"{base}/{location.word}", frozenset({local, f"http://localhost:{port}", *proxied}))
         application = build_pages(
-            SessionDoor(access, Visit(self._source, setting)),
+            SessionDoor(access, Visit(self._source, setting), own.sent),
             setting,
-            enter=entering(access, setting.base),
+            enter=entering(access, setting.base, setting.origins),
             outer=[audited(self._audit, caller)],
         )
         self._runner = LimitedRunner(
@@ -94,14 +128,37 @@ class PageServer:
         )
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
-        self._url = f"http://{ADDRESS}:{port}/{word}"
+        self._url = f"{next(iter(proxied), local)}{setting.base}"
         log.info("serving the web page on %s port %d", ADDRESS, port)
+
+    def _stored_access(self) -> Access:
+        from kfp_gpuquota.web.access import Access, Sessions  # noqa: PLC0415
+
+        file = self._home.page_sessions_file
+        try:
+            sessions = msgspec.json.decode(file.read_bytes(), type=Sessions)
+        except (OSError, msgspec.DecodeError):
+            sessions = None
+        return Access(sessions=sessions, save=lambda now: write_private(file, msgspec.json.encode(now).decode()))
+
+    def _write(self, location: _Location) -> None:
+        write_private(self._home.page_file, msgspec.json.encode(location).decode())
 
     def _location(self) -> _Location:
         try:
             return msgspec.json.decode(self._home.page_file.read_bytes(), type=_Location)
         except (OSError, msgspec.DecodeError):
             return _Location()
+
+
+def _check(address: PageAddress) -> None:
+    """Raise InvalidFieldError for an address that no proxy has."""
+    if address.origin:
+        origin_of(address.origin)
+    if not _PATH.fullmatch(address.base_path):
+        raise InvalidFieldError(
+            "base_path", address.base_path, "it must begin with /", hint="like /user/NAME/proxy/absolute/{port}"
+        )
 
 
 def _listen(port: int) -> socket.socket:

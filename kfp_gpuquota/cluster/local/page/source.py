@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.history import Report
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.api.wire import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Usage
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.source import Notice
 
 CACHED_EVENTS: Final = 64
-_SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE})
 
 
 class LocalPages:
@@ -42,6 +40,8 @@ class LocalPages:
         self._views: dict[str, tuple[JobRecord, list[WorkerRecord], Job]] = {}
         self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
         self._events: dict[str, tuple[int, tuple[Event, ...]]] = {}
+        self._projects: tuple[int, tuple[ProjectView, ...]] = (-1, ())
+        self._nodes: tuple[object, tuple[NodeView, ...]] = (None, ())
 
     def revision(self) -> int:
         """Return the state's revision."""
@@ -61,7 +61,10 @@ class LocalPages:
 
     def projects(self) -> tuple[ProjectView, ...]:
         """Return all projects."""
-        return self._state.list_projects()
+        revision = self._state.revision
+        if self._projects[0] != revision:
+            self._projects = (revision, self._state.list_projects())
+        return self._projects[1]
 
     def jobs(self) -> tuple[Job, ...]:
         """Return all jobs; the view of one whose records did not change is the same object as before."""
@@ -78,8 +81,16 @@ class LocalPages:
         return self._view(self._state.job_named(project, name))
 
     def nodes(self) -> tuple[NodeView, ...]:
-        """Return all nodes."""
-        return self._cluster.list_nodes()
+        """Return all nodes; the same tuple as before if neither they nor their workers have changed.
+
+        The memory of devices that several share changes without a change of the state.
+        """
+        state = self._state
+        workers = tuple(state.workers.values())
+        seen = (state.nodes, state.taken, workers)
+        if self._nodes[0] != seen or any(record.worker.share < 1 for record in workers):
+            self._nodes = (seen, self._cluster.list_nodes())
+        return self._nodes[1]
 
     def memory_of(self, worker: str, device: int) -> tuple[tuple[float, int], ...]:
         """Return what a worker used of a device."""
@@ -116,11 +127,18 @@ class LocalPages:
     def sizes_of(self, job: Job) -> list[tuple[float, float]]:
         """Return what the job held after each moment at which workers started or exited."""
         held, found = 0.0, []
-        changes = (event for event in self.events_of(job.uid) if event.kind in _SIZE_EVENTS)
-        for at, together in itertools.groupby(changes, key=lambda event: event.at):
-            held = max(0.0, held + sum(event.gpus for event in together))
+        for at, together in itertools.groupby(sorted(self._changes(job.uid)), key=lambda change: change[0]):
+            held = max(0.0, held + sum(gpus for _, gpus in together))
             found.append((at, as_number(held)))
         return found
+
+    def _changes(self, uid: str) -> Iterator[tuple[float, float]]:
+        """Yield (time, change of the GPUs that the job holds) for each of its workers, in no order."""
+        for record in self._state.workers_of(uid):
+            worker = record.worker
+            yield worker.started_at, worker.gpus
+            if not record.alive:
+                yield worker.finished_at or worker.started_at, -worker.gpus
 
     def reports_of(self, uid: str) -> tuple[Report, ...]:
         """Return a training's reports, the last one included."""
@@ -191,4 +209,4 @@ class LocalPages:
 
 
 def _same(before: Sequence[WorkerRecord], now: Sequence[WorkerRecord]) -> bool:
-    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
+    return len(before) == len(now) and (not now or all(one is other for one, other in zip(before, now, strict=True)))

@@ -14,13 +14,14 @@ import math
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.history import GpuHours, Report
+from kfp_gpuquota.api.history import Report, gpu_hours_of
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kfp_gpuquota.api import Progress
+    from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.api.wire import NodeView, ProjectView
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.engine.job_book import Change
@@ -36,8 +37,6 @@ SAMPLE_S: Final = 10.0
 MEMORY_SAMPLES: Final = 90
 KEPT_S: Final = {30: 3600, 600: 86_400, 3600: 8 * 86_400, 86_400: 400 * 86_400}
 """Widths of usage intervals, and for how long those of each width are kept, in seconds."""
-
-_HOUR_S: Final = 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -159,20 +158,7 @@ def gpu_hours(store: Store, now: float, since_s: float) -> tuple[GpuHours, ...]:
     earlier.
     """
     width_s = next((width for width, kept_s in KEPT_S.items() if since_s <= kept_s), max(KEPT_S))
-    held: dict[str, tuple[float, float]] = {}
-    for one in store.load_usage(width_s, now - since_s):
-        total, borrowed = held.get(one.project, (0.0, 0.0))
-        held[one.project] = total + one.held * one.seconds, borrowed + one.borrowed * one.seconds
-    rows = [
-        GpuHours(
-            project=project,
-            guaranteed=round((total - borrowed) / _HOUR_S, 2),
-            borrowed=round(borrowed / _HOUR_S, 2),
-            total=round(total / _HOUR_S, 2),
-        )
-        for project, (total, borrowed) in held.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: (-row.total, row.project)))
+    return gpu_hours_of(store.load_usage(width_s, now - since_s))
 
 
 class MemoryHistory:

@@ -144,13 +144,19 @@ class ClusterState(JobStore):
         held = dict.fromkeys(self.projects, 0.0)
         wanted = dict.fromkeys(self.projects, 0.0)
         surplus = dict.fromkeys(self.projects, 0.0)
-        device_memory_mib = self._device_memory_mib()
+        device_memory_mib = None
         for uid, job in self.jobs.items():
-            if job.spec.project in held and not job.status.phase.final:
-                gpus = sum(w.worker.gpus for w in self.alive_of(uid))
-                held[job.spec.project] += gpus
-                surplus[job.spec.project] += 0.0 if job.spec.shared else max(0.0, gpus - job.spec.gpus)
-                wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(device_memory_mib))
+            spec = job.spec
+            if spec.project not in held or job.status.phase.final:
+                continue
+            gpus = sum(w.worker.gpus for w in self.alive_of(uid)) if self._workers_of.get(uid) else 0
+            held[spec.project] += gpus
+            if spec.shared:
+                device_memory_mib = self._device_memory_mib() if device_memory_mib is None else device_memory_mib
+                wanted[spec.project] += spec.gpus * min(1.0, spec.share_of(device_memory_mib))
+            else:
+                wanted[spec.project] += spec.gpus
+                surplus[spec.project] += max(0.0, gpus - spec.gpus)
         views = (
             ProjectView(
                 project=project,
@@ -162,6 +168,11 @@ class ClusterState(JobStore):
             for name, project in sorted(self.projects.items())
         )
         return with_lent(views, sum(len(node.devices) for node in self.nodes.values()))
+
+    @property
+    def taken(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the devices of each node that are used by others."""
+        return self._taken
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes, with the workers that hold their devices; a device that is taken is used and held by none."""

@@ -1,0 +1,109 @@
+"""What trainings report, as charts: of one job, or of several over one another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.web import charts
+from kfp_gpuquota.web.query import Choices, Query
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.history import Report
+    from kfp_gpuquota.web.charts import Chart
+    from kfp_gpuquota.web.source import Source
+
+MAX_FIGURES: Final = 8
+MAX_COMPARED: Final = 4
+AXES: Final = {"time": "time since its first report", "step": "step"}
+SCALES: Final = {"linear": "linear", "log": "logarithmic"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class View(Choices):
+    """How the charts are drawn: over time or steps, on which scale, and which jobs ("project/name") are compared."""
+
+    KEYS: ClassVar = ("compare", "x", "scale")
+
+    compare: str = ""
+    x: str = "time"
+    scale: str = "linear"
+    others: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, str], project: str, source: Source) -> View:
+        """Return the view of a query string on the page of a job in this project. A name alone is in that project."""
+        query = Query(given)
+        asked = [name.strip() for name in query.text("compare").split(",") if name.strip()]
+        pairs = [(owner or project, name) for owner, _, name in (one.rpartition("/") for one in asked)]
+        others = []
+        for owner, name in dict.fromkeys(pairs):
+            try:
+                source.job(owner, name)
+            except NotFoundError as error:
+                query.problems.append(error.message.partition(";")[0])
+                continue
+            others.append((owner, name))
+        if len(others) > MAX_COMPARED:
+            query.problems.append(f"compare has {len(others)} jobs; the first {MAX_COMPARED} of them are shown")
+        return cls(
+            compare=query.text("compare"),
+            x=query.choice("x", AXES, "step" if others else "time"),
+            scale=query.choice("scale", SCALES, "linear"),
+            others=tuple(others[:MAX_COMPARED]),
+            problems=tuple(query.problems),
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job with its reports."""
+
+    job: Job
+    reports: Sequence[Report]
+
+    def points(self, value_of: Callable[[Report], float | None], axis: str) -> list[tuple[float, float]]:
+        """Return (seconds since the first report, or step; value); from its first value on, NaN where there is none."""
+        begin = self.reports[0].at if self.reports else 0.0
+        found = [
+            (report.at - begin if axis == "time" else float(report.step), value_of(report)) for report in self.reports
+        ]
+        first = next((i for i, (_, value) in enumerate(found) if value is not None), len(found))
+        return [(x, math.nan if value is None else value) for x, value in found[first:]]
+
+
+def figure_charts(runs: Sequence[Run], view: View) -> Iterator[Chart]:
+    """Yield a chart for each figure that the first job reports, then those of the others, its steps and throughput."""
+    runs = [run for run in runs if run.reports]
+    if not runs:
+        return
+    begin, end = _ends(runs, view.x)
+    first = runs[0].reports[0].at
+    marks = [change.at - first for change in runs[0].job.status.resizes] if view.x == "time" else []
+    names = dict.fromkeys(name for run in runs for report in run.reports for name in report.metrics)
+    figures: list[tuple[str, Callable[[Report], float | None]]] = [(name, _metric(name)) for name in names]
+    figures[MAX_FIGURES:] = []
+    if view.x == "time":
+        figures.append(("step", lambda report: float(report.step)))
+    figures.append(("samples/s", lambda report: report.throughput or None))
+    for title, value_of in figures:
+        lines = [(f"{run.job.spec.project}/{run.job.spec.name}", run.points(value_of, view.x)) for run in runs]
+        drawn = charts.curves(title, lines, begin=begin, end=end, marks=marks, logarithmic=view.scale == "log")
+        if drawn is not None:
+            yield drawn
+
+
+def _metric(name: str) -> Callable[[Report], float | None]:
+    return lambda report: report.metrics.get(name)
+
+
+def _ends(runs: Sequence[Run], axis: str) -> tuple[float, float]:
+    if axis == "time":
+        return 0.0, max(run.reports[-1].at - run.reports[0].at for run in runs) + 1.0
+    found = [float(report.step) for run in runs for report in run.reports]
+    return min(0.0, *found), max(found)
