@@ -122,9 +122,7 @@ class Pages:
 
     def _timeline(self, query: Mapping[str, str]) -> Page:
         wanted = timeline.Filter.of(query)
-        live = LivePage(
-            lambda: timeline.elements(self._board, self._base, wanted), _MEASURED_S, lambda: self._board.facts.jobs
-        )
+        live = LivePage(lambda: timeline.elements(self._board, self._base, wanted), _MEASURED_S, self._board.nodes)
         values = {
             "wanted": wanted,
             "projects": self._projects(wanted.project),
