@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LEAST_S: Final = 300.0
+LEAST_S: Final = 600.0
 STEPS: Final = 20
-"""The learned bound: this number of the longest step so far, and at least LEAST_S."""
+"""The learned bound: this number of the longest step so far, and at least LEAST_S, the time limit of NCCL in torch."""
 WARM_UP: Final = 3
 """Steps after a change of members that may take any time: kernels are compiled for new shapes."""
 STDERR: Final = 2
