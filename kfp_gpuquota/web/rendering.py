@@ -84,8 +84,10 @@ def exactly(at: float) -> Markup:
 
 
 def expected(start: ExpectedStart) -> str:
-    """Return when a job is expected to start: "between 2026-11-25 14:10 and 14:40 UTC"."""
+    """Return when a job is expected to start: "between 2026-11-25 14:10 and 14:40 UTC"; one time within a minute."""
     earliest, latest = (datetime.fromtimestamp(at, UTC) for at in (start.earliest, start.latest))
+    if f"{earliest:%F %H:%M}" == f"{latest:%F %H:%M}":
+        return f"at about {latest:%Y-%m-%d %H:%M} UTC"
     same_day = earliest.date() == latest.date()
     return f"between {earliest:%Y-%m-%d %H:%M} and {latest:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}} UTC"
 

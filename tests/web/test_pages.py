@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kfp_gpuquota.api import pipeline_labels
+from kfp_gpuquota.api.job import ExpectedStart
+from kfp_gpuquota.web.rendering import expected
 from tests.web.visitor import Tags
 
 if TYPE_CHECKING:
@@ -167,3 +170,14 @@ def test_a_log_follows_is_searched_and_downloaded(embedded_cluster: EmbeddedClus
     assert whole.text == "one\n\x1b[31mtwo\x1b[0m <b>\nthree\n"
     assert whole.headers["Content-Disposition"] == 'attachment; filename="talker.log"'
     assert visitor.get("/jobs/team-a/talker/log?worker=99").status == 404
+
+
+def test_an_expected_start_within_one_minute_is_one_time() -> None:
+    noon = datetime(2026, 11, 25, 12, tzinfo=UTC).timestamp()
+    starts = {
+        (0, 59): "at about 2026-11-25 12:00 UTC",
+        (0, 60): "between 2026-11-25 12:00 and 12:01 UTC",
+        (0, 86400): "between 2026-11-25 12:00 and 2026-11-26 12:00 UTC",
+    }
+    for (earliest_s, latest_s), shown in starts.items():
+        assert expected(ExpectedStart(earliest=noon + earliest_s, latest=noon + latest_s)) == shown
