@@ -12,9 +12,13 @@ import hypothesis.strategies as st
 import pytest
 import yaml  # type: ignore[import-untyped]
 from hypothesis import given
+from msgspec.structs import replace
 
 import kfp_gpuquota.version
 from kfp_gpuquota.cli.jobs.logs import tail_start
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.storage.database import stored_config
+from kfp_gpuquota.fractions import Policy
 from tests import forked, programs
 from tests.cli.conftest import PROGRAM
 
@@ -215,6 +219,21 @@ def test_a_cluster_of_another_shape_does_not_lose_running_jobs(team: Cli) -> Non
     answer = team.run("cluster start --gpus-per-node 1 --nodes 1")
     held = team.job("x", "team-a")["status"]["workers"][0]["devices"]
     assert (answer.code == 0) == (held == [0])
+
+
+def test_a_rule_that_is_changed_leaves_the_shape_and_the_other_rules(team: Cli) -> None:
+    """With `--reserve-after` alone a cluster of several nodes had one node."""
+    team("cluster start --nodes 2 --gpus-per-node 3 --keep-ended-jobs 7 --no-moves")
+    before = stored_config(team.cluster.home.database)
+    team("cluster start --reserve-after 60 --lend-silent")
+    policy = Policy(lend_silent=True)
+    after = replace(before, reserve_after_s=60.0, memory_policy=policy)
+    assert stored_config(team.cluster.home.database) == after
+    assert "2 with 6 GPUs" in team("cluster status")
+    team("cluster start --gpus 2")
+    assert stored_config(team.cluster.home.database) == replace(after, nodes=1, gpus_per_node=2)
+    team("cluster start --moves --no-lend-silent --reserve-after 1800")
+    assert stored_config(team.cluster.home.database) == ClusterConfig(gpus_per_node=2, keep_ended_jobs=7)
 
 
 def test_top_shows_projects_nodes_and_jobs(team: Cli) -> None:

@@ -88,7 +88,7 @@ def test_a_process_that_does_not_listen_is_ended_for_the_owner_and_everybody_is_
 
 def test_an_owner_waits_for_its_part_and_can_be_deleted_before_it_starts(team: Cli) -> None:
     team("cluster", "stop")
-    team("cluster", "start", "--gpus", "1", "--gpu-memory", "16000Mi")  # the killer is off
+    team("cluster", "start", "--gpus", "1", "--gpu-memory", "16000Mi", "--no-gpu-memory-killer")
     hold(team, "deaf", "0.25", "0.8", "take", str(int(0.8 * TOTAL)))
     until(team, lambda found: used(found, "deaf") == 0.8 * TOTAL)
     hold(team, "owner", "0.75", "", "take", "10")

@@ -225,7 +225,7 @@ def test_a_project_with_jobs_cannot_be_deleted(two_teams: EmbeddedCluster) -> No
 def test_a_quota_below_what_sessions_hold_is_refused(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("notebook", kind="build")
     two_teams.wait_for_phase("notebook", "Running")
-    with pytest.raises(ConflictError, match="holds 1 GPU in sessions"):
+    with pytest.raises(ConflictError, match="holds 1 GPU in jobs that cannot be preempted"):
         two_teams.client.set_project(Project(name="team-a", guaranteed=0))
     assert two_teams.client.get_project("team-a").project.guaranteed == 1
 

@@ -32,6 +32,8 @@ from kfp_gpuquota.cli.display.terminal import echo, echo_data, make_output_priva
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kfp_gpuquota.api.node import SharingRules
     from kfp_gpuquota.cluster.local.devices import ClusterConfig
     from kfp_gpuquota.cluster.local.home import Home
@@ -73,9 +75,10 @@ HalfLifeOption = Annotated[
     ),
 ]
 KillerOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--gpu-memory-killer", help="End processes that hold GPU memory which an owner needs; else only report."
+        "--gpu-memory-killer/--no-gpu-memory-killer",
+        help="End processes that hold GPU memory which an owner needs; else only report.",
     ),
 ]
 LogLimitOption = Annotated[
@@ -131,7 +134,9 @@ SmallestOption = Annotated[
         help="The smallest part of a GPU that a job may ask for (default 0.01).",
     ),
 ]
-NoMovesOption = Annotated[bool, typer.Option("--no-moves", help="Move no job to make room for another one.")]
+MovesOption = Annotated[
+    bool | None, typer.Option("--moves/--no-moves", help="Move jobs to make room for others (default), or none.")
+]
 ReserveAfterOption = Annotated[
     float | None,
     typer.Option(
@@ -142,7 +147,11 @@ ReserveAfterOption = Annotated[
     ),
 ]
 LendOption = Annotated[
-    bool, typer.Option("--lend-silent", help="Lend also what jobs without elastic_runtime leave of their GPU memory.")
+    bool | None,
+    typer.Option(
+        "--lend-silent/--no-lend-silent",
+        help="Lend also what jobs without elastic_runtime leave of their GPU memory.",
+    ),
 ]
 
 
@@ -187,13 +196,16 @@ def start(
     print_unit: PrintUnitOption = False,
     install_unit: InstallUnitOption = False,
     cpu_slots: CpuSlotsOption = False,
-    no_moves: NoMovesOption = False,
-    gpu_memory_killer: KillerOption = False,
-    lend_silent: LendOption = False,
+    moves: MovesOption = None,
+    gpu_memory_killer: KillerOption = None,
+    lend_silent: LendOption = None,
 ) -> None:
     """Start the cluster; other commands start it by themselves where it does not run.
 
     One that runs takes on the shape that is given: its jobs go on, and none of their GPUs may be missing in it.
+
+    What is not given stays: rules one by one, the shape (nodes, GPUs, CPUs, memory, pools, Ray) as a whole. A cluster
+    that several users share is as its command line says.
 
     GPUs are this machine's, or those that --gpus names (one alone with a comma: 3,); where it has none, CPU slots stand
     for them. A simulated node is a label on such slots.
@@ -203,6 +215,7 @@ def start(
       gpuquota cluster start --nodes 4 --gpus-per-node 10
       gpuquota cluster start --gpus 0,1,3
       gpuquota cluster start --gpus 2 --gpu-memory 16G
+      gpuquota cluster start --reserve-after 600
       gpuquota cluster start --ray auto
       sudo gpuquota cluster start --shared --group gpu --admin-group gpu-admins --install-unit
     """
@@ -211,6 +224,7 @@ def start(
         DEFAULT_KEEP_ENDED_JOBS,
         DEFAULT_KEEP_ENDED_S,
         DEFAULT_LOG_LIMIT_MIB,
+        SHAPE,
         ClusterConfig,
     )
     from kfp_gpuquota.cluster.local.start import ensure_running  # noqa: PLC0415
@@ -233,7 +247,7 @@ def start(
         memory_reserve=memory_reserve,
         smallest_share=smallest_share,
     )
-    switches = gpu_memory_killer or lend_silent or no_moves or cpu_slots
+    switches = cpu_slots or any(switch is not None for switch in (gpu_memory_killer, lend_silent, moves))
     shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool, cpu_slots or None)
     count, chosen = count_or_gpus(gpus_per_node)
     on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
@@ -260,13 +274,26 @@ def start(
             log_limit_mib=DEFAULT_LOG_LIMIT_MIB if log_limit is None else parse_mib("log_limit", log_limit),
             keep_ended_s=DEFAULT_KEEP_ENDED_S if keep_ended_days is None else keep_ended_days * 86_400,
             keep_ended_jobs=DEFAULT_KEEP_ENDED_JOBS if keep_ended_jobs is None else keep_ended_jobs,
-            memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
+            memory_policy=Policy(killer=bool(gpu_memory_killer), lend_silent=bool(lend_silent)),
             ray=on_ray,
             sharing=sharing,
-            moves=not no_moves,
+            moves=moves is not False,
             reserve_after_s=RESERVE_AFTER_S if reserve_after is None else reserve_after,
             shared=for_users,
         )
+        if for_users is None:
+            unchanged = {
+                SHAPE: (*shape, on_ray),
+                ("usage_half_life_s",): (usage_half_life,),
+                ("log_limit_mib",): (log_limit,),
+                ("keep_ended_s",): (keep_ended_days,),
+                ("keep_ended_jobs",): (keep_ended_jobs,),
+                ("memory_policy",): (gpu_memory_killer, lend_silent),
+                ("sharing",): (sharing,),
+                ("moves",): (moves,),
+                ("reserve_after_s",): (reserve_after,),
+            }
+            config = _with_former(home, config, unchanged)
         if for_users is not None and (print_unit or install_unit):
             show_unit(home, for_users, install=install_unit)
             return
@@ -279,6 +306,19 @@ def start(
         _start_as(home, config)
     echo(f"the cluster runs in {home.root}")
     status()
+
+
+def _with_former(
+    home: Home, config: ClusterConfig, options: Mapping[tuple[str, ...], Sequence[object]]
+) -> ClusterConfig:
+    """Return the configuration with the former values of those fields of which no option is given."""
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    from kfp_gpuquota.cluster.local.storage.database import stored_config  # noqa: PLC0415
+
+    former = stored_config(home.database)
+    kept = [field for fields, given in options.items() if all(one is None for one in given) for field in fields]
+    return replace(config, **{field: getattr(former, field) for field in kept})
 
 
 def _start_as(home: Home, config: ClusterConfig) -> None:

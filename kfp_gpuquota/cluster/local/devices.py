@@ -31,6 +31,13 @@ MAX_HALF_LIFE_S = 365 * 86_400.0
 _MIB = 1 << 20
 
 
+SHAPE = (
+    "nodes", "gpus_per_node", "gpus", "cpu_slots", "gpu_memory_mib",
+    "cpus_per_node", "memory_per_node_mib", "pools", "ray",
+)  # fmt: skip
+"""The fields of a cluster's configuration that say what it has; the others are its rules."""
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The shape of the embedded cluster. Without `gpus_per_node`: the machine's GPUs, or 2 CPU slots.
 

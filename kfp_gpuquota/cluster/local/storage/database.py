@@ -13,6 +13,9 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
@@ -74,6 +77,23 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     mode = "ro" if read_only else "rwc"
     target = f"file:{path.as_posix().replace('%', '%25').replace('?', '%3f').replace('#', '%23')}?mode={mode}"
     return sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_S)
+
+
+def stored_config(path: Path) -> ClusterConfig:
+    """Return the configuration that a cluster has, also while it runs; the default one if there is no cluster."""
+    if not path.exists():
+        return ClusterConfig()
+    try:
+        with contextlib.closing(connect(path, read_only=True)) as found:
+            return config_in(found)
+    except (sqlite3.Error, msgspec.DecodeError) as error:
+        raise StateFileError(f"the configuration in {path} could not be read: {error}") from error
+
+
+def config_in(database: sqlite3.Connection) -> ClusterConfig:
+    """Return the configuration as last saved."""
+    row = database.execute("SELECT value FROM meta WHERE key = 'config'").fetchone()
+    return msgspec.json.decode(row[0], type=ClusterConfig) if row else ClusterConfig()
 
 
 def back_up(path: Path, target: Path) -> None:

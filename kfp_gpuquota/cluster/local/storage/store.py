@@ -21,14 +21,15 @@ from kfp_gpuquota.api import Node, Project
 from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import Event
-from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from kfp_gpuquota.cluster.local.storage.database import open_database
+from kfp_gpuquota.cluster.local.storage.database import config_in, open_database
 from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from kfp_gpuquota.cluster.local.devices import ClusterConfig
 
 Record = TypeVar("Record", Project, JobRecord, WorkerRecord)
 
@@ -85,8 +86,7 @@ class Store:
 
     def load_config(self) -> ClusterConfig:
         """The cluster's shape, as last saved."""
-        row = self._db.execute("SELECT value FROM meta WHERE key = 'config'").fetchone()
-        return msgspec.json.decode(row[0], type=ClusterConfig) if row else ClusterConfig()
+        return config_in(self._db)
 
     def load_projects(self) -> list[Project]:
         """All projects that can be read, by name."""
