@@ -1,4 +1,4 @@
-"""Effective training time under faults: the part of the wall time that counts, beside torchrun and torchft.
+"""Effective training time under faults: the part of the wall time that counts, beside torchrun, torchft and Ray Train.
 
 The same model trains on two workers on each side, one side after the other, through the same faults. In each minute:
 
@@ -10,9 +10,10 @@ The same model trains on two workers on each side, one side after the other, thr
 `effective`: the applied steps, each counted once and as long as an undisturbed step of that side at that size, over the
 wall time; `lost_s` splits the rest by the fault after which it was lost; `steady` was lost before the first one.
 `wasted_steps` are steps that were computed again. `overhead` is the undisturbed step at two workers over that of
-torchrun, plain DistributedDataParallel with a checkpoint every minute. Last line: JSON.
+torchrun, plain DistributedDataParallel with a checkpoint every minute. Ray's TorchTrainer reports one every 20 steps;
+its workers are raylets of one CPU, and an eviction is a drain. Last line: JSON.
 
-Usage: python benchmarks/effective_time.py [--minutes 3] [--mparams 26] [--sides elastic,torchrun,torchft]
+Usage: python benchmarks/effective_time.py [--minutes 3] [--mparams 26] [--sides elastic,torchrun,torchft,ray]
                                            [--picture out/effective_time.png]
 """
 
@@ -20,16 +21,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ray_train
 import resize_peers
 import torch
 from common import print_conditions, print_result
@@ -38,7 +44,7 @@ from elastic_bench import Bench, Step, Task
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-SIDES = ("elastic", "torchrun", "torchft")
+SIDES = ("elastic", "torchrun", "torchft", "ray")
 LOSS, EVICTION, JOIN, STALL = "loss", "eviction", "join", "stall"
 SCRIPT = ((5.0, LOSS), (20.0, EVICTION), (30.0, JOIN), (40.0, STALL))
 STALLED_S = 15.0
@@ -143,6 +149,59 @@ class Peer:
         return self._bench.steps("w0")
 
 
+class RayTrain:
+    """TorchTrainer on a Ray cluster: a worker is a raylet, beside the head that w0 runs on."""
+
+    def __init__(self, directory: Path) -> None:
+        from ray.cluster_utils import Cluster  # noqa: PLC0415
+
+        self._shape = {"num_cpus": 1, "object_store_memory": ray_train.STORE_BYTES, "include_dashboard": False}
+        self._directory, self._nodes = directory, dict[str, Any]()
+        self._cluster = Cluster(initialize_head=True, head_node_args=self._shape, shutdown_at_exit=False)
+
+    def begin(self) -> None:
+        """Start two workers, and wait until they train together."""
+        import ray  # noqa: PLC0415
+
+        self.start("w1")
+        ray.init(self._cluster.address, log_to_driver=False)
+        arguments = ("torch", "26m", str(self._directory), threading.Event())
+        threading.Thread(target=ray_train.fit, args=arguments, daemon=True).start()
+        ray_train.wait_for(self._directory, 2, FIRST_STEPS)
+
+    def start(self, worker: str) -> None:
+        """Add a worker."""
+        self._nodes[worker] = self._cluster.add_node(**self._shape)
+
+    def kill(self, worker: str) -> None:
+        """End it with SIGKILL."""
+        if (node := self._nodes.pop(worker, None)) is not None:
+            self._cluster.remove_node(node, allow_graceful=False)
+
+    def evict(self, worker: str) -> None:
+        """Ask it to leave; the node goes when that is over."""
+        node = self._nodes.pop(worker)
+        ray_train.drain(self._cluster.address, node.node_id)
+        threading.Timer(ray_train.DRAIN_S, self._cluster.remove_node, [node]).start()
+
+    def pause(self, worker: str) -> None:
+        """Stop what trains on the node with SIGSTOP."""
+        import psutil  # type: ignore[import-untyped]  # noqa: PLC0415
+
+        raylet = self._nodes[worker].all_processes["raylet"][0].process
+        for child in psutil.Process(raylet.pid).children(recursive=True):
+            if "Train" in " ".join(child.cmdline()):
+                child.suspend()
+
+    def close(self) -> None:
+        """End all nodes."""
+        self._cluster.shutdown()
+
+    def steps(self) -> list[Step]:
+        """Return what rank 0 has written."""
+        return ray_train.steps_of(self._directory)
+
+
 @dataclass
 class Run:
     """What one side did: its steps, when the clock started and stopped, and when each fault came."""
@@ -235,6 +294,8 @@ def wait(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> 
 
 def measure(name: str, task: Task, minutes: int) -> Run:
     """Play one side in a directory of its own."""
+    if name == "ray":
+        return measured_apart(minutes)
     with tempfile.TemporaryDirectory() as directory:
         if name == "elastic":
             with Bench(Path(directory), task, FIRST_STEPS) as bench:
@@ -242,6 +303,31 @@ def measure(name: str, task: Task, minutes: int) -> Run:
         every = CHECKPOINT_EVERY_S if name == "torchrun" else 0.0
         with resize_peers.PeerBench(name, Path(directory), task, FIRST_STEPS, checkpoint_every_s=every) as peers:
             return play(Peer(peers), minutes)
+
+
+def measured_apart(minutes: int) -> Run:
+    """Play Ray's side in a process of its own: a trainer of Ray has no way to be stopped."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory, "run.json")
+        command = [sys.executable, __file__, "--apart", str(result), "--minutes", str(minutes)]
+        subprocess.run(command, check=True, timeout=600 + 90 * minutes)
+        found = json.loads(result.read_text())
+    steps = [Step(**step) for step in found.pop("steps")]
+    return Run(steps, faults=[(at, fault) for at, fault in found.pop("faults")], **found)
+
+
+def play_apart(result: Path, minutes: int) -> None:
+    """Play Ray's side, and write the run."""
+    import ray  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as directory:
+        side = RayTrain(Path(directory))
+        try:
+            result.write_text(json.dumps(asdict(play(side, minutes))))
+        finally:
+            ray.shutdown()
+            side.close()
+    os._exit(0)  # the trainer's thread has no end
 
 
 def figures(run: Run, plain_s: float) -> dict[str, Any]:
@@ -259,10 +345,16 @@ def main() -> None:
     parser.add_argument("--mparams", type=float, default=26.0)
     parser.add_argument("--sides", default="elastic,torchrun")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--apart", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.apart:
+        play_apart(given.apart, given.minutes)
+        return
     sides = given.sides.split(",")
     if unknown := set(sides) - set(SIDES):
         parser.error(f"--sides has {', '.join(sorted(unknown))}; known are {', '.join(SIDES)}")
+    if "ray" in sides and given.mparams != ray_train.MPARAMS:
+        parser.error(f"Ray's side has {ray_train.MPARAMS:g} M parameters: leave out --mparams, or ray")
     for name in sides:
         resize_peers.check_installed(name)
     print_conditions("effective training time", minutes=given.minutes, mparams=given.mparams, sides=sides)
