@@ -179,7 +179,7 @@ def guarded(door: Door, setting: Setting, refuse: Callable[[web.Request, Refusal
 
     `refuse` makes the answer to all others. `/enter` and `/static/` need no identity.
     """
-    enter, static = f"{setting.base}/enter", f"{setting.base}/static/"
+    enter, static = f"{setting.path}/enter", f"{setting.path}/static/"
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

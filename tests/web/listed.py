@@ -82,6 +82,6 @@ def on(name: str, node: str, *devices: int, share: float = 1.0) -> Worker:
 
 def view(name: str, gpus: int = 8, *, held: dict[int, tuple[str, ...]] | None = None, **more: Any) -> NodeView:
     used = more.pop("used", dict.fromkeys(held or {}, 1))
-    model = more.pop("model", "A100")
+    model, resources = more.pop("model", "A100"), more.pop("resources", ())
     devices = tuple(Device(index=i, model=model) for i in range(gpus))
-    return NodeView(node=Node(name=name, devices=devices, **more), held=held or {}, used=used)
+    return NodeView(node=Node(name=name, devices=devices, **more), held=held or {}, used=used, resources=resources)

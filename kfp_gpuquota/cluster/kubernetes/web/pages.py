@@ -312,11 +312,15 @@ def _events(job: Job) -> Iterator[Event]:
 
 
 def _sizes(job: Job) -> Iterator[tuple[float, float]]:
-    """Yield (time, GPUs) of the changes in a status, of which it keeps the last."""
+    """Yield (time, GPUs) of the changes in a status, of which it keeps the last.
+
+    The status of an ended job has no GPUs any more: if its size never changed, it held what it asked for.
+    """
     status = job.status
     if status.started_at is None:
         return
-    first = status.resizes[0].from_gpus if status.resizes else status.gpus
+    held = status.gpus if status.finished_at is None else job.spec.gpus
+    first = status.resizes[0].from_gpus if status.resizes else held
     if first:
         yield status.started_at, first
     for change in status.resizes:
