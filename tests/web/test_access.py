@@ -57,6 +57,16 @@ def test_a_link_opens_once_and_its_cookie_is_for_this_page_only(embedded_cluster
     assert not second.cookie
 
 
+def test_a_cookie_of_another_servers_page_locks_nobody_out(visitor: Visitor) -> None:
+    """Browsers send the cookies of all ports of a host."""
+    own = visitor.cookie
+    for cookies in (f"gpuquota=x; {own}", f"{own}; gpuquota=x", f'gpuquota="; {own}'):
+        visitor.cookie = cookies
+        assert visitor.get("/queue").status == 200, cookies
+    visitor.cookie = "gpuquota=x; gpuquota="
+    assert visitor.get("/queue").status == 401
+
+
 def test_a_link_is_void_after_two_minutes_and_a_cookie_is_one_servers() -> None:
     now = 0.0
     access, other = Access(lambda: now), Access(lambda: now)

@@ -109,14 +109,14 @@ class PageServer:
             self._runner = None
 
     async def _serve(self, access: Access, location: _Location) -> None:
-        from kfp_gpuquota.web.access import COOKIE, SessionDoor  # noqa: PLC0415
+        from kfp_gpuquota.web.access import SessionDoor  # noqa: PLC0415
         from kfp_gpuquota.web.app import build_pages, entering  # noqa: PLC0415
         from kfp_gpuquota.web.visit import Visit  # noqa: PLC0415
 
         own = OwnUser()
 
         def caller(request: web.Request) -> tuple[int, int]:
-            admitted = own.sent(request) and access.admits(request.cookies.get(COOKIE, ""))
+            admitted = own.sent(request) and access.cookie_of(request) != ""
             return 0, os.geteuid() if admitted else -1
 
         listener = _listen(location.port)
