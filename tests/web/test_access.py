@@ -290,6 +290,24 @@ def test_the_page_comes_back_on_another_port_where_its_own_is_taken(embedded_clu
         assert second.enter().status == 200
 
 
+def test_a_daemon_starts_though_its_page_cannot_be_served(embedded_cluster: EmbeddedCluster, visitor: Visitor) -> None:
+    """Here because of a stored address that nothing can be served at."""
+    assert visitor.get("/queue").status == 200
+    embedded_cluster.client.stop_cluster()
+    await_stop(embedded_cluster.home)
+    file = embedded_cluster.home.page_file
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps({**stored, "address": {"origin": "nowhere"}}))
+    start(embedded_cluster.home)
+    client = cast("Client", embedded_cluster.client)
+    assert not client.list_jobs().jobs
+    with pytest.raises(InvalidFieldError, match="origin is 'nowhere'"):
+        client.open_page()
+    again = Visitor(client.open_page(PageAddress(base_path="/")).url)
+    assert (again.port, again.base) == (visitor.port, visitor.base)
+    assert visitor.get("/queue").status == 200
+
+
 def test_a_head_request_does_not_use_a_link_up(embedded_cluster: EmbeddedCluster) -> None:
     """As link previews and other programs send one before a browser opens it."""
     visitor = visitor_of(embedded_cluster)

@@ -23,7 +23,7 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import PageAddress, PageLink
 from kfp_gpuquota.cluster.local.home import write_private
 from kfp_gpuquota.cluster.local.page.peers import OwnUser
-from kfp_gpuquota.errors import InvalidFieldError, RunError
+from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, RunError
 from kfp_gpuquota.server.audit import audited
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.web.setting import Setting, base_of, origin_of
@@ -99,7 +99,7 @@ class PageServer:
             self._access = self._stored_access()
             if self._access.admits_some:
                 await self._serve(self._access, self._location())
-        except (ImportError, RunError) as error:
+        except (ImportError, OSError, GpuQuotaError) as error:  # the cluster does not need its page
             log.warning("the web page is not served: %s", error)
 
     async def close(self) -> None:
