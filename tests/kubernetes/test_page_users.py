@@ -59,6 +59,8 @@ def test_an_ended_job_whose_size_never_changed_held_what_it_asked_for() -> None:
     nothing = cast("Any", None)
     pages = UserPages(Identity("ann"), *[nothing] * 6)
     assert pages.sizes_of(job("ended", gpus=4, started_at=10.0, finished_at=20.0)) == [(10.0, 4), (20.0, 0.0)]
+    assert pages.sizes_of(job("part", gpus=1, gpu_fraction=0.25, started_at=10.0, finished_at=20.0))[0] == (10.0, 0.25)
+    assert pages.sizes_of(job("memory", gpus=1, gpu_memory_mib=9, started_at=10.0, finished_at=20.0)) == [(20.0, 0.0)]
     assert pages.sizes_of(job("never", gpus=4, finished_at=20.0)) == []
     assert pages.sizes_of(job("suspended", gpus=4, started_at=10.0)) == []
     change = Resize(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.live import Elements
 
 NOW = 1_000_000.0
+SPEC_FIELDS = ("project", "gpus", "node_selector", "priority", "labels", "gpu_fraction", "gpu_memory_mib")
 
 
 class Cluster:
@@ -68,7 +69,7 @@ class Cluster:
 
 
 def job(name: str, *, owner: str = "", worker: Worker | None = None, **more: Any) -> Job:
-    spec = {key: more.pop(key) for key in ("project", "gpus", "node_selector", "priority", "labels") if key in more}
+    spec = {key: more.pop(key) for key in SPEC_FIELDS if key in more}
     held = {"workers": (worker,), "gpus": worker.gpus, "phase": Phase.RUNNING} if worker else {}
     made = JobSpec(name=name, command=("true",), **{"project": "team-a", **spec})
     return Job(uid=f"uid-{name}", spec=made, status=JobStatus(**{"submitted_at": NOW, **held, **more}), owner=owner)
