@@ -116,6 +116,16 @@ class Access:
         """Whether the cookie was given by `enter`, and is still valid."""
         return bool(cookie) and self._sessions.until.get(self._digest(cookie), 0.0) > self._clock()
 
+    def cookie_of(self, request: web.Request) -> str:
+        """Return the cookie of a request that is valid; "" if none is.
+
+        There may be others of the name: servers on other ports of the host can set some, which shall lock nobody out.
+        """
+        pairs = (
+            pair.strip().partition("=") for line in request.headers.getall("Cookie", ()) for pair in line.split(";")
+        )
+        return next((value for name, _, value in pairs if name == COOKIE and self.admits(value)), "")
+
     def log_out(self) -> None:
         """Make all cookies and links invalid."""
         self._sessions, self._links = Sessions(), {}
@@ -154,7 +164,7 @@ class SessionDoor:
         """Return that the browser has no valid cookie, or that another user's program sends the request."""
         if not self.trusted(request):
             return Refusal(403, "The request is from a program of another user of this machine.")
-        if self.access.admits(request.cookies.get(COOKIE, "")):
+        if self.access.cookie_of(request):
             return None
         return Refusal(401, "This browser has not been let in, or was logged out.", AGAIN)
 
@@ -164,7 +174,7 @@ class SessionDoor:
 
     def form_token(self, request: web.Request) -> str:
         """Return the token of the browser's cookie."""
-        return self.access.form_token(request.cookies.get(COOKIE, ""))
+        return self.access.form_token(self.access.cookie_of(request))
 
 
 def headers(*, framed: bool) -> dict[str, str]:
@@ -179,7 +189,7 @@ def guarded(door: Door, setting: Setting, refuse: Callable[[web.Request, Refusal
 
     `refuse` makes the answer to all others. `/enter` and `/static/` need no identity.
     """
-    enter, static = f"{setting.base}/enter", f"{setting.base}/static/"
+    enter, static = f"{setting.path}/enter", f"{setting.path}/static/"
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -61,7 +61,7 @@ def build_pages(
     application = web.Application(
         client_max_size=MAX_FORM_BYTES, middlewares=[*outer, _finished(setting), guarded(door, setting, refuse)]
     )
-    site, base = _Site(door, setting), setting.base
+    site, base = _Site(door, setting), setting.path
     job = f"{base}/jobs/{{project}}/{{name}}"
     application.add_routes([
         web.get(f"{base}/", site.start),
@@ -217,7 +217,7 @@ class _Site:
     ) -> web.StreamResponse:
         """Send each (id, data) as an event of that kind, and an empty comment for None; at the end an event `end`.
 
-        A stream that fails is cut off, so that the browser opens it again.
+        A stream that fails is cut off, so that the browser opens it again; one whose reader was logged out, too.
         """
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self._headers})
         await answer.prepare(request)
@@ -225,6 +225,9 @@ class _Site:
         try:
             async with contextlib.aclosing(messages):
                 async for message_ in messages:
+                    if (found := await self._door.refusal(request)) is not None:
+                        log.info("a stream of %s ends: %s", request.path, found.sentence)
+                        return answer
                     await answer.write(b": \n\n" if message_ is None else _event(kind, *message_))
             await answer.write(b"event: end\ndata: \n\n")
         except (GpuQuotaError, ConnectionError) as error:

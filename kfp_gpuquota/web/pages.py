@@ -69,7 +69,7 @@ class Pages:
             return self._node(names["node"])
         if names:
             return self._job(names["project"], names["name"], query)
-        match path.removeprefix(self._base):
+        match path.removeprefix(self._setting.path):
             case "/queue":
                 return self._queue(query)
             case "/pipelines":

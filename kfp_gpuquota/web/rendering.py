@@ -37,6 +37,7 @@ def environment() -> jinja2.Environment:
         short=charts.short,
         gpus=show_gpus,
         number=as_number,
+        amount=amount,
         moment=moment,
         since=since,
         exactly=exactly,
@@ -61,6 +62,11 @@ def duration(seconds: float) -> str:
     if whole < _DAY_S:
         return f"{whole // _HOUR_S}h {whole % _HOUR_S // _MINUTE_S}m"
     return f"{whole // _DAY_S}d {whole % _DAY_S // _HOUR_S}h"
+
+
+def amount(gpus: float) -> str:
+    """Return a number of GPUs that is a sum of parts, to two places: "3", "1,024", "0.43"."""
+    return f"{as_number(round(gpus, 2)):,}"
 
 
 def moment(at: float) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from urllib.parse import quote, urlsplit
+from typing import Final
+from urllib.parse import quote, unquote, urlsplit
 
 from kfp_gpuquota.errors import InvalidFieldError
+
+_PORTS: Final = {"http": 80, "https": 443}
+_HOST: Final = re.compile(r"[a-z0-9.\-_]+(:[0-9]+)?|\[[0-9a-f:.]+\](:[0-9]+)?")
+_NO_MORE: Final = (("", "", ""), ("/", "", ""))
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,11 @@ class Setting:
     run_page: str = ""
     if_lost: str = "not connected; trying again"
 
+    @property
+    def path(self) -> str:
+        """Return the base without escapes, as a request's path has it: a hub's user may be ann%40example.org."""
+        return unquote(self.base)
+
     def run_address(self, namespace: str, run: str) -> str:
         """Return the address of a run's page, "" where there is none."""
         return self.run_page.replace("{namespace}", quote(namespace, "")).replace("{run}", quote(run, ""))
@@ -33,12 +44,17 @@ class Setting:
 
 def origin_of(text: str) -> str:
     """Return the scheme and host of an address in a browser. Raises InvalidFieldError for another text."""
-    parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path.strip("/") or parts.query:
+    try:
+        parts = urlsplit(text.lower())
+        standard = parts.port == _PORTS.get(parts.scheme)
+    except ValueError:
+        parts = None
+    if parts is None or parts.scheme not in _PORTS or not _HOST.fullmatch(parts.netloc) or parts[2:] not in _NO_MORE:
         raise InvalidFieldError(
             "origin", text, "it must be a scheme and a host", hint="like https://kubeflow.example.org"
         )
-    return f"{parts.scheme}://{parts.netloc}".lower()
+    host = parts.netloc.removesuffix(f":{parts.port}") if standard else parts.netloc  # browsers leave it out
+    return f"{parts.scheme}://{host}"
 
 
 def base_of(path: str) -> str:

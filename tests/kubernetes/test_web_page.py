@@ -100,16 +100,21 @@ def text_of(user: User, path: str) -> str:
 
 
 def test_a_user_sees_the_own_team_and_nothing_of_another(ours: Team, theirs: Team) -> None:
-    for path in ("/teams", "/queue?state=all", "/nodes", ours.job):
+    for path in ("/teams", "/queue?state=all", "/nodes?color=project", "/timeline?span=week", ours.job):
         shown = text_of(ours.viewer, path)
         assert theirs.namespace not in shown, path
-        assert path == "/nodes" or ours.namespace in shown, path
-    for path in (theirs.job, f"{theirs.job}/log", f"{theirs.job}/log.txt"):
+        assert path.startswith("/nodes") or ours.namespace in shown, path
+    logs = ("log", "log?worker=all&q=a", "log.txt")
+    for path in (theirs.job, *(f"{theirs.job}/{log}" for log in logs)):
         assert ours.viewer.get(path).status == 404, path
     with ours.viewer.stream("/queue") as stream:
         assert theirs.namespace not in json.dumps(next(stream.messages()).data)
     for query in (f"?namespace={theirs.namespace}", f"?project={theirs.namespace}"):
         assert "train" not in text_of(ours.viewer, f"/queue{query}&state=all").partition("Submitted")[2]
+        assert "No job held a GPU" in text_of(ours.viewer, f"/timeline{query}&span=week")
+        assert "No node is as chosen" in text_of(ours.viewer, f"/nodes{query}")
+    compared = text_of(ours.viewer, f"{ours.job}?compare={theirs.namespace}/train")
+    assert compared.replace(theirs.namespace, "none") == text_of(ours.viewer, f"{ours.job}?compare=none/train")
 
 
 def test_the_pages_show_teams_the_queue_a_job_and_nodes(ours: Team) -> None:

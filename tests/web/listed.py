@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.live import Elements
 
 NOW = 1_000_000.0
+SPEC_FIELDS = ("project", "gpus", "node_selector", "priority", "labels", "gpu_fraction", "gpu_memory_mib")
 
 
 class Cluster:
@@ -68,7 +69,7 @@ class Cluster:
 
 
 def job(name: str, *, owner: str = "", worker: Worker | None = None, **more: Any) -> Job:
-    spec = {key: more.pop(key) for key in ("project", "gpus", "node_selector", "priority", "labels") if key in more}
+    spec = {key: more.pop(key) for key in SPEC_FIELDS if key in more}
     held = {"workers": (worker,), "gpus": worker.gpus, "phase": Phase.RUNNING} if worker else {}
     made = JobSpec(name=name, command=("true",), **{"project": "team-a", **spec})
     return Job(uid=f"uid-{name}", spec=made, status=JobStatus(**{"submitted_at": NOW, **held, **more}), owner=owner)
@@ -82,6 +83,6 @@ def on(name: str, node: str, *devices: int, share: float = 1.0) -> Worker:
 
 def view(name: str, gpus: int = 8, *, held: dict[int, tuple[str, ...]] | None = None, **more: Any) -> NodeView:
     used = more.pop("used", dict.fromkeys(held or {}, 1))
-    model = more.pop("model", "A100")
+    model, resources = more.pop("model", "A100"), more.pop("resources", ())
     devices = tuple(Device(index=i, model=model) for i in range(gpus))
-    return NodeView(node=Node(name=name, devices=devices, **more), held=held or {}, used=used)
+    return NodeView(node=Node(name=name, devices=devices, **more), held=held or {}, used=used, resources=resources)

@@ -57,6 +57,16 @@ def test_a_link_opens_once_and_its_cookie_is_for_this_page_only(embedded_cluster
     assert not second.cookie
 
 
+def test_a_cookie_of_another_servers_page_locks_nobody_out(visitor: Visitor) -> None:
+    """Browsers send the cookies of all ports of a host."""
+    own = visitor.cookie
+    for cookies in (f"gpuquota=x; {own}", f"{own}; gpuquota=x", f'gpuquota="; {own}'):
+        visitor.cookie = cookies
+        assert visitor.get("/queue").status == 200, cookies
+    visitor.cookie = "gpuquota=x; gpuquota="
+    assert visitor.get("/queue").status == 401
+
+
 def test_a_link_is_void_after_two_minutes_and_a_cookie_is_one_servers() -> None:
     now = 0.0
     access, other = Access(lambda: now), Access(lambda: now)
@@ -159,9 +169,22 @@ def test_an_open_page_goes_on_after_a_restart_of_the_daemon(
     assert embedded_cluster.home.page_sessions_file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_stream_ends_when_its_browser_is_logged_out(embedded_cluster: EmbeddedCluster, visitor: Visitor) -> None:
+    embedded_cluster.project("team-a", 1)
+    with visitor.stream("/queue") as stream:
+        embedded_cluster.submit("before")
+        stream.until("before")
+        cast("Client", embedded_cluster.client).open_page(log_out=True)
+        embedded_cluster.submit("later")
+        assert not [message for message in stream.messages() if "later" in json.dumps(message.data)]
+    with pytest.raises(AssertionError, match="let in"):
+        visitor.stream("/queue")
+
+
 GET = """
 request = f"GET {sys.argv[2]}/queue HTTP/1.1\\r\\nHost: {sys.argv[3]}\\r\\nCookie: {sys.argv[4]}\\r\\n\\r\\n"
-with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as page:
+source = (sys.argv[5], int(sys.argv[6]))
+with socket.create_connection(("127.0.0.1", int(sys.argv[1])), source_address=source) as page:
     page.sendall(request.encode())
     print(page.recv(12).decode())
 """
@@ -169,17 +192,21 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as page:
 
 @as_root
 def test_another_users_program_is_refused_even_with_the_cookie(visitor: Visitor) -> None:
+    """Also from a port that is the one of the user's own connection on another address of the loopback interface."""
     assert visitor.get("/queue").status == 200
-    assert run(GET, visitor.port, visitor.base, visitor.host, visitor.cookie) == "HTTP/1.1 403"
+    request = (visitor.port, visitor.base, visitor.host, visitor.cookie)
+    assert run(GET, *request, "127.0.0.1", 0) == "HTTP/1.1 403"
+    with socket.create_connection(("127.0.0.1", visitor.port)) as own:
+        assert run(GET, *request, "127.0.0.2", own.getsockname()[1]) == "HTTP/1.1 403"
 
 
 def test_the_page_is_served_for_a_proxy_that_keeps_its_path(
     embedded_cluster: EmbeddedCluster, visitor: Visitor
 ) -> None:
     client = cast("Client", embedded_cluster.client)
-    address = PageAddress(origin="https://hub.example.org", base_path="/user/ann/proxy/absolute/{port}/")
+    address = PageAddress(origin="https://hub.example.org:443", base_path="/user/a%40b.c/proxy/absolute/{port}/")
     link = client.open_page(address).url
-    base = f"/user/ann/proxy/absolute/{visitor.port}{visitor.base}"
+    base = f"/user/a%40b.c/proxy/absolute/{visitor.port}{visitor.base}"
     assert link.startswith(f"https://hub.example.org{base}/enter?token=")
     assert client.open_page().url.startswith("https://hub.example.org/"), "it stays so"
     visitor.base, visitor.host, visitor.query = base, "hub.example.org", link.partition("?")[2]
@@ -187,8 +214,14 @@ def test_the_page_is_served_for_a_proxy_that_keeps_its_path(
     assert {"Secure", f"Path={base}"} <= {part.strip() for part in entered.headers["Set-Cookie"].split(";")}
     shown = visitor.get("/teams")
     assert f'href="{base}/queue"' in shown.text
+    assert "<h1>Queue" in visitor.get("/queue").text
+    assert visitor.get("/static/page.js").status == 200
     assert visitor.get("/teams", Host="evil.example").status == 421
-    for wrong in (PageAddress(origin="hub.example.org"), PageAddress(base_path="user"), PageAddress(base_path="/a b")):
+    origins = ("hub.example.org", "http://[::1", "http://a@b", "http://a:x")
+    for wrong in [
+        *(PageAddress(origin=origin) for origin in origins),
+        *(PageAddress(base_path=path) for path in ("user", "/a b", "/{", "/{name}", "/%C3%A9")),
+    ]:
         with pytest.raises(InvalidFieldError, match="it must"):
             client.open_page(wrong)
     assert client.open_page(PageAddress(base_path="/")).url.startswith("http://127.0.0.1:")
@@ -255,6 +288,24 @@ def test_the_page_comes_back_on_another_port_where_its_own_is_taken(embedded_clu
         second = visitor_of(embedded_cluster)
         assert second.port != first.port
         assert second.enter().status == 200
+
+
+def test_a_daemon_starts_though_its_page_cannot_be_served(embedded_cluster: EmbeddedCluster, visitor: Visitor) -> None:
+    """Here because of a stored address that nothing can be served at."""
+    assert visitor.get("/queue").status == 200
+    embedded_cluster.client.stop_cluster()
+    await_stop(embedded_cluster.home)
+    file = embedded_cluster.home.page_file
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps({**stored, "address": {"origin": "nowhere"}}))
+    start(embedded_cluster.home)
+    client = cast("Client", embedded_cluster.client)
+    assert not client.list_jobs().jobs
+    with pytest.raises(InvalidFieldError, match="origin is 'nowhere'"):
+        client.open_page()
+    again = Visitor(client.open_page(PageAddress(base_path="/")).url)
+    assert (again.port, again.base) == (visitor.port, visitor.base)
+    assert visitor.get("/queue").status == 200
 
 
 def test_a_head_request_does_not_use_a_link_up(embedded_cluster: EmbeddedCluster) -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kfp_gpuquota.api import Job, Phase, Reason, ReasonCode
+from kfp_gpuquota.api.wire import ResourceView
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web.query import Slice
 from kfp_gpuquota.web.views import gpu_map, nodes, queue
@@ -150,6 +151,85 @@ def test_the_map_has_a_cell_for_each_gpu_in_the_color_of_its_state_project_or_us
     assert re.search(r'href="\?project=team-a&amp;color=project">team-a</a> 2', legend)
 
 
+AMD = ResourceView(name="amd.com/gpu", count=4, counts_as=1, type="MI300X", held={"team-a/a-0": 1, "": 2})
+MIG = ResourceView(name="nvidia.com/mig-1g.10gb", count=7, counts_as=1 / 7, held={"team-b/b-0": 3})
+
+
+@pytest.mark.parametrize(
+    ("color", "tiles", "legend"),
+    [
+        (
+            "state",
+            [{"used": 1, "others": 2, "idle": 1}, {"used": 3, "idle": 4}],
+            {"used": 1.43, "others": 2, "idle": 1.57},
+        ),
+        (
+            "project",
+            [{"project-0": 1, "others": 2, "idle": 1}, {"project-1": 3, "idle": 4}],
+            {"project-0": 1, "project-1": 0.43, "others": 2, "idle": 1.57},
+        ),
+        (
+            "use",
+            [{"part-5": 3, "part-0": 1}, {"part-5": 3, "part-0": 4}],
+            {"part-0": 1.57, **dict.fromkeys(["part-1", "part-2", "part-3", "part-4"], 0), "part-5": 3.43},
+        ),
+    ],
+)
+def test_the_map_has_a_cell_for_each_unit_of_other_resources_and_its_legend_counts_gpus(
+    color: str, tiles: list[dict[str, int]], legend: dict[str, float]
+) -> None:
+    """On a node without any device of NVIDIA, and one with MIG devices only. What the reader may not see is others'."""
+    shown = Cluster([], [view("amd", 0, resources=(AMD,)), view("mig", 0, resources=(MIG,))]).show(
+        f"/nodes?color={color}"
+    )
+    assert [cells(html) for html in shown.lists["map-0"].values()] == tiles
+    rows = re.findall(r'path class="([\w-]+)".*</svg>.* ([\d.]+)</li>', shown.parts["legend"])
+    assert {kind: float(gpus) for kind, gpus in rows} == legend
+    assert "3.43 of 5 GPUs in use on 2 nodes" in shown.parts["map-0-title"]
+
+
+def test_nodes_with_other_resources_only_are_filtered_as_all_are() -> None:
+    runs = job("runs", worker=on("runs", "amd"))
+    cluster = Cluster([runs], [view("amd", 0, resources=(AMD,)), view("mig", 0, resources=(MIG,)), view("n")])
+    names = {"amd": "node-amd", "mig": "node-mig", "n": "node-n"}
+    for query, found in (
+        ("gpu=MI300X", "amd"),
+        ("gpu=nvidia.com/mig-1g.10gb", "mig"),
+        ("state=others", "amd"),
+        ("state=used", "amd mig"),
+        ("state=idle", "amd mig n"),
+        ("project=team-a", "amd"),
+        ("project=team-b", "mig"),
+        ("sort=-idle", "n amd mig"),
+    ):
+        assert list(cluster.show(f"/nodes?{query}").lists["nodes"]) == [names[name] for name in found.split()], query
+    assert cluster.board().models() == ["A100", "MI300X", "nvidia.com/mig-1g.10gb"]
+    assert named(cluster, "gpu=MI300X") == ["runs"]
+    page = cluster.show("/nodes/amd")
+    assert "3 of 4 in use, 2 by others" in page.parts["node-amd"]
+    assert "each counts as 0.143 GPUs" in cluster.show("/nodes/mig").parts["node-mig"]
+    assert "MI300X" in page.parts["facts"]
+    assert not cluster.show("/nodes?word=amd&state=down").lists["nodes"]
+
+
+def test_a_resource_of_many_units_has_few_cells_whatever_a_pod_asks_for() -> None:
+    memory = ResourceView(name="example.com/gpu-memory-mib", count=80_000, counts_as=0.001, held={"t/p": 20_000})
+    asked = replace(memory, count=0, held={"t/p": 10**12})
+    cluster = Cluster([], [view("n", 0, resources=(memory,)), view("m", 0, resources=(asked,))])
+    shown = cluster.show("/nodes")
+    assert [cells(html) for html in shown.lists["map-0"].values()] == [{"used": 64}, {"used": 16, "idle": 48}]
+    assert "</a> 60</li>" in shown.parts["legend"]
+
+
+def test_tiles_of_nodes_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "MOST_TILES", 4)
+    tiles = nodes.Tiles("/b")
+    for i in range(20):
+        board = Cluster([], [view(f"n-{2 * i}"), view(f"n-{2 * i + 1}")]).board()
+        assert len(nodes.elements(board, "/b", nodes.Filter(), tiles).lists["map-0"]) == 2
+    assert len(tiles._tiles) <= 6
+
+
 def test_the_map_is_grouped_by_pool_or_label_and_filtered() -> None:
     views = [view(f"n-{i}", pool="" if i < 2 else "big", labels={"rack": f"r-{i % 2}"}) for i in range(4)]
     views.append(view("other", model="H100", held={0: ("x/y",)}))
@@ -175,6 +255,13 @@ def test_only_tiles_of_nodes_that_changed_are_rendered_again() -> None:
     assert [before[name] is after[name] for name in before] == [True, False, True]
 
 
+def test_gpus_of_a_node_that_is_not_ready_do_not_count_as_idle() -> None:
+    cluster = Cluster([], [view("n", 2, held={0: ("x/y",)}), view("down", 8, ready=False)])
+    assert "1 GPU is idle." in cluster.show("/nodes").parts["fragments"]
+    totals = re.findall(r"<dd>([^<]*)</dd>", cluster.show("/teams").parts["totals"])
+    assert totals == ["10", "1", "1", "0", "0"]
+
+
 def test_a_node_has_a_page_of_its_own() -> None:
     cluster = Cluster([job("a", worker=on("a", "n", 0))], [view("n", held={0: ("a-0",)}, labels={"rack": "r-1"})])
     shown = cluster.show("/nodes/n")
@@ -187,5 +274,5 @@ def test_a_node_has_a_page_of_its_own() -> None:
 def test_a_tile_is_as_wide_as_its_gpus() -> None:
     sizes = {1: (8, 8), 3: (28, 8), 4: (38, 8), 8: (38, 18), 16: (38, 38), 17: (158, 18), 100: (158, 68)}
     for gpus, (width, height) in sizes.items():
-        html = gpu_map.tile(view("n", gpus), ["idle"] * gpus, "/n", roomy=False)
+        html = gpu_map.tile(view("n", gpus), [gpu_map.Run("idle", gpus, gpus)], "/n", roomy=False)
         assert f'<svg width="{width}" height="{height}"' in html, gpus

@@ -16,7 +16,8 @@ def test_jobs_are_shown_with_their_sizes_over_time_and_waiting_ones_where_they_a
     before = job("before", started_at=NOW - 9000, finished_at=NOW - 7200)
     waits = job("waits", gpus=4, expected_start=ExpectedStart(earliest=NOW + 450, latest=NOW + 675))
     later = job("later", expected_start=ExpectedStart(earliest=NOW + 4000, latest=NOW + 5000))
-    cluster = Cluster([waits, later, before, ended, grown])
+    unknown = job("unknown", worker=on("unknown", "n", 2))  # as of a pod of a job that has not started
+    cluster = Cluster([waits, later, before, ended, grown, unknown])
     cluster.sizes = {
         "grown": [(NOW - 5400, 1.0), (NOW - 1800, 2.0)],
         "ended": [(NOW - 1800, 1.0), (NOW - 900, 0.0)],

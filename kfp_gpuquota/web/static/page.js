@@ -43,7 +43,7 @@ function replace(id, html) {
 function refill(id, html) {
   const list = document.getElementById(id);
   if (list) swap(list, () => (list.replaceChildren(parsed(html)), list));
-  else location.reload(); // the page has a part more than when it was loaded: a group of nodes
+  else if (html) location.reload(); // the page has a part more than when it was loaded: a group of nodes
 }
 
 function receive(event) {

@@ -66,7 +66,7 @@ class Board:
 
     def models(self) -> list[str]:
         """Return the types of GPUs that there are."""
-        return sorted({device.model for view in self.nodes() for device in view.node.devices if device.model})
+        return sorted({name for view in self.nodes() for name in view.types if name})
 
 
 class _Fact(NamedTuple):

@@ -7,15 +7,14 @@ the style sheet; a title has the same in words.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from markupsafe import Markup, escape
 
 from kfp_gpuquota.api.control_characters import visible
-from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.web.rendering import amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,9 +40,19 @@ PARTS: Final = {
 NAMED_PROJECTS: Final = 12
 ROOMY_GPUS: Final = 512
 """Up to this number of GPUs the tiles are larger, and have their nodes' names."""
+MOST_CELLS: Final = 64
+"""Of one resource of a node; what pods ask of it may be any number."""
 _CELL: Final = 10
 _NARROW: Final = 4
 _WIDE: Final = 16
+
+
+class Run(NamedTuple):
+    """GPUs of one kind that are drawn as a number of cells; of a resource with many units a cell is several of them."""
+
+    kind: str
+    cells: int
+    gpus: float
 
 
 class Projects:
@@ -65,22 +74,26 @@ class Painter:
     def __init__(self, color: str, projects: Projects, project_of: Callable[[str], str]) -> None:
         self._color, self._projects, self._project_of = color, projects, project_of
 
-    def kinds(self, view: NodeView) -> list[str]:
-        """Return the kind of each of the node's devices in their order, then of other resources that count as GPUs."""
-        devices = [self._kind(view, device.index) for device in view.node.devices]
-        others = (self._kinds_of(one, idle=idle_state(view)) for one in view.resources)
+    def runs(self, view: NodeView) -> list[Run]:
+        """Return the node's devices in their order, then other resources that count as GPUs, what is held first."""
+        devices = [Run(self._kind(view, device.index), 1, 1.0) for device in view.node.devices]
+        others = (self._runs_of(one, idle=idle_state(view)) for one in view.resources)
         return [*devices, *itertools.chain.from_iterable(others)]
 
-    def _kinds_of(self, one: ResourceView, *, idle: str) -> list[str]:
-        """Return the kinds of a resource's units, those that are held first."""
-        held = [self._kind_of_holder(holder) for holder, amount in one.held.items() for _ in range(amount)]
-        free = _part_of(0) if self._color == "use" else idle
-        return [*held, *[free] * (one.count - len(held))]
+    def _runs_of(self, one: ResourceView, *, idle: str) -> Iterator[Run]:
+        units = [(self._kind_of_holder(holder), amount) for holder, amount in one.held.items()]
+        free = max(0, one.count - one.in_use)
+        units.append((_part_of(0) if self._color == "use" else idle, free))
+        part = min(1.0, MOST_CELLS / max(1, free + one.in_use))
+        for kind, held in units:
+            yield Run(kind, ceil(held * part), held * one.counts_as)
 
     def _kind_of_holder(self, holder: str) -> str:
         if self._color == "use":
             return _part_of(1)
-        return "used" if self._color == "state" else self._projects.of([self._project_of(holder)] if holder else [])
+        if self._color == "state":
+            return _state_of_holder(holder)
+        return self._projects.of([self._project_of(holder)] if holder else [])
 
     def _kind(self, view: NodeView, device: int) -> str:
         state = state_of(view, device)
@@ -109,14 +122,15 @@ def idle_state(view: NodeView) -> str:
 def states(view: NodeView) -> set[str]:
     """Return the states of a node's GPUs, and of what else counts as GPUs."""
     found = {state_of(view, device.index) for device in view.node.devices}
-    found |= {"used" for one in view.resources if one.in_use}
+    found |= {_state_of_holder(holder) for one in view.resources for holder in one.held}
     return found | {idle_state(view) for one in view.resources if one.in_use < one.count}
 
 
-def tile(view: NodeView, kinds: Sequence[str], href: str, *, roomy: bool) -> Markup:
+def tile(view: NodeView, runs: Iterable[Run], href: str, *, roomy: bool) -> Markup:
     """Return the link to a node with its GPUs as cells."""
+    kinds = [run.kind for run in runs for _ in range(run.cells)]
     name = escape(visible(view.node.name))
-    words = f"{name}: {as_number(view.gpus_in_use)} of {as_number(view.gpus)} in use"
+    words = f"{name}: {amount(view.gpus_in_use)} of {amount(view.gpus)} in use"
     caption = f"<span>{name}</span>" if roomy else ""
     label = f' aria-label="{words}"' if roomy else ""  # else the title is the link's name
     width, height = _shape(len(kinds))
@@ -131,12 +145,17 @@ def address(base: str, name: str) -> str:
     return str(escape(join(base, "nodes", name)))
 
 
-def summed(kinds: Iterable[Sequence[str]]) -> Counter[str]:
+def summed(runs: Iterable[Run]) -> dict[str, float]:
     """Return the number of GPUs of each kind."""
-    counts: Counter[str] = Counter()
-    for of_node in kinds:
-        counts.update(of_node)
+    counts: dict[str, float] = {}
+    for run in runs:
+        counts[run.kind] = counts.get(run.kind, 0.0) + run.gpus
     return counts
+
+
+def _state_of_holder(holder: str) -> str:
+    """Return the state of what a pod holds of a resource; "" is one that the reader may not see."""
+    return "used" if holder else "others"
 
 
 def _paths(kinds: Sequence[str]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import render
@@ -86,9 +85,8 @@ def project_of(board: Board, worker: str) -> str:
 
 def card(board: Board, view: NodeView, idle: Mapping[tuple[str, int], float], base: str) -> Markup:
     """Return what is shown of each of a node's GPUs."""
-    used = as_number(view.gpus_in_use)
     href = gpu_map.address(base, view.node.name)
-    return render("node.html", view=view, gpus=gpus(board, view, idle), used=used, base=base, address=href)
+    return render("node.html", view=view, gpus=gpus(board, view, idle), base=base, address=href)
 
 
 def gpus(board: Board, view: NodeView, idle: Mapping[tuple[str, int], float]) -> list[Gpu]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kfp_gpuquota.api.label_selector import Requirement, selects
-from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.query import Choices, Query, Slice
 from kfp_gpuquota.web.rendering import render
@@ -30,6 +30,8 @@ SORTS: Final[Mapping[str, tuple[str, Callable[[NodeView], Any]]]] = {
 }
 MAPPED_NODES: Final = 2500
 """The map has at most this number of nodes."""
+MOST_TILES: Final = 4 * MAPPED_NODES
+"""A map in each color, and one with names."""
 SHOWN_KEPT_WAITING: Final = 5
 
 
@@ -111,7 +113,7 @@ class Tiles:
     def __init__(self, base: str) -> None:
         self._base = base
         self._palette = gpu_map.Projects({})
-        self._tiles: dict[tuple[str, str, bool], tuple[NodeView, gpu_map.Projects, Markup, list[str]]] = {}
+        self._tiles: dict[tuple[str, str, bool], tuple[NodeView, gpu_map.Projects, Markup, dict[str, float]]] = {}
         self._cards: dict[str, tuple[NodeView, tuple[float | None, ...], Markup]] = {}
 
     def palette(self, board: Board) -> gpu_map.Projects:
@@ -123,14 +125,16 @@ class Tiles:
 
     def tile(
         self, view: NodeView, painter: gpu_map.Painter, color: str, palette: gpu_map.Projects, *, roomy: bool
-    ) -> tuple[Markup, list[str]]:
-        """Return a node's tile, and the kinds of its GPUs."""
+    ) -> tuple[Markup, Mapping[str, float]]:
+        """Return a node's tile, and the number of its GPUs of each kind."""
         key = (view.node.name, color, roomy)
         found = self._tiles.get(key)
         if found is None or found[0] is not view or found[1] is not palette:
-            kinds = painter.kinds(view)
-            made = gpu_map.tile(view, kinds, gpu_map.address(self._base, view.node.name), roomy=roomy)
-            found = self._tiles[key] = (view, palette, made, kinds)
+            if len(self._tiles) > MOST_TILES:  # nodes that are gone leave theirs
+                self._tiles.clear()
+            runs = painter.runs(view)
+            made = gpu_map.tile(view, runs, gpu_map.address(self._base, view.node.name), roomy=roomy)
+            found = self._tiles[key] = (view, palette, made, gpu_map.summed(runs))
         return found[2], found[3]
 
     def card(self, board: Board, view: NodeView, idle: Mapping[tuple[str, int], float]) -> Markup:
@@ -188,12 +192,12 @@ def is_roomy(shown: Iterable[NodeView]) -> bool:
 
 
 def fragmentation(board: Board) -> dict[str, object]:
-    """Return how many GPUs are idle, how many of them one node has at most, and which jobs wait for that reason."""
+    """Return how many GPUs of ready nodes are idle, at most on one, and which jobs wait for that reason."""
     views = board.nodes()
-    free = {view.node.name: as_number(view.gpus_idle) for view in views}
+    free = {view.node.name: view.gpus_idle for view in views if view.node.ready}
     largest = max(free, key=lambda name: free[name], default="")
     return {
-        "idle": as_number(sum(free.values())),
+        "idle": sum(free.values()),
         "parts": sum(1 for view in views for used in view.used.values() if 0 < used < 1),
         "largest": free.get(largest, 0),
         "largest_node": largest,
@@ -210,26 +214,26 @@ def _map(
     roomy = is_roomy(shown)
     lists: dict[str, dict[str, str]] = {}
     parts: dict[str, str] = {}
-    all_kinds = []
+    counts: Counter[str] = Counter()
     for group in groups(wanted, shown):
         made = [tiles.tile(view, painter, wanted.color, palette, roomy=roomy) for view in group.views]
         lists[group.list] = {f"n-{v.node.name}": html for v, (html, _) in zip(group.views, made, strict=True)}
-        all_kinds += [found for _, found in made]
-        used = as_number(sum(view.gpus_in_use for view in group.views))
-        total = as_number(sum(view.gpus for view in group.views))
+        for _, gpus in made:
+            counts.update(gpus)
+        used = sum(view.gpus_in_use for view in group.views)
+        total = sum(view.gpus for view in group.views)
         name = group.name or ("no pool" if wanted.group == "pool" else f"without {wanted.group}")
         title = "" if wanted.group == "none" else name
         parts[f"{group.list}-title"] = render(
             "map_title.html", id=f"{group.list}-title", title=title, used=used, total=total, nodes=len(group.views)
         )
-    counts = gpu_map.summed(all_kinds)
     parts["legend"] = render("map_legend.html", legend=list(_legend(wanted, counts, palette)))
     return lists, parts
 
 
 def _legend(
-    wanted: Filter, counts: Mapping[str, int], palette: gpu_map.Projects
-) -> Iterable[tuple[str, str, int, str]]:
+    wanted: Filter, counts: Mapping[str, float], palette: gpu_map.Projects
+) -> Iterable[tuple[str, str, float, str]]:
     """Yield (kind, words, GPUs, the query string that shows only these)."""
     if wanted.color == "use":
         yield from ((kind, words, counts.get(kind, 0), "") for kind, words in gpu_map.PARTS.items())

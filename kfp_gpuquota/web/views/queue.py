@@ -154,7 +154,7 @@ def elements(board: Board, wanted: Filter, rows: Rows) -> Elements:
 
 def admitted(board: Board, wanted: Filter) -> Sequence[Job]:
     """Return the jobs that the filter admits, in the order that it asks for; those that are equal in it as queued."""
-    models = {view.node.name: frozenset(d.model for d in view.node.devices) for view in board.nodes() if wanted.gpu}
+    models = {view.node.name: frozenset(view.types) for view in board.nodes() if wanted.gpu}
     found: list[Job] = list(board.facts.in_order)
     for condition in wanted.conditions(models):
         found = [job for job in found if condition(job)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
-from kfp_gpuquota.api.quantity import as_number, show_gpus
+from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.query import Choices, Query
 from kfp_gpuquota.web.rendering import render
@@ -200,14 +200,13 @@ def bar(amounts: Amounts, scale: float) -> dict[str, str]:
 def totals(board: Board, base: str) -> str:
     """Return the line of figures above the tree, each with a link to the list of what it counts."""
     views, nodes = board.source.projects(), board.nodes()
-    devices = sum(view.gpus for view in nodes)
-    used = sum(view.gpus_in_use for view in nodes)
+    idle = sum(max(0.0, view.gpus - view.gpus_in_use) for view in nodes if view.node.ready)
     waiting = board.facts.waiting
     figures = [
-        ("GPUs", as_number(devices), "", "/nodes"),
-        ("in use", as_number(used), "", "/nodes?state=used"),
-        ("idle", as_number(max(0.0, devices - used)), "", "/nodes?state=idle"),
-        ("borrowed", as_number(sum(view.over_quota for view in views)), "borrowed", "/teams?show=borrows"),
+        ("GPUs", sum(view.gpus for view in nodes), "", "/nodes"),
+        ("in use", sum(view.gpus_in_use for view in nodes), "", "/nodes?state=used"),
+        ("idle", idle, "", "/nodes?state=idle"),
+        ("borrowed", sum(view.over_quota for view in views), "borrowed", "/teams?show=borrows"),
         ("jobs that wait", waiting, "waiting" if waiting else "", "/queue?state=waiting"),
     ]
     return render("totals.html", figures=figures, base=base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -77,8 +78,7 @@ class Window:
 
     def pieces(self, sizes: Sizes) -> Iterator[tuple[float, float, float]]:
         """Yield (from, to, GPUs) of the times in the window at which a job held GPUs."""
-        ends = [at for at, _ in sizes[1:]] + [self.now]
-        for (at, gpus), end in zip(sizes, ends, strict=True):
+        for (at, gpus), (end, _) in itertools.pairwise([*sizes, (self.now, 0.0)]):
             if gpus and end > self.begin and at < self.now:
                 yield max(at, self.begin), min(end, self.now), gpus
 

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import secrets
+import time
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.setting import Setting
 
 MAX_USERS: Final = 1000
+KEPT_S: Final = 600.0
 MAX_NAME: Final = 256
 MAX_GROUPS: Final = 256
 _SYSTEM: Final = "system:"
@@ -35,15 +37,23 @@ _SYSTEM: Final = "system:"
 class Entrance:
     """`web.access.Door` for users whom a proxy names in a header.
 
-    `pages_of(user)` makes what a user is shown, which is kept for the last `MAX_USERS` of them.
+    `pages_of(user)` makes what a user is shown, with what was rendered of it. That is kept for the last `MAX_USERS` of
+    them, and `KEPT_S` after a user's last request or message of an open stream: it may be some MB.
     """
 
-    def __init__(self, setting: Setting, pages_of: Callable[[Identity], UserPages], options: Options) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        pages_of: Callable[[Identity], UserPages],
+        options: Options,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._setting, self._pages_of = setting, pages_of
         self._header, self._groups_header = options.user_header, options.groups_header
         self._proxies: Sequence[Network] = options.trusted_proxy
         self._key = secrets.token_bytes(32)
-        self._visits: dict[Identity, Visit] = {}
+        self._visits: dict[Identity, tuple[float, Visit]] = {}
+        self._clock = clock
 
     async def refusal(self, request: web.Request) -> Refusal | None:
         """Return why the sender is not let in: no trusted proxy names a person, or nothing may be seen."""
@@ -62,10 +72,14 @@ class Entrance:
     def visit(self, request: web.Request) -> Visit:
         """Return what the user is shown: the same as before, unless the user's groups have changed."""
         user = Identity(self.user_of(request), self._groups_of(request))
-        found = self._visits.pop(user, None) or Visit(self._pages_of(user), self._setting)
-        self._visits[user] = found  # as the one that was used last
-        while len(self._visits) > MAX_USERS:
-            del self._visits[next(iter(self._visits))]
+        now = self._clock()
+        known = self._visits.pop(user, None)
+        found = known[1] if known is not None else Visit(self._pages_of(user), self._setting)
+        self._visits[user] = now, found  # as the one that was used last
+        for other, (used_at, _) in [*self._visits.items()]:
+            if len(self._visits) <= MAX_USERS and used_at > now - KEPT_S:
+                break
+            del self._visits[other]
         return found
 
     def form_token(self, request: web.Request) -> str:

@@ -65,6 +65,8 @@ class Objects:
         self._views: dict[str, Job] = {}
         self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
         self._projects: tuple[tuple[float, ...], tuple[ProjectView, ...]] = ((), ())
+        self._pods_on: dict[str, dict[str, Pod]] = {}
+        self._view_of: dict[str, NodeView] = {}  # of each node by its name, until it or a pod on it changes
         self._node_views: tuple[int, tuple[NodeView, ...]] = (-1, ())
         self._table: tuple[GpuResource, ...] = ()  # resources that count as GPUs
         self._versions = {"nodes": 0, "quotas": 0}
@@ -135,13 +137,13 @@ class Objects:
         return self._projects[1]
 
     def nodes(self) -> tuple[NodeView, ...]:
-        """Return the nodes with GPUs by name, with the pods that hold these as "namespace/name"."""
+        """Return the nodes with GPUs by name, with the pods that hold these as "namespace/name".
+
+        One that did not change is the same object as before.
+        """
         if self._node_views[0] != self._versions["nodes"]:
-            here: dict[str, list[Pod]] = {}
-            for pod in self._pods.values():
-                here.setdefault(_node_of(pod), []).append(pod)
-            found = [_node_view(node, here.get(node.metadata.name, []), self._table) for node in self._nodes.values()]
-            shown = sorted((view for view in found if view.has_gpus), key=lambda view: view.node.name)
+            views_now = map(self._view_of_node, self._nodes.values())
+            shown = sorted((view for view in views_now if view.has_gpus), key=lambda view: view.node.name)
             self._node_views = self._versions["nodes"], tuple(shown)
         return self._node_views[1]
 
@@ -191,8 +193,11 @@ class Objects:
             if uid in self._pods:
                 self.drop_pod(uid)
             return
+        if before is not None:
+            self._leaves_node(before)
         self._pods[uid] = pod
         self._pods_of.setdefault(_job_of(pod), {})[uid] = pod
+        self._pods_on.setdefault(_node_of(pod), {})[uid] = pod
         self._pod_changed(pod)
 
     def drop_pod(self, uid: str) -> None:
@@ -204,6 +209,7 @@ class Objects:
             others.pop(uid, None)
             if not others:
                 del self._pods_of[_job_of(pod)]
+            self._leaves_node(pod)
             self._pod_changed(pod)
 
     def put_node(self, node: Node) -> None:
@@ -211,11 +217,13 @@ class Objects:
         before = self._nodes.get(node.metadata.uid)
         self._nodes[node.metadata.uid] = node
         if before is None or _shown(before) != _shown(node):
+            self._view_of.pop(node.metadata.name, None)
             self._changes("nodes")
 
     def drop_node(self, uid: str) -> None:
         """Forget a node."""
         if (node := self._nodes.pop(uid, None)) is not None:
+            self._view_of.pop(node.metadata.name, None)
             self.idle_since = {
                 place: since for place, since in self.idle_since.items() if place[0] != node.metadata.name
             }
@@ -224,11 +232,13 @@ class Objects:
     def put_policy(self, policy: QuotaPolicyObject) -> None:
         """Take the resources that count as GPUs."""
         self._table = policy.spec.gpu_resources or ()
+        self._view_of.clear()
         self._changes("nodes")
 
     def drop_policy(self, _uid: str) -> None:
         """Forget the table of a deleted policy."""
         self._table = ()
+        self._view_of.clear()
         self._changes("nodes")
 
     def put_quota(self, quota: GpuQuota) -> None:
@@ -256,6 +266,12 @@ class Objects:
                 return None
         return self._views[uid]
 
+    def _view_of_node(self, node: Node) -> NodeView:
+        name = node.metadata.name
+        if name not in self._view_of:
+            self._view_of[name] = _node_view(node, list(self._pods_on.get(name, {}).values()), self._table)
+        return self._view_of[name]
+
     def _report(self, uid: str, job: ElasticJob) -> None:
         """Note a report of the training; of too many every second one is kept."""
         progress, found = progress_of(job.status.progress), self._reports.setdefault(uid, [])
@@ -269,7 +285,17 @@ class Objects:
         for device in views.devices_of(pod):
             self.idle_since[_node_of(pod), device] = time.time()
 
+    def _leaves_node(self, pod: Pod) -> None:
+        """Take a pod, as it was, from its node."""
+        name = _node_of(pod)
+        here = self._pods_on[name]
+        del here[pod.metadata.uid]
+        if not here:
+            del self._pods_on[name]
+        self._view_of.pop(name, None)
+
     def _pod_changed(self, pod: Pod) -> None:
+        self._view_of.pop(_node_of(pod), None)
         if (uid := self._uids.get(_job_of(pod))) is not None:
             self._views.pop(uid, None)
         self._changes("nodes")

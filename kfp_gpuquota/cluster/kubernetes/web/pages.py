@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
@@ -32,7 +34,7 @@ from kfp_gpuquota.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api import Job, JobSpec
     from kfp_gpuquota.api.history import Report, Usage
     from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, ResourceView, Supposition
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
@@ -312,14 +314,25 @@ def _events(job: Job) -> Iterator[Event]:
 
 
 def _sizes(job: Job) -> Iterator[tuple[float, float]]:
-    """Yield (time, GPUs) of the changes in a status, of which it keeps the last."""
+    """Yield (time, GPUs) of the changes in a status, of which it keeps the last.
+
+    The status of an ended job has no GPUs any more: if its size never changed, it held what it asked for. How much of
+    a GPU an amount of its memory was is not known any more.
+    """
     status = job.status
     if status.started_at is None:
         return
-    first = status.resizes[0].from_gpus if status.resizes else status.gpus
+    held = status.gpus if status.finished_at is None else _asked_for(job.spec)
+    first = status.resizes[0].from_gpus if status.resizes else held
     if first:
         yield status.started_at, first
     for change in status.resizes:
         yield change.at, change.to_gpus
     if status.finished_at is not None:
         yield status.finished_at, 0.0
+
+
+def _asked_for(spec: JobSpec) -> float:
+    """Return the GPUs that a job asks for; 0 of one that asks for an amount of memory of devices of any size."""
+    share = spec.share_of(0)
+    return as_number(spec.gpus * share) if isfinite(share) else 0

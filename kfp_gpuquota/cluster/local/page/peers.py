@@ -8,17 +8,21 @@ the user (JupyterHub's, an SSH server's for a forwarded port) runs as the user.
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from aiohttp import web
 
 _TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _ROOT: Final = 0
+_MAPPED: Final = f"{0:016X}{int.from_bytes(bytes((0, 0, 255, 255)), sys.byteorder):08X}"
+"""Begins an IPv4 address in the table of IPv6."""
 
 
 class OwnUser:
@@ -34,28 +38,30 @@ class OwnUser:
             return False
         if transport not in self._found:
             peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-            self._found[transport] = user_of(peer[1], own[1]) in {None, _ROOT, os.geteuid()}
+            self._found[transport] = user_of(peer[:2], own[:2]) in {None, _ROOT, os.geteuid()}
         return self._found[transport]
 
 
-def user_of(port: int, to_port: int) -> int | None:
-    """Return the user of the socket on `port` that is connected to `to_port` over loopback.
+def user_of(peer: tuple[str, int], own: tuple[str, int]) -> int | None:
+    """Return the user of the socket at `peer` (an IPv4 address and a port) that is connected to `own`.
 
-    -1 if there is none; None if the kernel has no table, as in some sandboxes.
+    The addresses count, too: another user may take the same port of 127.0.0.2. -1 if there is no such socket; None if
+    the kernel has no table, as in some sandboxes.
     """
     tables = [table for table in _TABLES if table.exists()]
     if not tables:
         return None
-    return next((user for table in tables for user in _users(table, f":{port:04X}", f":{to_port:04X}")), -1)
+    ends = tuple({prefix + _hexadecimal(*end) for prefix in ("", _MAPPED)} for end in (peer, own))
+    return next((user for table in tables for user in _users(table, *ends)), -1)
 
 
-def _users(table: Path, port: str, to_port: str) -> Iterator[int]:
+def _users(table: Path, peers: Container[str], owns: Container[str]) -> Iterator[int]:
     for line in table.read_text().splitlines()[1:]:
         fields = line.split()
-        if fields[1].endswith(port) and fields[2].endswith(to_port) and _is_loopback(fields[1]):
+        if fields[1] in peers and fields[2] in owns:
             yield int(fields[7])
 
 
-def _is_loopback(address: str) -> bool:
-    """Return whether a hexadecimal address, in the machine's byte order, is 127.0.0.1 (or its form in IPv6)."""
-    return address.partition(":")[0].endswith("0100007F")
+def _hexadecimal(address: str, port: int) -> str:
+    """Return an IPv4 address and a port as the table has them: the address in the machine's byte order."""
+    return f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"

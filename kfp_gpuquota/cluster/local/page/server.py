@@ -7,6 +7,7 @@ asks.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -14,6 +15,7 @@ import re
 import secrets
 import socket
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
@@ -21,7 +23,7 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import PageAddress, PageLink
 from kfp_gpuquota.cluster.local.home import write_private
 from kfp_gpuquota.cluster.local.page.peers import OwnUser
-from kfp_gpuquota.errors import InvalidFieldError, RunError
+from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, RunError
 from kfp_gpuquota.server.audit import audited
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.web.setting import Setting, base_of, origin_of
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 ADDRESS: Final = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S: Final = 0.5
 BACKLOG: Final = 128
-_PATH: Final = re.compile(r"(/[A-Za-z0-9._~@%{}-]*)*")
+_PATH: Final = re.compile(r"(/[A-Za-z0-9._~@-]*)*")
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class PageServer:
         self._access: Access | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
+        self._opening = asyncio.Lock()
 
     async def open(self, address: PageAddress | None = None, log_out: bool = False) -> PageLink:  # noqa: FBT001, FBT002
         """Serve the page if it is not served yet, and return a link that opens once. Raises RunError.
@@ -67,9 +70,17 @@ class PageServer:
             from kfp_gpuquota.web.app import build_pages  # noqa: F401, PLC0415
         except ImportError as error:
             raise RunError(f"the web page needs {error.name}; run: pip install 'kfp-gpuquota[cluster]'") from error
-        location = self._location()
         if address is not None:
             _check(address)
+        async with self._opening:
+            access = await self._opened(address)
+        if log_out:
+            access.log_out()
+        return PageLink(url=f"{self._url}/enter?token={access.new_link()}", valid_s=LINK_VALID_S)
+
+    async def _opened(self, address: PageAddress | None) -> Access:
+        """Serve the page at the address, or where it was served last; return who may see it."""
+        location = self._location()
         if address is not None and address != location.address:
             location.address = address
             self._write(location)
@@ -78,9 +89,7 @@ class PageServer:
             self._access = self._stored_access()
         if self._runner is None:
             await self._serve(self._access, location)
-        if log_out:
-            self._access.log_out()
-        return PageLink(url=f"{self._url}/enter?token={self._access.new_link()}", valid_s=LINK_VALID_S)
+        return self._access
 
     async def resume(self) -> None:
         """Serve the page again if a browser's cookie is valid that an earlier daemon gave."""
@@ -90,7 +99,7 @@ class PageServer:
             self._access = self._stored_access()
             if self._access.admits_some:
                 await self._serve(self._access, self._location())
-        except (ImportError, RunError) as error:
+        except (ImportError, OSError, GpuQuotaError) as error:  # the cluster does not need its page
             log.warning("the web page is not served: %s", error)
 
     async def close(self) -> None:
@@ -100,14 +109,14 @@ class PageServer:
             self._runner = None
 
     async def _serve(self, access: Access, location: _Location) -> None:
-        from kfp_gpuquota.web.access import COOKIE, SessionDoor  # noqa: PLC0415
+        from kfp_gpuquota.web.access import SessionDoor  # noqa: PLC0415
         from kfp_gpuquota.web.app import build_pages, entering  # noqa: PLC0415
         from kfp_gpuquota.web.visit import Visit  # noqa: PLC0415
 
         own = OwnUser()
 
         def caller(request: web.Request) -> tuple[int, int]:
-            admitted = own.sent(request) and access.admits(request.cookies.get(COOKIE, ""))
+            admitted = own.sent(request) and access.cookie_of(request) != ""
             return 0, os.geteuid() if admitted else -1
 
         listener = _listen(location.port)
@@ -155,9 +164,12 @@ def _check(address: PageAddress) -> None:
     """Raise InvalidFieldError for an address that no proxy has."""
     if address.origin:
         origin_of(address.origin)
-    if not _PATH.fullmatch(address.base_path):
+    if not _PATH.fullmatch(unquote(address.base_path).replace("{port}", "")):
         raise InvalidFieldError(
-            "base_path", address.base_path, "it must begin with /", hint="like /user/NAME/proxy/absolute/{port}"
+            "base_path",
+            address.base_path,
+            "it must begin with /, and have only letters, digits and ._~@-",
+            hint="like /user/NAME/proxy/absolute/{port}",
         )
 
 
