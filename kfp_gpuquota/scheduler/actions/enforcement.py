@@ -50,4 +50,4 @@ def _part(job: Job) -> list[Task]:
     """Return the job's youngest worker that it can do without, else all of them; of a core none."""
     held = [task for task in job.tasks.values() if task.status is Status.HELD]
     spare = loose(job, sorted(held, key=lambda task: -task.index))
-    return spare[:1] or (held if job.preemptible else [])
+    return spare[:1] or ([] if job.core else held)
