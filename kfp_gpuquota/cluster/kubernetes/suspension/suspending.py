@@ -2,7 +2,8 @@
 
 | what is found | what happens |
 |---|---|
-| other pods of the owner hold GPUs that the plan does not stop | the victims are evicted |
+| other pods of the owner, or of one above, hold GPUs that the plan does not stop | the victims are evicted |
+| the topmost owner has completed or failed | the victims are evicted |
 | an owner above that is of no kind of kinds.py, or is Kueue's | the victims are evicted |
 | the owner is suspended already, also by its user | its controller ends the pods |
 | else | it is suspended; a conflict, a change in the meantime: it is read again |
@@ -137,6 +138,9 @@ class Suspending:
     def _suspend(self, stop: _Stop, kind: Kind, found: Suspendable) -> None:
         if found.suspended:
             self._watch(stop)
+            return
+        if found.has_finished or any(kind.owns(found.metadata, pod) for pod in self._holding()):
+            self._evict(stop)
             return
         write = suspension(kind, found, stop.reason)
         self._writer.submit(
