@@ -278,21 +278,29 @@ def test_a_suspension_ends_the_pods_of_all_objects_below(kind: str, pod: PodView
 
 @pytest.mark.parametrize(
     ("condition", "running", "resumed"),
-    [("Suspended", False, True), ("Suspended", True, False), ("Complete", True, True), ("Failed", False, True)],
+    [
+        ("Suspended", [], True),
+        ("Suspended", [pod_view(controller_uid="job")], False),
+        ("Suspended", [pod_view(controller_uid="another")], True),
+        ("Suspended", None, False),  # a restarted controller has not read the pods
+        ("Complete", [pod_view(controller_uid="job")], True),
+        ("Failed", [], True),
+    ],
 )
-def test_it_is_resumed_when_its_pods_have_ended_or_it_has(condition: str, *, running: bool, resumed: bool) -> None:
+def test_it_is_resumed_when_its_pods_have_ended_or_it_has(
+    condition: str, running: list[PodView] | None, *, resumed: bool
+) -> None:
     async def scenario() -> None:
         async with detached() as test:
             test.controller._writer._connection = connection = Asked({})
             await test.start()
-            pods = [pod_view(controller_uid="job")] if running else []
             conditions = [{"type": condition, "status": "True"}]
             marked = found(
                 metadata={"name": "j", "namespace": "n", "uid": "job", "labels": {labels.SUSPENDED: "true"}},
                 spec={"suspend": True},
                 status={"conditions": conditions},
             )
-            resuming = Resuming(test.controller._writer, test.controller.events, lambda: pods)
+            resuming = Resuming(test.controller._writer, test.controller.events, lambda: running)
             resuming.put(BY_KIND["Job"], marked)
             for _ in range(50):
                 await asyncio.sleep(0)

@@ -14,6 +14,8 @@ from kfp_gpuquota.scheduler import (
     State,
     WorkerStarted,
 )
+from kfp_gpuquota.scheduler.state.groups import loose
+from kfp_gpuquota.scheduler.state.model import Status, Task
 from tests.scheduler.world import World
 
 
@@ -153,3 +155,21 @@ def restored(world: World) -> State:
     for worker, one in world.workers.items():
         state.apply(WorkerStarted(worker, one.job, one.node, one.devices, 0.0))
     return state
+
+
+@pytest.mark.parametrize("topology", [None, "rack"])
+def test_workers_that_do_not_run_yet_are_not_its_core(topology: str | None) -> None:
+    """Two run and two are nominated: if those that run were taken, it would train below its minimum."""
+    world = cluster(0, team=2)
+    world.node("racked", 8, labels={"rack": "a"})
+    world.submit("steady", "team", 2, 2, 4, preemptible=False, required_topology=topology)
+    (bound,) = world.plan().bind
+    for placement in bound.placements[:2]:
+        world.start("steady", placement)
+    job, host = world.state.jobs["steady"], world.state.ledger.hosts["racked"]
+    running = list(job.tasks.values())
+    for index in (2, 3):
+        more = Task(job, job.request, index)
+        job.pending.append(more)
+        world.state.ledger.set(more, Status.NOMINATED, host, (index + 2,))
+    assert (job.active, loose(job, running)) == (4, [])

@@ -172,8 +172,10 @@ class PlainPods:
         """Yield the pods that hold devices and are not asked to leave."""
         return (member.view for member in self.members.values() if member.stage is Stage.ASSIGNED)
 
-    def running(self) -> Iterator[PodView]:
-        """Yield the pods that hold devices and were not deleted, even if they are asked to leave."""
+    def running(self) -> Iterator[PodView] | None:
+        """Return the pods that hold devices and were not deleted, even if asked to leave; None before `settle`."""
+        if not self._settled:
+            return None
         return (member.view for member in self.members.values() if member.view.stage is Stage.ASSIGNED)
 
     def take_back(self, uid: str) -> None:

@@ -34,9 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class Resuming:
-    """The objects with the label, as watches report them. `running()` are the pods with GPUs that are not ending."""
+    """The objects with the label, as watches report them.
 
-    def __init__(self, writer: Writer, events: Recorder, running: Callable[[], Iterable[PodView]]) -> None:
+    `running()` are the pods with GPUs that are not ending; None: not all pods were read yet.
+    """
+
+    def __init__(self, writer: Writer, events: Recorder, running: Callable[[], Iterable[PodView] | None]) -> None:
         self._writer, self._events, self._running = writer, events, running
         self._objects: dict[str, tuple[Kind, Suspendable]] = {}
         self._writing: set[str] = set()
@@ -58,7 +61,7 @@ class Resuming:
             write = without_marks(kind, found)
         elif not (found.has_suspended or found.has_finished):
             return
-        elif not found.has_finished and any(kind.owns(found.metadata, pod) for pod in self._running()):
+        elif not found.has_finished and self._may_run(kind, found):
             self._writing.add(uid)
             asyncio.get_running_loop().call_later(RETRY_S, self._again, uid)
             return
@@ -66,6 +69,10 @@ class Resuming:
             write = suspension(kind, found, None)
         self._writing.add(uid)
         self._writer.submit(write, partial(self._written, kind, found), partial(self._failed, found))
+
+    def _may_run(self, kind: Kind, found: Suspendable) -> bool:
+        pods = self._running()
+        return pods is None or any(kind.owns(found.metadata, pod) for pod in pods)
 
     def _written(self, kind: Kind, found: Suspendable, _answer: bytes) -> None:
         meta = found.metadata
