@@ -269,6 +269,9 @@ class Invariants:
         for name, project in state.projects.items():
             if project.limit is not None and held[name] > project.limit + EPSILON:
                 self.fail(f"project {name} holds {held[name]:g} of at most {project.limit:g}")
+        for queue in state.scheduler.ledger.queues.values():
+            if queue.fixed[0] > queue.deserved[0]:
+                self.fail(f"cores of project {queue.name} hold {queue.fixed[0]} of {queue.deserved[0]} guaranteed")
 
     def _check_views(self) -> None:
         """The sums that users see equal the records."""
