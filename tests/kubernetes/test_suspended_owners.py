@@ -170,11 +170,15 @@ def found(**more: Any) -> Suspendable:
         ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, True),
         ({"metadata": {}, "spec": {"managedBy": "kueue.x-k8s.io/multikueue"}}, True),
         ({"metadata": {}, "spec": {"runPolicy": {"managedBy": "kueue.x-k8s.io/multikueue"}}}, True),
+        ({"metadata": {}, "spec": {"managedBy": "example.com/jobs"}}, True),  # it would never be resumed
         ({"metadata": {}, "spec": {"managedBy": "kubernetes.io/job-controller", "runPolicy": {}}}, False),
+        ({"metadata": {}, "spec": {"managedBy": "jobset.sigs.k8s.io/jobset-controller"}}, False),
+        ({"metadata": {}, "spec": {"managedBy": "trainer.kubeflow.org/trainjob-controller"}}, False),
+        ({"metadata": {}, "spec": {"runPolicy": {"managedBy": "kubeflow.org/training-operator"}}}, False),
     ],
 )
-def test_what_kueue_suspends_is_left_to_it(body: Object, *, expected: bool) -> None:
-    assert msgspec.convert(body, Suspendable).of_kueue is expected
+def test_what_another_controller_manages_is_left_to_it(body: Object, *, expected: bool) -> None:
+    assert msgspec.convert(body, Suspendable).managed_elsewhere is expected
 
 
 @pytest.mark.parametrize(

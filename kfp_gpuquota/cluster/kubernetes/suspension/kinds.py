@@ -15,6 +15,7 @@ have ended is read of the pods (`Kind.owns`).
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kfp_gpuquota.api.request_paths import collection, is_object_name, join
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 _KUEUE: Final = "kueue.x-k8s.io/"
+_UPSTREAM: Final = re.compile(r"([a-z-]+[.])*(kubernetes[.]io|k8s[.]io|kubeflow[.]org)/")
+"""Managers (`managedBy`) that are the kinds' own controllers, which report the condition `Suspended`."""
 
 
 class Kind(NamedTuple):
@@ -121,11 +124,12 @@ class Suspendable(Struct, frozen=True):
         return self.metadata.labels.get(labels.SUSPENDED) == "true"
 
     @property
-    def of_kueue(self) -> bool:
-        """Return whether Kueue suspends and resumes it."""
+    def managed_elsewhere(self) -> bool:
+        """Return whether Kueue suspends and resumes it, or a controller of unknown behavior does the work."""
         policy = self.spec.run_policy
-        managers = (self.spec.managed_by or "", (policy.managed_by if policy is not None else "") or "")
-        return KUEUE_QUEUE in self.metadata.labels or any(name.startswith(_KUEUE) for name in managers)
+        managers = (self.spec.managed_by, policy.managed_by if policy is not None else None)
+        foreign = any(name and (name.startswith(_KUEUE) or not _UPSTREAM.match(name)) for name in managers)
+        return KUEUE_QUEUE in self.metadata.labels or foreign
 
     @property
     def owner(self) -> OwnerReference | None:
