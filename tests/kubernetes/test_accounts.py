@@ -13,6 +13,7 @@ from tests.kubernetes.installation import CONTROLLER, KEYS, MANIFESTS, NAMESPACE
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_rbac import denied, may
 from tests.kubernetes.test_webhook import pod
+from tests.kubernetes.trainer import install_kinds, path_of
 from tests.polling import until
 from tools.devcluster import ApiError
 from tools.devcluster.api import APPLY
@@ -191,10 +192,29 @@ def test_of_a_job_it_changes_only_whether_it_is_suspended(
         ({"spec": {"parallelism": 3}}, only),
         ({"spec": more}, only),
         ({"metadata": {"finalizers": ["example.com/x"]}}, only),
+        ({"spec": {"ttlSecondsAfterFinished": 0}}, only),
+        ({"spec": {"backoffLimit": 0}}, only),
         ({"metadata": {"labels": {"app": "x"}}}, "changes no label of an owner of pods"),
+        ({"metadata": {"annotations": {"app": "x"}}}, "changes no annotation of an owner of pods"),
     ):
         assert sentence in denied(controller.patch, f"{jobs}/j", change), change
     kubeflow_cluster.api.delete(f"{jobs}/j?propagationPolicy=Background")
+
+
+def test_of_other_owners_it_changes_no_field_that_a_later_version_of_theirs_may_have(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    """Such as a TrainJob's podTemplateOverrides, with a service account."""
+    admin = kubeflow_cluster.api
+    install_kinds(admin)
+    path = path_of("trainjobs", team, "t")
+    body = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": "t"}}
+    admin.create(path_of("trainjobs", team), {**body, "spec": {"runPolicy": {"ttl": 1}, "suspend": False}})
+    controller.patch(path, {"spec": {"suspend": True, "runPolicy": {"suspend": True}}}, dryRun="All")
+    overrides = {"podTemplateOverrides": [{"spec": {"serviceAccountName": "admin"}}]}
+    for change in (overrides, {"runPolicy": {"ttl": 2}}, {"runPolicy": {"ttl": None}}, {"runPolicy": None}):
+        assert "only whether it is suspended" in denied(controller.patch, path, {"spec": change}), change
+    admin.delete(path)
 
 
 def test_administrators_quotas_are_not_its_to_change(kubeflow_cluster: DevCluster, controller: Api, team: str) -> None:

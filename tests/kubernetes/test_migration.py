@@ -93,6 +93,21 @@ def test_a_shared_queue_and_a_cohort_are_departments() -> None:
     }
 
 
+def test_a_department_does_not_get_the_name_of_a_namespace() -> None:
+    """Else a quota was its own parent, and one of the two with its name was lost."""
+    shared = cluster_queue("ml", {"x": [row(GPU, 6)]}, cohortName="ml")
+    queues = [local_queue("ml", "ml"), local_queue("ml-dev", "ml")]
+    old = kueue(shared, local_queues=queues, cohorts=[{"metadata": {"name": "ml"}}])
+    assert len(migrated(old).objects) == 4
+    assert specs(old) == {
+        "ml-department": {"guaranteed": 6, "parent": "ml-department-department"},
+        "ml": {"guaranteed": 0, "parent": "ml-department"},
+        "ml-dev": {"guaranteed": 0, "parent": "ml-department"},
+        "ml-department-department": {"guaranteed": 6},
+    }
+    assert "the department is ml-department" in "\n".join(migrated(old).notes)
+
+
 def test_what_is_not_carried_over_is_said() -> None:
     rows = [row(GPU, "many", lendingLimit=1), row("example.com/licenses", 3)]
     queue = cluster_queue(

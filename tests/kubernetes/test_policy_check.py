@@ -86,6 +86,7 @@ def test_a_policy_is_checked_as_a_whole_and_not_stored(controlled: Controlled, t
         (policy(reclaim={"boundSeconds": 20}), "maxGracePeriodSeconds"),
         (policy(recreatingOwners=["Job"]), "it must be an API group and a kind"),
         (policy() | {"metadata": {"name": "mine"}}, "whose name is default"),
+        (policy() | {"metadata": "default"}, "whose name is default"),
         (policy() | {"apiVersion": "v1"}, "apiVersion is 'v1'"),
     ],
 )
@@ -100,7 +101,7 @@ def test_a_file_alone_is_not_called_valid() -> None:
     assert "valid as far as a file shows" in messages(found, Level.WARN)
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "[]", "kind: List\nitems: []", "kind: ConfigMap"])
+@pytest.mark.parametrize("text", ["", "a: [", "[]", "kind: List\nitems: []", "kind: List\nitems:", "kind: ConfigMap"])
 def test_what_is_no_policy_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         policy_in(text)

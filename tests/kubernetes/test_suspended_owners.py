@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.suspension import suspending
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable, suspension
+from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.detached import Unanswered, detached
 from tests.kubernetes.trainer import Trainer, install_kinds, path_of
@@ -151,6 +153,7 @@ def test_a_train_job_gives_way_under_its_own_name(controlled: Controlled, teams:
     controlled.cluster.api.delete(f"/api/v1/namespaces/{owner}/pods/back", 0)
     controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
     assert trainer.changed == ["suspend", "resume"]
+    assert "Evicted" not in reasons(controlled, borrower, "Pod")
     api.delete(path)
 
 
@@ -167,11 +170,15 @@ def found(**more: Any) -> Suspendable:
         ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, True),
         ({"metadata": {}, "spec": {"managedBy": "kueue.x-k8s.io/multikueue"}}, True),
         ({"metadata": {}, "spec": {"runPolicy": {"managedBy": "kueue.x-k8s.io/multikueue"}}}, True),
+        ({"metadata": {}, "spec": {"managedBy": "example.com/jobs"}}, True),  # it would never be resumed
         ({"metadata": {}, "spec": {"managedBy": "kubernetes.io/job-controller", "runPolicy": {}}}, False),
+        ({"metadata": {}, "spec": {"managedBy": "jobset.sigs.k8s.io/jobset-controller"}}, False),
+        ({"metadata": {}, "spec": {"managedBy": "trainer.kubeflow.org/trainjob-controller"}}, False),
+        ({"metadata": {}, "spec": {"runPolicy": {"managedBy": "kubeflow.org/training-operator"}}}, False),
     ],
 )
-def test_what_kueue_suspends_is_left_to_it(body: Object, *, expected: bool) -> None:
-    assert msgspec.convert(body, Suspendable).of_kueue is expected
+def test_what_another_controller_manages_is_left_to_it(body: Object, *, expected: bool) -> None:
+    assert msgspec.convert(body, Suspendable).managed_elsewhere is expected
 
 
 @pytest.mark.parametrize(
@@ -227,6 +234,7 @@ LOOP = {**OTHER, "apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "j
         ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, ["eviction"]),
         ({"metadata": {"ownerReferences": [OTHER]}}, ["eviction"]),  # which would undo it
         ({"metadata": {"ownerReferences": [LOOP]}}, ["eviction"]),
+        ({"status": {"conditions": [{"type": "Complete", "status": "True"}]}}, ["eviction"]),
         ({"spec": 7}, ["eviction"]),
     ],
 )  # fmt: skip
@@ -250,5 +258,56 @@ def test_pods_whose_owner_cannot_be_suspended_or_does_not_end_them_are_evicted(
                 while "eviction" not in connection.written():
                     await asyncio.sleep(0.001)
             assert connection.written() == writes
+
+    asyncio.run(scenario())
+
+
+def pod_view(**more: Any) -> PodView:
+    return PodView(uid="p", namespace="n", name="p", stage=Stage.ASSIGNED, gpus=1, created=0.0, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pod", "expected"),
+    [
+        ("Job", pod_view(controller_uid="u"), True),
+        ("Job", pod_view(controller_uid="another"), False),
+        ("TrainJob", pod_view(controller_uid="job", labels={"jobset.sigs.k8s.io/jobset-name": "x"}), True),
+        ("JobSet", pod_view(controller_uid="job", labels={"jobset.sigs.k8s.io/jobset-name": "y"}), False),
+        ("MPIJob", pod_view(controller_uid="job", labels={"training.kubeflow.org/job-name": "x"}), True),
+    ],
+)
+def test_a_suspension_ends_the_pods_of_all_objects_below(kind: str, pod: PodView, *, expected: bool) -> None:
+    assert BY_KIND[kind].owns(found().metadata, pod) is expected
+
+
+@pytest.mark.parametrize(
+    ("condition", "running", "resumed"),
+    [
+        ("Suspended", [], True),
+        ("Suspended", [pod_view(controller_uid="job")], False),
+        ("Suspended", [pod_view(controller_uid="another")], True),
+        ("Suspended", None, False),  # a restarted controller has not read the pods
+        ("Complete", [pod_view(controller_uid="job")], True),
+        ("Failed", [], True),
+    ],
+)
+def test_it_is_resumed_when_its_pods_have_ended_or_it_has(
+    condition: str, running: list[PodView] | None, *, resumed: bool
+) -> None:
+    async def scenario() -> None:
+        async with detached() as test:
+            test.controller._writer._connection = connection = Asked({})
+            await test.start()
+            conditions = [{"type": condition, "status": "True"}]
+            marked = found(
+                metadata={"name": "j", "namespace": "n", "uid": "job", "labels": {labels.SUSPENDED: "true"}},
+                spec={"suspend": True},
+                status={"conditions": conditions},
+            )
+            resuming = Resuming(test.controller._writer, test.controller.events, lambda: running)
+            resuming.put(BY_KIND["Job"], marked)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert connection.written() == (["j"] if resumed else [])
 
     asyncio.run(scenario())

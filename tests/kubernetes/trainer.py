@@ -1,7 +1,8 @@
 """Doubles of Kubeflow Trainer and of JobSet: a TrainJob has a JobSet, and that a Job, which pass `suspend` on.
 
 The kinds are minimal schemas of our own, from the API documentation of Trainer v2 (trainer.kubeflow.org/v1alpha1) and
-JobSet (jobset.x-k8s.io/v1alpha2). Jobs are those of the real Job controller.
+JobSet (jobset.x-k8s.io/v1alpha2). Jobs are those of the real Job controller. As of the real kinds, the condition
+Suspended follows from the spec alone; here always before `suspend` is passed on, which is the worst order.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Trainer(Repeating):
         return {"name": "node", "replicas": 1, "template": {"spec": self._job}}
 
     def _pass_on(self, plural: str, owner: Object, below: str, spec: Object) -> Object | None:
-        """Create what the owner owns, pass its suspend on, and take over the condition; return what it owns."""
+        """Create what the owner owns, write its condition, and pass its suspend on; return what it owns."""
         name, suspend = owner["metadata"]["name"], owner["spec"].get("suspend", False)
         found = next((one for one in self._api.items(path_of(below, self._team)) if _is_of(one, owner)), None)
         if found is None:
@@ -83,14 +84,13 @@ class Trainer(Repeating):
                 path_of(below, self._team), {**kind, "metadata": meta, "spec": {**spec, "suspend": suspend}}
             )
             return None
-        if found["spec"].get("suspend", False) != suspend:
+        if _has_suspended(owner) != suspend:
+            condition = {"type": "Suspended", "status": str(suspend), "reason": "x", "message": ""}
+            self._api.patch(f"{path_of(plural, self._team, name)}/status", {"status": {"conditions": [condition]}})
+        elif found["spec"].get("suspend", False) != suspend:
             if plural == "trainjobs":
                 self.changed.append("suspend" if suspend else "resume")
             self._api.patch(path_of(below, self._team, name), {"spec": {"suspend": suspend}})
-        state = "True" if suspend and _has_suspended(found) else "False"
-        if _has_suspended(owner) != (state == "True"):
-            condition = {"type": "Suspended", "status": state, "reason": "x", "message": ""}
-            self._api.patch(f"{path_of(plural, self._team, name)}/status", {"status": {"conditions": [condition]}})
         return found
 
 

@@ -251,7 +251,7 @@ class World:
     def _cores(self, jobs: Iterable[tuple[Job, int]]) -> Iterable[tuple[Job, int]]:
         """Yield the jobs that cannot be preempted, with the workers that nobody may take."""
         for job, count in jobs:
-            if not job.preemptible:
+            if not (job.preemptible or job.exceeds):
                 yield job, min(count, job.gang)
 
     def _project_of(self, running: Running) -> str:

@@ -77,6 +77,7 @@ class Invariants:
     restarted_for: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
     revoked: Counter[str] = field(default_factory=Counter)
     changed_at: dict[str, float] = field(default_factory=dict)
+    exceeded: set[str] = field(default_factory=set)  # jobs that have lost their core by an update
     violations: list[ViolationError] = field(default_factory=list)
     commits: int = 0
     holders_changed: bool = False  # by the change that is being applied
@@ -169,8 +170,14 @@ class Invariants:
 
     def _check_core(self, stopped: JobRecord, beneficiary: str) -> None:
         """Nobody else's job stops one that is not preemptible; for itself it stops when it ran below its minimum."""
-        if not stopped.spec.may_be_preempted and beneficiary != stopped.uid:
+        if self._is_protected(stopped) and beneficiary != stopped.uid:
             self.fail(f"{stopped.spec.name} is not preemptible, and loses its core: {stopped.status.reason}")
+
+    def _is_protected(self, job: JobRecord) -> bool:
+        """Return whether the job has a core: not if its minimum was raised beyond the guarantee while it ran."""
+        if self.cluster.state.exceeds_guarantee(job.uid):
+            self.exceeded.add(job.uid)
+        return not job.spec.may_be_preempted and job.uid not in self.exceeded
 
     def _check_start_reason(self, job: JobRecord, held: int) -> None:
         """A start states the size it has and the size it asks for."""
@@ -225,7 +232,7 @@ class Invariants:
         job = self.cluster.state.jobs[record.worker.job_uid]
         job = change.jobs.get(job.uid) or job
         ending = job.intent is not Intent.RUN or job.completing or job.uid in self.cluster.requested
-        if job.spec.may_be_preempted or ending or self._has_failed(job):
+        if not self._is_protected(job) or ending or self._has_failed(job):
             return
         workers = {w.worker.id: w for w in self.cluster.state.workers_of(job.uid)} | change.workers
         left = [w for w in workers.values() if w.worker.job_uid == job.uid and w.alive and not w.released]
@@ -262,6 +269,9 @@ class Invariants:
         for name, project in state.projects.items():
             if project.limit is not None and held[name] > project.limit + EPSILON:
                 self.fail(f"project {name} holds {held[name]:g} of at most {project.limit:g}")
+        for queue in state.scheduler.ledger.queues.values():
+            if queue.fixed[0] > queue.deserved[0]:
+                self.fail(f"cores of project {queue.name} hold {queue.fixed[0]} of {queue.deserved[0]} guaranteed")
 
     def _check_views(self) -> None:
         """The sums that users see equal the records."""
@@ -384,5 +394,6 @@ class Invariants:
                 own[other.uid] += record.worker.gpus
         if project.limit is not None and held + size > project.limit + EPSILON:
             return False
-        fixed = sum(state.jobs[uid].spec.protected_of(gpus) for uid, gpus in own.items())
+        cores = {uid: gpus for uid, gpus in own.items() if self._is_protected(state.jobs[uid])}
+        fixed = sum(state.jobs[uid].spec.protected_of(gpus) for uid, gpus in cores.items())
         return spec.may_be_preempted or fixed + size <= project.guaranteed + EPSILON

@@ -408,7 +408,7 @@ class LocalCluster:
             if job.spec.project == project.name:
                 gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
                 held["all"] += gpus
-                held["fixed"] += job.spec.protected_of(gpus)
+                held["fixed"] += 0 if self._state.exceeds_guarantee(uid) else job.spec.protected_of(gpus)
         held = {kind: as_number(gpus) for kind, gpus in held.items()}
         if held["fixed"] > project.guaranteed:
             raise ConflictError(

@@ -135,7 +135,7 @@ def _candidates(ledger: Ledger, task: Task, cache: MoveCache, sheltered: Collect
 def _candidate(
     ledger: Ledger, host: Host, task: Task, cache: MoveCache, sheltered: Collection[Job]
 ) -> Candidate | None:
-    movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
+    movable = [t for t in host.tasks if t.status is Status.HELD and not t.job.core and t.job is not task.job]
     movable = [t for t in movable if may_return(t.job, cache.now) and t.job not in sheltered]
     movable = [t for t in movable if not domains.bound_to_domain(t.job)]
     movable = [t for t in movable if lost_work_s(t.job, cache.now) <= cache.most_lost_s]

@@ -7,6 +7,7 @@ limit; nothing more starts in it.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.state.groups import loose
@@ -22,13 +23,18 @@ if TYPE_CHECKING:
 def enforce(ledger: Ledger) -> Iterator[Task]:
     """Mark workers as leaving until no enforced limit is exceeded, and yield them."""
     for queue in ledger.queues.values():
-        while queue.enforced and _exceeds(queue):
-            job = min((job for job in _running(queue) if _part(job)), key=_order, default=None)
-            if job is None:
-                break
-            for task in _part(job):
+        if not (queue.enforced and _exceeds(queue)):
+            continue
+        jobs = [(_order(job), job) for job in _running(queue)]
+        heapify(jobs)
+        while jobs and _exceeds(queue):
+            _, job = heappop(jobs)
+            part = _part(job)
+            for task in part:
                 ledger.set(task, Status.LEAVING, task.node, task.devices)
                 yield task
+            if part and job.active:
+                heappush(jobs, (_order(job), job))
 
 
 def _exceeds(queue: Queue) -> bool:
@@ -50,4 +56,4 @@ def _part(job: Job) -> list[Task]:
     """Return the job's youngest worker that it can do without, else all of them; of a core none."""
     held = [task for task in job.tasks.values() if task.status is Status.HELD]
     spare = loose(job, sorted(held, key=lambda task: -task.index))
-    return spare[:1] or (held if job.preemptible else [])
+    return spare[:1] or ([] if job.core else held)

@@ -75,7 +75,7 @@ def _ask_again(ledger: Ledger, promised: Iterable[Job], workers: Mapping[str, Ta
     asked: Asked = {}
     for job in promised:
         for task in (workers[worker] for worker in job.victims if worker in workers):
-            if task.status is Status.HELD and (task.job.preemptible or loose(task.job, [task])):
+            if task.status is Status.HELD and (not task.job.core or loose(task.job, [task])):
                 ledger.set(task, Status.LEAVING, task.node, task.devices)
                 asked[task] = job
     return asked

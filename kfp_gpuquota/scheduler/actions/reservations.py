@@ -129,7 +129,7 @@ class Reservation:
             return False
         other = rivals[1]
         there = [task for host in self.hosts for task in host.tasks if task.status is not Status.LEAVING]
-        held = quota.total(ledger, [task for task in there if other in task.job.queue.path and task.job.preemptible])
+        held = quota.total(ledger, [task for task in there if other in task.job.queue.path and not task.job.core])
         return other.claim(0) - other.guarantee[0] >= held.gpu
 
 
@@ -303,7 +303,7 @@ def _candidate(host: Host, task: Task, most: int, now: float) -> _Candidate | No
     ending: list[Task] = []
     staying: list[Task] = []
     for other in host.tasks:
-        ends = other.status is Status.LEAVING or (other.status is Status.HELD and other.job.preemptible)
+        ends = other.status is Status.LEAVING or (other.status is Status.HELD and not other.job.core)
         (ending if ends else staying).append(other)
     request = task.request
     workers = _room(host, request, staying)

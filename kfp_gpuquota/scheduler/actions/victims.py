@@ -51,7 +51,7 @@ def _make_room(attempt: Attempt, finders: Finders) -> bool:
 
 def _resettle(attempt: Attempt, mark: int) -> None:
     """Move victims to idle capacity elsewhere, the most valuable first."""
-    stopped = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and t.job.preemptible]
+    stopped = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and not t.job.core]
     stopped = [t for t in stopped if t.status is Status.LEAVING and t.job.active < t.job.wanted]
     stopped = [t for t in stopped if not domains.bound_to_domain(t.job)]
     stopped.sort(key=lambda t: (-t.job.priority, t.job.submitted_at, t.job.uid, t.index))

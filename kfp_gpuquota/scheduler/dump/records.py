@@ -135,6 +135,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spread: bool = False
     priority: int = 50
     preemptible: bool = True
+    exceeds: bool = False
     movable: bool = True
     overlapping: bool = False
     promised: tuple[Placement, ...] = ()

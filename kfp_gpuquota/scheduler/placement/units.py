@@ -154,7 +154,7 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
             tasks.sort(key=lambda t: (t.priority, -t.index))
             single = loose(job, tasks)
             _add_single(attempt, job, single, units)
-        whole = job.preemptible and len(tasks) > len(single)
+        whole = not job.core and len(tasks) > len(single)
         if whole and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
             everything = tasks if job.active == 1 else _all_of(attempt, job)
             if len(everything) == job.active and job not in attempt.sheltered:

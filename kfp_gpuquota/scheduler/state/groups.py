@@ -54,7 +54,7 @@ def loose(job: Job, tasks: list[Task]) -> list[Task]:
         if active[task.group] > gangs[task.group]:
             active[task.group] -= 1
             spare.append(task)
-    return spare
+    return _outside_core(job, spare)
 
 
 def _outside_core(job: Job, tasks: list[Task]) -> list[Task]:

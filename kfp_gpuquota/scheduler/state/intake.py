@@ -24,10 +24,11 @@ from kfp_gpuquota.scheduler.state.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Amount
 
 
 def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str, JobSpec] | None = None) -> Job:
@@ -56,22 +57,35 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str
     return job
 
 
-def update(job: Job, spec: JobSpec, ledger: Ledger) -> None:
-    """Give the job the size bounds and the priority of `spec`.
+def update(job: Job, spec: JobSpec, ledger: Ledger, *, resized: bool) -> None:
+    """Give the job the size bounds and the priority of `spec`. `resized`: sizes differ, perhaps from an earlier run's.
 
-    Its holdings are removed from the ledger meanwhile: the lent part, and the priority, are counted again.
+    Its holdings are removed from the ledger meanwhile: the lent part, the core and the priority are counted again.
+    Borrowed workers do not become a core by a larger minimum: a job that runs with one beyond the guarantee has none.
     """
     places = [(task, task.status, task.node, task.devices) for task in job.tasks.values()]
+    core = [ledger.amount(task) for task, status, _, _ in places if status is not Status.LEAVING]
     for task, _, _, _ in places:
         ledger.set(task, Status.PENDING, None)
+    resized |= spec.workers_of(spec.smallest) > job.gang
     job.gang, job.wanted, job.most = map(spec.workers_of, (spec.smallest, spec.gpus, spec.largest))
     job.priority, job.groups = spec.effective_priority, _topology_of(spec)
     if not job.tasks:
         job.request = request_of(spec)
+    if resized:
+        job.exceeds = not job.preemptible and _exceeds(job.queue, core[: job.gang])
     for task, status, node, devices in places:
         ledger.set(task, status, node, devices)
     ledger.settle()
     job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted - len(job.tasks))]
+
+
+def _exceeds(queue: Queue, core: Sequence[Amount]) -> bool:
+    """Return whether such a core is more than what other cores leave of the guaranteed quota at any level."""
+    total = [sum(column) for column in zip(*core, strict=True)]
+    return any(
+        value and above.fixed[r] + value > above.deserved[r] for above in queue.path for r, value in enumerate(total)
+    )
 
 
 def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:

@@ -345,7 +345,7 @@ def _note_running(job: Job, sign: int) -> None:
             queue.running[job] = None
         else:
             queue.running.pop(job, None)
-        if job.preemptible or job.most > job.gang:
+        if not job.core or job.most > job.gang:
             queue.priorities[job.priority] = queue.priorities.get(job.priority, 0) + sign
 
 

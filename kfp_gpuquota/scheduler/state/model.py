@@ -264,7 +264,8 @@ class Job:
     (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
     `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
     moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the
-    placements for which room was made, at `promised_at`, by asking the workers `victims` to leave. Before
+    placements for which room was made, at `promised_at`, by asking the workers `victims` to leave. `exceeds`: its size
+    was updated while it ran, to a gang beyond the guarantee, so it has no core until this run ends. Before
     `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`.
     """
 
@@ -279,6 +280,7 @@ class Job:
     spread: bool = False
     priority: int = 50
     preemptible: bool = True
+    exceeds: bool = False
     movable: bool = True
     overlapping: bool = False
     submitted_at: float = 0.0
@@ -343,7 +345,7 @@ class Job:
     @property
     def core(self) -> float:
         """The number of tasks that nobody takes: the gang of a job that is not preemptible, with parts all of it."""
-        if self.preemptible:
+        if self.preemptible or self.exceeds:
             return 0
         return self.gang if self.groups is None or not self.groups.children else UNLIMITED
 

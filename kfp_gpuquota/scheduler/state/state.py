@@ -142,7 +142,7 @@ class State:
     def _(self, event: events.JobUpdated) -> None:
         job = self._job(event.uid)
         self.ledger.settle()
-        update(job, event.spec, self.ledger)
+        update(job, event.spec, self.ledger, resized=event.at is not None)
         job.below_since = job.below_since if event.at is None else event.at
         self._changed(job)
 
@@ -227,6 +227,7 @@ class State:
         self._note_usage(task.job, event.at)
         self.ledger.set(task, Status.LEAVING, task.node, task.devices)
         progress.note_shrunk(task.job, event.at)
+        task.job.exceeds = task.job.exceeds and task.job.active > 0
         self._changed(task.job)
 
     @_apply.register
@@ -242,6 +243,7 @@ class State:
             again = Task(job=job, request=task.request, index=0, priority=task.priority, group=task.group)
             job.pending.append(again)
         job.below_since = event.at if job.below_since is None else job.below_since
+        job.exceeds = job.exceeds and job.active > 0
         self._changed(job)
         if host is not None:
             self._forget_empty(host.name)

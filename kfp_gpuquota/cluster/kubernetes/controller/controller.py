@@ -193,7 +193,7 @@ class Controller:
         own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules)
         others = watches.cluster_kinds(snapshot, self.volumes, self.limits)
         foreign = watches.foreign_kinds(self.profiles, self.ray)
-        suspended = watches.suspended_owners(Resuming(self._writer, self.events))
+        suspended = watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running))
         namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
         self.reflectors = [self.pods, *own, *others, *foreign, *suspended, namespaces]
         self.actions = PodActions(

@@ -138,14 +138,13 @@ def _kueue(old: Old, made: Migration) -> None:
     namespaces: dict[str, list[str]] = defaultdict(list)
     for queue in old.local_queues:
         namespaces[queue["spec"].get("clusterQueue", "")].append(queue["metadata"]["namespace"])
-    cohorts = {name_of(cohort) for cohort in old.cohorts}
+    departments = _department_names(old, namespaces)
     seen: dict[str, str] = {}
     for queue in sorted(old.cluster_queues, key=name_of):
         name, teams = name_of(queue), sorted(set(namespaces[name_of(queue)]))
         spec = _cluster_queue(queue, old, made)
-        cohort = _cohort(queue)
-        if cohort in cohorts:
-            spec["parent"] = cohort
+        if parent := departments.get(("Cohort", _cohort(queue))):
+            spec["parent"] = parent
         if not teams:
             made.notes.append(f"ClusterQueue {name}: it has no LocalQueue, so it is no namespace's quota")
             continue
@@ -155,12 +154,28 @@ def _kueue(old: Old, made: Migration) -> None:
         if len(teams) == 1:
             made.objects.append(_quota(teams[0], spec))
         elif teams:
-            made.objects.append(_quota(name, spec))
-            made.objects += [_quota(team, {"guaranteed": 0, "parent": name}) for team in teams]
+            department = departments["ClusterQueue", name]
+            made.objects.append(_quota(department, spec))
+            made.objects += [_quota(team, {"guaranteed": 0, "parent": department}) for team in teams]
             made.notes.append(f"ClusterQueue {name}: it is a department now; give its {len(teams)} teams guarantees")
     for found in sorted(old.cohorts, key=name_of):
-        _note_cohort(found, old, made)
+        _note_cohort(found, departments, old, made)
+    _note_names(departments, made)
     _note_rest(old, made)
+
+
+def _department_names(old: Old, namespaces: Mapping[str, list[str]]) -> dict[tuple[str, str], str]:
+    """Return a name for each queue and cohort that may become a department; namespaces keep theirs."""
+    taken, found = {team for teams in namespaces.values() for team in teams}, dict[tuple[str, str], str]()
+    for kind, objects in (("ClusterQueue", old.cluster_queues), ("Cohort", old.cohorts)):
+        for name in sorted(map(name_of, objects)):
+            department = name
+            while department in taken:
+                department += "-department"
+            found[kind, name] = department
+            if kind == "Cohort" or len(set(namespaces.get(name, ()))) > 1:
+                taken.add(department)
+    return found
 
 
 def _cohort(queue: Json) -> str:
@@ -231,15 +246,24 @@ def _unsupported(spec: Json) -> Iterable[str]:
         yield "flavorFungibility; a job names its node pool, or runs in any"
 
 
-def _note_cohort(cohort: Json, old: Old, made: Migration) -> None:
+def _note_cohort(cohort: Json, departments: Mapping[tuple[str, str], str], old: Old, made: Migration) -> None:
     """Make the Cohort a department, with the sum of what is guaranteed in it."""
-    name, spec = name_of(cohort), cohort.get("spec") or {}
+    spec = cohort.get("spec") or {}
+    name = departments["Cohort", name_of(cohort)]
     inside = [one["spec"] for one in made.objects if one["spec"].get("parent") == name]
     guaranteed = as_number(sum(float(one["guaranteed"]) for one in inside))
-    parent = spec.get("parentName") or spec.get("parent")
+    above = spec.get("parentName") or spec.get("parent")
+    parent = departments.get(("Cohort", str(above)), above)
     made.objects.append(_quota(name, {"guaranteed": guaranteed, "parent": parent}))
     if any(resource["name"] in old.weights for _, resource in _resources(spec)):
         made.notes.append(f"Cohort {name}: its own quota; it is guaranteed the {guaranteed} GPUs of its queues")
+
+
+def _note_names(departments: Mapping[tuple[str, str], str], made: Migration) -> None:
+    there = {name_of(one) for one in made.objects}
+    for (kind, name), department in departments.items():
+        if name != department and department in there:
+            made.notes.append(f"{kind} {name}: its name, which another quota has; the department is {department}")
 
 
 def _note_rest(old: Old, made: Migration) -> None:

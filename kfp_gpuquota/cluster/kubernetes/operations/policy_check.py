@@ -52,7 +52,7 @@ def policy_in(text: str) -> Json:
         found = msgspec.yaml.decode(text)
     except (msgspec.DecodeError, ValueError) as error:
         raise UsageError(f"the file is neither YAML nor JSON: {error}") from None
-    items = found.get("items", [found]) if isinstance(found, dict) else []
+    items = (found.get("items", [found]) or []) if isinstance(found, dict) else []
     policies = [one for one in items if isinstance(one, dict) and one.get("kind") == KIND]
     if len(policies) != 1:
         raise UsageError(f"the file has {len(policies)} objects of kind {KIND}; it must have one, named {NAME}")
@@ -87,7 +87,8 @@ def _fields(policy: Json) -> Iterator[Finding]:
     if policy.get("apiVersion") != labels.API_VERSION:
         remedy = f"write apiVersion: {labels.API_VERSION}"
         yield fail("fields", f"apiVersion is {policy.get('apiVersion')!r}", remedy)
-    if (policy.get("metadata") or {}).get("name") != NAME:
+    meta = policy.get("metadata")
+    if not isinstance(meta, dict) or meta.get("name") != NAME:
         yield fail("fields", f"the cluster has one policy, whose name is {NAME}", f"write metadata: {{name: {NAME}}}")
     yield from _unknown(_schema()["properties"]["spec"], policy.get("spec", {}), "spec")
 

@@ -105,7 +105,9 @@ class Evictions:
         ending = _Ending(pod, requested_at, since_boot_s() - (now - requested_at), bounded)
         self._endings[pod.uid] = ending
         ending.noted = ending.requested_at < now
-        self._context.eviction_step("evicted")
+        current = self._pods.get(pod.uid)
+        if current is None or current.stage is not Stage.TERMINATING:
+            self._context.eviction_step("evicted")
         if bounded:
             self._set(ending, "delete", self._left_s(ending), self._delete)
         if not bounded or self._left_s(ending) > 0:

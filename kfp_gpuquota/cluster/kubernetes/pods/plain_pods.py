@@ -172,6 +172,12 @@ class PlainPods:
         """Yield the pods that hold devices and are not asked to leave."""
         return (member.view for member in self.members.values() if member.stage is Stage.ASSIGNED)
 
+    def running(self) -> Iterator[PodView] | None:
+        """Return the pods that hold devices and were not deleted, even if asked to leave; None before `settle`."""
+        if not self._settled:
+            return None
+        return (member.view for member in self.members.values() if member.view.stage is Stage.ASSIGNED)
+
     def take_back(self, uid: str) -> None:
         """Undo the assumptions about a pod after a write has failed."""
         if member := self.members.get(uid):

@@ -15,7 +15,7 @@ import msgspec
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, pod_job
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
@@ -110,9 +110,10 @@ class PodActions:
                     self._evict(member.view, reason.message, bounded=bounded)
 
     def _evict(self, pod: PodView, why: str, *, bounded: bool, requested_at: float | None = None) -> None:
-        """Evict a pod; one of a suspended owner, unless it has ended."""
-        if pod.uid in self._pods.members:
-            self._recorder.record(pod, "Evicted", self._explained(pod, why))
+        """Evict a pod; one of a suspended owner, unless it has ended, and without an event if it is ending."""
+        if member := self._pods.members.get(pod.uid):
+            if member.view.stage is not Stage.TERMINATING:
+                self._recorder.record(pod, "Evicted", self._explained(pod, why))
             self._evictions.evict(pod, bounded=bounded, requested_at=requested_at)
 
     def _explained(self, pod: PodView, why: str) -> str:

@@ -8,53 +8,74 @@
 | MPIJob (kubeflow.org/v2beta1) | spec.runPolicy | itself, and a Job for the launcher |
 | PyTorchJob (kubeflow.org/v1) | spec.runPolicy | itself |
 
-The status of all of them has a condition `Suspended`, which is True when their controllers have ended the pods.
+The status of all of them has a condition `Suspended`. A Job's controller sets it after it has deleted the pods, those
+of JobSet and TrainJob as soon as they have read the spec, perhaps before a Job below was suspended. So whether pods
+have ended is read of the pods (`Kind.owns`).
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kfp_gpuquota.api.request_paths import collection, is_object_name, join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_LABEL
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
 
 KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 _KUEUE: Final = "kueue.x-k8s.io/"
+_UPSTREAM: Final = re.compile(r"([a-z-]+[.])*(kubernetes[.]io|k8s[.]io|kubeflow[.]org)/")
+"""Managers (`managedBy`) that are the kinds' own controllers, which report the condition `Suspended`."""
 
 
 class Kind(NamedTuple):
-    """A kind of owners. `within_policy`: its `suspend` is in `spec.runPolicy`."""
+    """A kind of owners. `within_policy`: its `suspend` is in `spec.runPolicy`.
+
+    `name_label` is the label with its name on pods of which another object is the managing owner.
+    """
 
     api_version: str
     kind: str
     plural: str
     within_policy: bool = False
+    name_label: str = ""
 
     @property
     def path(self) -> str:
         """Return the path of all objects of the kind."""
-        return f"/apis/{self.api_version}/{self.plural}"
+        return join("/apis", *self.api_version.split("/"), self.plural)
 
     def path_of(self, namespace: str, name: str) -> str:
         """Return the path of one object."""
         return join(collection(self.api_version, namespace, self.plural), name)
 
+    def owns(self, meta: Metadata, pod: PodView) -> bool:
+        """Return whether the suspension of the object ends the pod."""
+        if pod.namespace != meta.namespace:
+            return False
+        return pod.controller_uid == meta.uid or (
+            bool(self.name_label) and pod.labels.get(self.name_label) == meta.name
+        )
 
+
+_TRAINING_LABEL: Final = "training.kubeflow.org/job-name"
 KINDS: Final = (
     Kind("batch/v1", "Job", "jobs"),
-    Kind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"),
-    Kind("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"),
-    Kind("kubeflow.org/v2beta1", "MPIJob", "mpijobs", within_policy=True),
-    Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs", within_policy=True),
+    Kind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets", name_label=JOBSET_LABEL),
+    Kind("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs", name_label=JOBSET_LABEL),
+    Kind("kubeflow.org/v2beta1", "MPIJob", "mpijobs", within_policy=True, name_label=_TRAINING_LABEL),
+    Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs", within_policy=True, name_label=_TRAINING_LABEL),
 )
 _BY_NAME: Final = {(kind.api_version, kind.kind): kind for kind in KINDS}
 _NAMES: Final = frozenset(f"{kind.api_version.partition('/')[0]}/{kind.kind}" for kind in KINDS)
+_FINISHED: Final = frozenset({"Complete", "Completed", "Succeeded", "Failed"})
 _STARTERS: Final = frozenset({"batch/v1/CronJob"})
 """Owners that create suspendable objects and leave them alone afterwards."""
 
@@ -89,8 +110,13 @@ class Suspendable(Struct, frozen=True):
 
     @property
     def has_suspended(self) -> bool:
-        """Return whether its controller has ended its pods."""
+        """Return whether its controller has read that it is to be suspended."""
         return any(one.type == "Suspended" and one.status == "True" for one in self.status.conditions or ())
+
+    @property
+    def has_finished(self) -> bool:
+        """Return whether it has completed or failed: its controller suspends and resumes nothing any more."""
+        return any(one.type in _FINISHED and one.status == "True" for one in self.status.conditions or ())
 
     @property
     def by_controller(self) -> bool:
@@ -98,11 +124,12 @@ class Suspendable(Struct, frozen=True):
         return self.metadata.labels.get(labels.SUSPENDED) == "true"
 
     @property
-    def of_kueue(self) -> bool:
-        """Return whether Kueue suspends and resumes it."""
+    def managed_elsewhere(self) -> bool:
+        """Return whether Kueue suspends and resumes it, or a controller of unknown behavior does the work."""
         policy = self.spec.run_policy
-        managers = (self.spec.managed_by or "", (policy.managed_by if policy is not None else "") or "")
-        return KUEUE_QUEUE in self.metadata.labels or any(name.startswith(_KUEUE) for name in managers)
+        managers = (self.spec.managed_by, policy.managed_by if policy is not None else None)
+        foreign = any(name and (name.startswith(_KUEUE) or not _UPSTREAM.match(name)) for name in managers)
+        return KUEUE_QUEUE in self.metadata.labels or foreign
 
     @property
     def owner(self) -> OwnerReference | None:

@@ -2,7 +2,8 @@
 
 | an object with the label | what happens |
 |---|---|
-| to be suspended, and its controller has done so | it is resumed, and the label and the annotation are removed |
+| to be suspended, its controller has read that, and no pod of it runs | it is resumed, without label and annotation |
+| to be suspended, but it has completed or failed | the same, so that nothing of ours stays |
 | to be suspended | nothing yet |
 | not to be suspended | its user has resumed it: the label and the annotation are removed |
 
@@ -20,8 +21,11 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import suspension, without_marks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.suspension.kinds import Kind, Suspendable
 
 RETRY_S: Final = 1.0
@@ -30,10 +34,13 @@ log = logging.getLogger(__name__)
 
 
 class Resuming:
-    """The objects with the label, as watches report them."""
+    """The objects with the label, as watches report them.
 
-    def __init__(self, writer: Writer, events: Recorder) -> None:
-        self._writer, self._events = writer, events
+    `running()` are the pods with GPUs that are not ending; None: not all pods were read yet.
+    """
+
+    def __init__(self, writer: Writer, events: Recorder, running: Callable[[], Iterable[PodView] | None]) -> None:
+        self._writer, self._events, self._running = writer, events, running
         self._objects: dict[str, tuple[Kind, Suspendable]] = {}
         self._writing: set[str] = set()
 
@@ -52,19 +59,29 @@ class Resuming:
             return
         if not found.suspended:
             write = without_marks(kind, found)
-        elif found.has_suspended:
-            write = suspension(kind, found, None)
-        else:
+        elif not (found.has_suspended or found.has_finished):
             return
+        elif not found.has_finished and self._may_run(kind, found):
+            self._writing.add(uid)
+            asyncio.get_running_loop().call_later(RETRY_S, self._again, uid)
+            return
+        else:
+            write = suspension(kind, found, None)
         self._writing.add(uid)
         self._writer.submit(write, partial(self._written, kind, found), partial(self._failed, found))
 
+    def _may_run(self, kind: Kind, found: Suspendable) -> bool:
+        pods = self._running()
+        return pods is None or any(kind.owns(found.metadata, pod) for pod in pods)
+
     def _written(self, kind: Kind, found: Suspendable, _answer: bytes) -> None:
         meta = found.metadata
-        self._writing.discard(meta.uid)
-        if found.suspended:
+        if found.suspended and not found.has_finished:
             subject = Subject(kind.kind, meta.name, meta.namespace, meta.uid, kind.api_version)
             self._events.record(subject, "Resumed", "its pods wait for their turn again")
+        self._writing.discard(meta.uid)
+        if self._objects.get(meta.uid, (kind, found))[1] is not found:
+            self._sync(meta.uid)  # it has changed since
 
     def _failed(self, found: Suspendable, error: Exception) -> None:
         """Decide again after a pause, in which the watch reports the object's state."""

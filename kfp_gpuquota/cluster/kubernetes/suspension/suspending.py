@@ -2,8 +2,9 @@
 
 | what is found | what happens |
 |---|---|
-| other pods of the owner hold GPUs that the plan does not stop | the victims are evicted |
-| an owner above that is of no kind of kinds.py, or is Kueue's | the victims are evicted |
+| other pods of the owner, or of one above, hold GPUs that the plan does not stop | the victims are evicted |
+| the topmost owner has completed or failed | the victims are evicted |
+| an owner above that is of no kind of kinds.py, or is Kueue's or another controller's | the victims are evicted |
 | the owner is suspended already, also by its user | its controller ends the pods |
 | else | it is suspended; a conflict, a change in the meantime: it is read again |
 | the owner's controller has not ended the pods within ENDED_WITHIN_S | they are evicted |
@@ -129,7 +130,7 @@ class Suspending:
             stop.seen.append(owner.uid)
             namespace = found.metadata.namespace
             self._read(stop, above, above.path_of(namespace, owner.name), namespace)
-        elif kind is None or owner is not None or found.of_kueue:
+        elif kind is None or owner is not None or found.managed_elsewhere:
             self._evict(stop)
         else:
             self._suspend(stop, kind, found)
@@ -137,6 +138,9 @@ class Suspending:
     def _suspend(self, stop: _Stop, kind: Kind, found: Suspendable) -> None:
         if found.suspended:
             self._watch(stop)
+            return
+        if found.has_finished or any(kind.owns(found.metadata, pod) for pod in self._holding()):
+            self._evict(stop)
             return
         write = suspension(kind, found, stop.reason)
         self._writer.submit(

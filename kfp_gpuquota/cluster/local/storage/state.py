@@ -210,6 +210,11 @@ class ClusterState(JobStore):
         finally:
             self._waiters.discard(waiter)
 
+    def exceeds_guarantee(self, uid: str) -> bool:
+        """Return whether the job has lost its core, by a minimum that was raised beyond the guarantee while it ran."""
+        job = self.scheduler.jobs.get(uid)
+        return job is not None and job.exceeds
+
     # Changing
 
     @contextlib.contextmanager
