@@ -228,7 +228,8 @@ class Sharding:
         self._state.rounds = max(each.rounds for each in holdings)
         self._state.awaited = self._began and not mine.in_round and _others_wait_in_round(holdings)
         in_rounds = {each.rounds for each in holdings if each.in_round}
-        self._state.round_is_shared = len(in_rounds) <= 1 and all(each.began for each in holdings)
+        reached = all(each.in_round for each in holdings) or self._state.position.index > 0  # in the epoch of the step
+        self._state.round_is_shared = len(in_rounds) <= 1 and reached and all(each.began for each in holdings)
         return holdings
 
     def _move(self, group: Group, number: int, move: _Move, old_group: Group | None) -> dict[str, Any]:
