@@ -64,6 +64,7 @@ class Session:
         self.catching_up = False  # the state is not that of the script's place in the loop: nothing acts
         self._went_back = False  # it is an earlier one, from which the next iteration continues
         self._epoch: int | None = None  # of the script, where the state is that of an earlier one
+        self._restored: Position | None = None  # of the state, while the script runs to work that others are in
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
@@ -409,11 +410,14 @@ class Session:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
         self.catching_up = self._went_back
         micro, counted = self._step.micro, self._step.state in COUNTED
-        if micro is None:
-            return
-        self._step.pause()
-        if not counted:
-            self._count(micro)
+        if micro is not None:
+            self._step.pause()
+            if not counted:
+                self._count(micro)
+        if self._restored is not None:
+            before, self._state.position, self._restored = self.position, self._restored, None
+            self._mode.restore()
+            self._go_back(before)
 
     def _recover_between_steps(self, error: CollectiveError) -> None:
         before, self._step.agreed = self.position, None
@@ -454,13 +458,21 @@ class Session:
         """Return to the step's beginning, and continue with the workers that are left."""
         self._step.revert()
         self._step.agreed, self._state.awaited = None, False
+        before, micro = self.position, self._step.micro
         self._recover(error)
-        if self._state.awaited:
-            self._step.take_over()
-            self._moved = self.catching_up = True
-        else:
+        if not self._state.awaited:
             self._step.show_zeros()
+            self._remember()
+            return
+        restored = self.position
+        if self._member.sharding and micro is not None:
+            self._state.position = before.after_step(micro.step_samples)
+        self._step.take_over()
+        self._moved = self.catching_up = True
         self._remember()
+        if self._member.sharding:
+            self._member.stable_state.end()  # its position is not that of its state
+            self._restored = restored
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch
@@ -485,7 +497,7 @@ class Session:
 
     def _remember(self) -> None:
         """Keep the state with which the next step begins."""
-        if self._went_back:
+        if self._went_back or self._restored is not None:
             self._mode.restore()  # buffers and random streams, as nothing since then was of effect
         if self._step.observer:
             self._step.observer.between_steps()

@@ -11,8 +11,9 @@ without applying anything. Rejected: a second barrier, which would only move the
 
 With sharded state a lost worker takes its shards with it, so the shards are copied before the work begins. If one is
 lost while they are, the others return to the last step's beginning. They do the work with that state, since the script
-waits for a result; then nothing acts until the script has come to the step again. Where one of them is still in that
-step, they cannot do it together, and CollectiveError ends their scripts.
+waits for a result; then nothing acts until the script has come to the step again. One that is still in that step runs
+to the work without applying anything, too. Where one of them is still in the work before, they cannot do it together,
+and CollectiveError ends their scripts.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class SynchronizedCalls:
         """Raise CollectiveError where the workers that are left cannot do the work together."""
         if self._member.sharding and not self._state.round_is_shared:
             raise CollectiveError(
-                "a worker was lost when job.repeat began, with its shards of the model, and another one has not "
-                "completed the step before it: the script has to start again, from the last checkpoint"
+                "a worker was lost in job.repeat, with its shards of the model, and another one has not completed the "
+                "job.repeat before it: the script has to start again, from the last checkpoint"
             ) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

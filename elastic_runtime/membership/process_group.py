@@ -65,7 +65,8 @@ class Interrupt:
         try:
             yield
         finally:
-            self.waiting_since, self.waited_until = None, time.monotonic()
+            self.waited_until = time.monotonic()
+            self.waiting_since = None  # last: who finds no wait finds the end of the last one
 
     def set(self) -> None:
         """Make the loop's waits for peers end."""

@@ -226,7 +226,10 @@ class Sharding:
         source = max(range(group.size), key=lambda rank: (holdings[rank].number, -rank))
         check_same(group, source, [each.fingerprint for each in holdings], OTHER_MODEL)
         self._state.rounds = max(each.rounds for each in holdings)
-        self._state.round_is_shared = _round_of(holdings) >= 0
+        self._state.awaited = self._began and not mine.in_round and _others_wait_in_round(holdings)
+        in_rounds = {each.rounds for each in holdings if each.in_round}
+        reached = all(each.in_round for each in holdings) or self._state.position.index > 0  # in the epoch of the step
+        self._state.round_is_shared = len(in_rounds) <= 1 and reached and all(each.began for each in holdings)
         return holdings
 
     def _move(self, group: Group, number: int, move: _Move, old_group: Group | None) -> dict[str, Any]:
@@ -475,6 +478,11 @@ def _round_of(holdings: list[_Holding]) -> int:
     """Return the round of work in which all of these workers are; -1: they are not in one together."""
     rounds = {each.rounds if each.in_round else -1 for each in holdings}
     return rounds.pop() if len(rounds) == 1 else -1
+
+
+def _others_wait_in_round(holdings: list[_Holding]) -> bool:
+    """Return whether one of these workers is in the round of work that comes next."""
+    return any(each.in_round and each.rounds == max(other.rounds for other in holdings) for each in holdings)
 
 
 def _mib(size: int) -> str:

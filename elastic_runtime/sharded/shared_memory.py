@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_NAME = "elastic-copies"
 _HEAD = 64
 _NONE = -1
 
@@ -61,7 +63,7 @@ class Segment:
 def new_segment(nbytes: int) -> Segment | None:
     """Return a new segment, of zeros; None where the system has no such memory."""
     try:
-        descriptor = os.memfd_create("elastic-copies", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     except (AttributeError, OSError):
         return None
     try:
@@ -79,7 +81,10 @@ def new_segment(nbytes: int) -> Segment | None:
 def open_segment(address: Address) -> Segment | None:
     """Return a segment of another process; None where this process cannot open it."""
     with contextlib.suppress(OSError, ValueError):
-        descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        path = Path(f"/proc/{address.pid}/fd/{address.descriptor}")
+        if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
+            return None  # of another PID namespace: to open a device or a pipe may have effects
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_size == _HEAD + address.nbytes:
                 found = Segment(address, mmap.mmap(descriptor, _HEAD + address.nbytes))

@@ -67,8 +67,8 @@ class TrainingState:
     transient: Transient | None = None  # of the buffers that a state_dict leaves out
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
-    round_is_shared: bool = True  # and all others are, since the last loss of a sharded training
-    awaited: bool = False  # the sender of the state is in a round that this worker has not begun
+    round_is_shared: bool = True  # and all others come to it, since the last loss of a sharded training
+    awaited: bool = False  # others, the sender of the state among them, are in a round that this worker has not begun
     epoch_start: dict[str, Any] | None = None  # see EpochStart; None: nothing is kept
     resumed: bool = False  # the state was received or read, and no epoch was begun with it yet
     _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)

@@ -12,24 +12,30 @@ import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.loop.synchronized_calls import SUMMABLE
 from elastic_runtime.membership.process_group import Group, Interrupt
-from elastic_runtime.torch_internals import build_second_connections
+from elastic_runtime.torch_internals import build_second_connections, reduce_scatter_flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def connected(rank: int, store: Store, *, polls: bool) -> tuple[Group, Interrupt]:
+def connected(rank: int, size: int, store: Store, *, polls: bool) -> tuple[Group, Interrupt]:
     interrupt = Interrupt()
-    group = build_second_connections(store, rank, 2, timedelta(seconds=60))
-    return Group(group, rank, 2, interrupt, polls=polls), interrupt
+    group = build_second_connections(store, rank, size, timedelta(seconds=60))
+    return Group(group, rank, size, interrupt, polls=polls), interrupt
+
+
+def connected_all(size: int, *, polls: bool = False) -> list[tuple[Group, Interrupt]]:
+    """That many ranks, in as many threads of this process."""
+    store = HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: connected(rank, size, store, polls=polls), range(size)))
 
 
 def both(*, polls: bool) -> list[tuple[Group, Interrupt]]:
-    """Two ranks, in two threads of this process."""
-    store = HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: connected(rank, store, polls=polls), (0, 1)))
+    """Two ranks."""
+    return connected_all(2, polls=polls)
 
 
 def summed(group: Group, value: float) -> float:
@@ -67,20 +73,36 @@ def test_a_wait_ends_when_the_coordinator_says_so(collective: str, polls: bool) 
     COLLECTIVES[collective](second)  # gloo waits for what is in flight when a group is dropped
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_are_summed_and_gathered(dtype: torch.dtype) -> None:
-    groups = both(polls=False)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", sorted(SUMMABLE, key=str))
+def test_sums_of_parts_are_those_of_torch(dtype: torch.dtype, size: int) -> None:
+    """Of integers exactly; of types of two bytes nearer to the sum, since it is rounded once."""
+    groups = connected_all(size)
+    generator = torch.Generator().manual_seed(1)
+    given = [(torch.randn(5 * size, generator=generator) * 9).to(dtype) for _ in range(size)]
 
-    def parts(rank: int) -> tuple[list[float], list[float]]:
+    def parts(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group, _ = groups[rank]
-        part, whole = torch.empty(2, dtype=dtype), torch.full((4,), rank + 1.0, dtype=dtype)
-        group.reduce_scatter_into(part, whole + torch.arange(4))
+        part, theirs = torch.empty(5, dtype=dtype), torch.empty(5, dtype=dtype)
+        group.reduce_scatter_into(part, given[rank].clone())
+        reduce_scatter_flat(group._group, theirs, given[rank].clone()).wait()
+        whole = torch.zeros(5 * size, dtype=dtype)
         group.all_gather_into(whole, part)
-        return part.tolist(), whole.tolist()
+        return part, theirs, whole
 
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(parts, (0, 1)))
-    assert found == [([3.0, 5.0], [3.0, 5.0, 7.0, 9.0]), ([7.0, 9.0], [3.0, 5.0, 7.0, 9.0])]
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(parts, range(size)))
+    exact = torch.stack(given).sum(0, dtype=torch.float64)
+    ours, torchs = (torch.cat([each[which] for each in found]) for which in (0, 1))
+    if not dtype.is_floating_point:
+        assert torch.equal(ours, torchs)
+    elif dtype.itemsize == 2:
+        assert torch.equal(ours, exact.to(torch.float32).to(dtype))
+        assert (exact - ours).abs().sum() <= (exact - torchs).abs().sum()
+    else:
+        torch.testing.assert_close(ours, torchs)
+    for _, _, whole in found:
+        assert torch.equal(whole, ours)
 
 
 @pytest.mark.parametrize("polls", [False, True])

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import elastic_runtime
+from elastic_runtime.errors import CollectiveError
 from elastic_runtime.sharded.mirror import Mirror
+from elastic_runtime.sharded.mode import ShardedReducer
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.test_repeat import evaluating
 from tests.elastic_runtime.training import (
@@ -25,6 +27,7 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     from elastic_runtime.sharded.state import Parts
 
-VICTIM = 1
+VICTIM, LAST = 1, 2
 
 
 def shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
@@ -87,7 +90,19 @@ def test_a_loss_while_shards_are_copied_before_an_evaluation_repeats_the_step_be
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], step: int, nth: int
 ) -> None:
     """The evaluation that was asked for has the state of a step earlier, and comes again after that step."""
-    plan = replace(Plan(), body=partial(lost_while_copying, step=step, nth=nth))
+    check_loss(tmp_path, alone, partial(lost_while_copying, step=step, nth=nth))
+
+
+@pytest.mark.parametrize("step", [18, 26], ids=["within-an-epoch", "after-one"])
+def test_a_worker_that_is_still_in_the_step_before_the_evaluation_comes_to_it(
+    tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], step: int
+) -> None:
+    """It runs to the evaluation without effect, and all train the step again."""
+    check_loss(tmp_path, alone, partial(lost_in_the_step_before, step=step))
+
+
+def check_loss(tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], body: Callable[..., None]) -> None:
+    plan = replace(Plan(), body=body)
     with Cluster(tmp_path, plan) as cluster:
         others = cluster.lose_in_evaluation(VICTIM)
         cluster.check_result(alone[0])
@@ -96,6 +111,22 @@ def test_a_loss_while_shards_are_copied_before_an_evaluation_repeats_the_step_be
         found = evaluated(tmp_path, index)
         assert len(found) > len(alone[1])
         check_rows(list({row["step"]: row for row in found}.values()), list({r["step"]: r for r in alone[1]}.values()))
+
+
+def lost_in_the_step_before(plan: Plan, index: int, directory: Path, gate: Gate | None, *, step: int) -> None:
+    """The last worker has not got the sum of the step before that evaluation, when the victim is lost in it."""
+    original, seen = ShardedReducer.reduce, 0
+
+    def reduce(self: ShardedReducer) -> None:
+        nonlocal seen
+        original(self)
+        seen += 1
+        if gate and index == LAST and seen == step:
+            until(lambda: self._sharding.link.group._interrupt.is_set, lambda: "the loss")
+            raise CollectiveError("the sum was lost")
+
+    ShardedReducer.reduce = reduce  # type: ignore[method-assign]
+    lost_while_copying(plan, index, directory, gate, step=step, nth=1)
 
 
 def leaving_the_loop(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:

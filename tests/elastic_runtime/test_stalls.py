@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -14,14 +13,15 @@ from torch import nn
 
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.membership.environment import Environment
-from elastic_runtime.process.stall_watch import LEAST_S, WARM_UP, StallWatch
+from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT
+from elastic_runtime.process.stall_watch import BOUND_S, LATE_S, WARM_UP, StallWatch
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, train, trained_alone
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-BOUND_S = 10.0
+LIMIT_S = 10.0
 STUCK_AT = 8
 
 
@@ -47,7 +47,7 @@ class Waits:
 class Watched:
     """A watch of a loop in its fourth step, and what it has done."""
 
-    def __init__(self, bound_s: float | None = BOUND_S) -> None:
+    def __init__(self, bound_s: float | None = LIMIT_S) -> None:
         self.others, self.waits, self.ended = Others(), Waits(), 0
         self.watch = StallWatch(bound_s, self.waits, self._end)
         self.watch._thread = threading.current_thread()  # only `look` looks
@@ -68,25 +68,25 @@ class Watched:
 def test_a_worker_ends_if_it_computes_longer_than_the_bound_and_others_wait_in_its_step() -> None:
     watched = Watched()
     watched.others.report_wait(WARM_UP)
-    assert [watched.look(after_s) for after_s in (1.0, BOUND_S - 1, BOUND_S + 1)] == [False, False, True]
+    assert [watched.look(after_s) for after_s in (1.0, LIMIT_S - 1, LIMIT_S + 1)] == [False, False, True]
 
 
 def test_a_slow_worker_for_which_nobody_waits_continues() -> None:
     watched = Watched()
     watched.others.report_wait(WARM_UP - 1)
-    assert not watched.look(100 * BOUND_S)
+    assert not watched.look(100 * LIMIT_S)
 
 
 def test_a_worker_that_waits_reports_it_and_continues_and_its_time_is_counted_from_there() -> None:
     watched = Watched()
     watched.waits.waiting_since = watched.began + 1
-    assert not watched.look(BOUND_S)
+    assert not watched.look(LIMIT_S)
     assert not watched.others.waiting_in
-    assert not watched.look(BOUND_S + 2)
+    assert not watched.look(LIMIT_S + 2)
     assert watched.others.waiting_in == {WARM_UP}
-    watched.waits.waiting_since, watched.waits.waited_until = None, watched.began + 3 * BOUND_S
-    assert not watched.look(3.9 * BOUND_S)
-    assert watched.look(4.1 * BOUND_S)
+    watched.waits.waiting_since, watched.waits.waited_until = None, watched.began + 3 * LIMIT_S
+    assert not watched.look(3.9 * LIMIT_S)
+    assert watched.look(4.1 * LIMIT_S)
 
 
 @pytest.mark.parametrize("event", ["reduced", "pause", "restart"])
@@ -94,7 +94,7 @@ def test_what_follows_a_reduction_or_is_beside_the_training_may_take_any_time(ev
     watched = Watched()
     watched.others.report_wait(WARM_UP)
     getattr(watched.watch, event)()
-    assert not watched.look(100 * BOUND_S)
+    assert not watched.look(100 * LIMIT_S)
 
 
 def test_first_steps_and_a_watch_that_is_off_end_nothing() -> None:
@@ -107,13 +107,44 @@ def test_first_steps_and_a_watch_that_is_off_end_nothing() -> None:
         assert not each.look(1e6)
 
 
-def test_the_bound_follows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(0.0, 100.0)
-    monkeypatch.setattr("elastic_runtime.process.stall_watch.time.monotonic", lambda: next(clock))
-    assert StallWatch(None, Waits()).bound_s == LEAST_S
-    watched = Watched(None)
-    watched.watch.reduced()
-    assert watched.watch.bound_s == 20 * 200.0
+def test_a_place_in_the_code_is_logged_once_before_a_worker_ends(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    for after_s in (0.3 * LIMIT_S, 0.5 * LIMIT_S, 2 * LIMIT_S, 3 * LIMIT_S):
+        assert not watched.look(after_s)
+        assert len(caplog.messages) == (after_s > 0.3 * LIMIT_S)
+    assert "this worker computes" in caplog.text
+    assert "test_stalls.py" in caplog.text
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    """As where a machine is suspended, or moved to another host: all its processes stop, whatever they do."""
+    computes, waits = Watched(), Watched()
+    computes.others.report_wait(WARM_UP)
+    waits.waits.waiting_since = waits.began
+    resumed_s = 100 * LIMIT_S
+    for each in (waits, computes):
+        each.watch.slept(resumed_s, each.began + resumed_s)
+        each.watch.slept(LATE_S, each.began + resumed_s + LIMIT_S)  # in time: nothing is forgotten
+        assert not each.look(resumed_s + LIMIT_S - 1)
+    assert not waits.others.waiting_in
+    assert not waits.look(resumed_s + LIMIT_S + 1)
+    assert waits.others.waiting_in == {WARM_UP}
+    assert computes.look(resumed_s + LIMIT_S + 1)
+
+
+def test_a_worker_that_comes_to_the_reduction_while_the_coordinator_is_asked_continues() -> None:
+    watched = Watched()
+
+    def others_wait(_: int) -> bool:
+        watched.waits.waiting_since = watched.began + 2 * LIMIT_S
+        return True
+
+    watched.others.others_wait = others_wait  # type: ignore[method-assign, assignment]
+    assert not watched.look(2 * LIMIT_S)
+
+
+def test_a_model_may_be_saved_for_twenty_minutes_and_a_stall_ends_before_the_collectives_do() -> None:
+    assert 20 * 60 < StallWatch(None, Waits()).bound_s == BOUND_S < COLLECTIVE_TIMEOUT.total_seconds()
 
 
 @pytest.mark.parametrize(("value", "expected"), [("auto", None), ("off", 0.0), ("90", 90.0)])
