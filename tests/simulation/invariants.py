@@ -373,7 +373,8 @@ class Invariants:
         held = sum(record.worker.gpus for record in state.alive_of(job.uid))
         if held + spec.worker_gpus > spec.largest or job.intent is not Intent.RUN:
             return False
-        if job.completing or job.growth_failed is not None:
+        grown_at = state.scheduler.jobs[job.uid].grown_at
+        if job.completing or job.growth_failed is not None or grown_at + spec.cool_down_s > state.clock():
             return False
         own = (r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == spec.project)
         limit = state.projects[spec.project].limit

@@ -372,7 +372,10 @@ class SimulatedKubernetes:
         assert self.controller is not None
         spec = self.jobs[name].spec
         record = next(job for job in _jobs(self.controller) if job.spec.name == name)
-        if record.completing or record.growth_failed is not None:
+        state = self.controller.controller.current_state()
+        assert state is not None
+        settled = state.jobs[record.uid].grown_at + spec.cool_down_s <= EPOCH + self.loop.time()
+        if record.completing or record.growth_failed is not None or not settled:
             return False
         limit = self.world.objects[watches.QUOTAS][spec.project]["spec"].get("limit", float("inf"))
         fits_project = self._held_by(spec.project) + spec.worker_gpus <= limit + EPSILON
