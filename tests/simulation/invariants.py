@@ -368,10 +368,16 @@ class Invariants:
                 self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")
 
     def _may_grow(self, job: JobRecord) -> bool:
-        """Return whether the job and its project's limit allow one more worker."""
+        """Return whether the job and its project's limit allow one more worker.
+
+        Up to what it requests it may give way to a job of its project that waits, for which the guarantee is kept.
+        """
         state, spec = self.cluster.state, job.spec
         held = sum(record.worker.gpus for record in state.alive_of(job.uid))
         if held + spec.worker_gpus > spec.largest or job.intent is not Intent.RUN:
+            return False
+        pending = (other for other in state.jobs.values() if other.status.phase is Phase.PENDING)
+        if held < spec.gpus and any(other.spec.project == spec.project for other in pending):
             return False
         grown_at = state.scheduler.jobs[job.uid].grown_at
         if job.completing or job.growth_failed is not None or grown_at + spec.cool_down_s > state.clock():

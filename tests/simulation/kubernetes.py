@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Device, Kind, Node
+from kfp_gpuquota.api import Device, Kind, Node, Phase
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from tests.kubernetes import detached as watches
@@ -375,6 +375,9 @@ class SimulatedKubernetes:
         state = self.controller.controller.current_state()
         assert state is not None
         settled = state.jobs[record.uid].grown_at + spec.cool_down_s <= EPOCH + self.loop.time()
+        pending = (other for other in _jobs(self.controller) if other.status.phase is Phase.PENDING)
+        if held < spec.gpus and any(other.spec.project == spec.project for other in pending):
+            return False  # what it may still request may be kept for one of these
         if record.completing or record.growth_failed is not None or not settled:
             return False
         limit = self.world.objects[watches.QUOTAS][spec.project]["spec"].get("limit", float("inf"))
