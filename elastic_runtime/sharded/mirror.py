@@ -17,8 +17,8 @@ A worker and the one that mirrors it are on different nodes where no node has mo
 are lost, the training returns to its last checkpoint. Memory: two copies of two workers' parts.
 
 Within one node the mirror maps the memory of the copy itself, which stays when its worker is killed, and only its
-address is sent. The owner overwrites it before the mirror knows, but only the older of two copies, and its version is
-in the memory too: one that a worker was killed in counts for nothing.
+address is sent. The owner may overwrite it before the mirror has read that, but only the older of two copies, and its
+version is in the memory too: one that a worker was killed in counts for nothing.
 
 Rejected: only the other worker's part, without an own copy. Workers that have applied the step when others learn of the
 loss could not go back.

@@ -255,11 +255,8 @@ class Client:
 
         With an address the page is served for it from now on; with `log_out` no browser's cookie is valid any more.
         """
-        path = "/v1/page"
-        if address is not None:
-            path = with_query(path, origin=address.origin, base_path=address.base_path or "/")
-        if log_out:
-            path += f"{'&' if '?' in path else '?'}log_out=true"
+        at = {} if address is None else {"origin": address.origin, "base_path": address.base_path or "/"}
+        path = with_query("/v1/page", **at, log_out="true" if log_out else "")
         return self._call("POST", path, PageLink)
 
     def stop_cluster(self) -> None:

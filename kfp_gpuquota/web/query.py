@@ -95,6 +95,31 @@ class Choices:
         return {column: "ascending", f"-{column}": "descending"}.get(self.sort, "none")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListChoices(Choices):
+    """What a list shows: things of a project, with a type of GPU, a word in the name, labels; in pages, in an order."""
+
+    project: str = ""
+    gpu: str = ""
+    word: str = ""
+    selector: str = ""
+    required: tuple[Requirement, ...] = ()
+
+    @classmethod
+    def common(cls, query: Query, sorts: Collection[str], most: int) -> dict[str, Any]:
+        """Return the values of these fields; `sorts` are the columns, `most` is the largest page."""
+        return {
+            "required": query.selector("selector"),
+            "selector": query.text("selector"),
+            "project": query.project(),
+            "gpu": query.text("gpu"),
+            "word": query.text("word").lower(),
+            "sort": query.choice("sort", [*sorts, *(f"-{name}" for name in sorts)]),
+            "size": query.number("size", cls.size, most),
+            "page": query.number("page", 1),
+        }
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """The part of a list that one page shows: `begin` to `end` (excluded) of `total`."""

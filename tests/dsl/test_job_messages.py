@@ -66,20 +66,20 @@ def test_an_image_that_cannot_be_pulled_is_told_once() -> None:
     assert _story(fits, pull, pull) == ["a worker does not start: ImagePullBackOff: no such image"]
 
 
-def test_an_expected_start_is_told_once_and_again_if_it_is_later_or_much_sooner() -> None:
+def test_an_expected_start_is_reported_once_and_again_if_it_is_later_or_much_sooner() -> None:
     noon = 1_767_268_800.0
     messages = JobMessages(zone=UTC, clock=lambda: noon)
 
-    def told(earliest_s: float, latest_s: float, phase: Phase = Phase.PENDING) -> list[str]:
+    def lines(earliest_s: float, latest_s: float, phase: Phase = Phase.PENDING) -> list[str]:
         expected = ExpectedStart(earliest=noon + earliest_s, latest=noon + latest_s)
         return messages.lines(_job(phase, expected_start=expected), 0.0)
 
-    assert told(600, 3600) == ["expected to start between 12:10 and 13:00 UTC"]
-    assert told(600, 3630) == told(300, 2400) == [], "about the same"
-    assert told(600, 5400) == ["expected to start between 12:10 and 13:30 UTC"]
-    assert told(0, 1200) == ["expected to start between 12:00 and 12:20 UTC"]
-    told(0, 1200, Phase.RUNNING)
-    assert told(0, 1200) == ["expected to start between 12:00 and 12:20 UTC"], "it waits again"
+    assert lines(600, 3600) == ["expected to start between 12:10 and 13:00 UTC"]
+    assert lines(600, 3630) == lines(300, 2400) == [], "about the same"
+    assert lines(600, 5400) == ["expected to start between 12:10 and 13:30 UTC"]
+    assert lines(0, 1200) == ["expected to start between 12:00 and 12:20 UTC"]
+    lines(0, 1200, Phase.RUNNING)
+    assert lines(0, 1200) == ["expected to start between 12:00 and 12:20 UTC"], "it waits again"
 
 
 def test_each_change_is_told_once() -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
 
 AMD, SLICE, MIG, GAUDI = "amd.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.40gb", "habana.ai/gaudi"
-NPU = "example.com/npu"  # no name that anything here knows
+NPU = "example.com/npu"  # not among the known names
 TABLE = [{"name": AMD}, {"name": SLICE, "countsAs": 0.25}, {"name": MIG}, {"name": NPU, "typeLabel": "npu-type"}]
 
 

@@ -239,19 +239,27 @@ def start(
         service={"--foreground": foreground, "--print-unit": print_unit, "--install-unit": install_unit},
     )
     home = embedded_home()
-    amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
-    kept = (log_limit, keep_ended_days, keep_ended_jobs, reserve_after)
     sharing = _sharing(
         simulated=gpu_memory is not None,
         max_sharers=max_sharers,
         memory_reserve=memory_reserve,
         smallest_share=smallest_share,
     )
-    switches = cpu_slots or any(switch is not None for switch in (gpu_memory_killer, lend_silent, moves))
     shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool, cpu_slots or None)
     count, chosen = count_or_gpus(gpus_per_node)
     on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
-    plain = all(given is None for given in (*amounts, *kept, on_ray, sharing, for_users)) and not switches
+    options: dict[tuple[str, ...], tuple[object, ...]] = {  # by the fields of the configuration that they set
+        SHAPE: (*shape, on_ray),
+        ("usage_half_life_s",): (usage_half_life,),
+        ("log_limit_mib",): (log_limit,),
+        ("keep_ended_s",): (keep_ended_days,),
+        ("keep_ended_jobs",): (keep_ended_jobs,),
+        ("memory_policy",): (gpu_memory_killer, lend_silent),
+        ("sharing",): (sharing,),
+        ("moves",): (moves,),
+        ("reserve_after_s",): (reserve_after,),
+    }
+    plain = for_users is None and all(option is None for given in options.values() for option in given)
     if for_users is None and (socket := shared_socket()) is not None:
         refuse_beside_shared(socket, plain=plain)
         status()
@@ -282,18 +290,7 @@ def start(
             shared=for_users,
         )
         if for_users is None:
-            unchanged = {
-                SHAPE: (*shape, on_ray),
-                ("usage_half_life_s",): (usage_half_life,),
-                ("log_limit_mib",): (log_limit,),
-                ("keep_ended_s",): (keep_ended_days,),
-                ("keep_ended_jobs",): (keep_ended_jobs,),
-                ("memory_policy",): (gpu_memory_killer, lend_silent),
-                ("sharing",): (sharing,),
-                ("moves",): (moves,),
-                ("reserve_after_s",): (reserve_after,),
-            }
-            config = _with_former(home, config, unchanged)
+            config = _with_former(home, config, options)
         if for_users is not None and (print_unit or install_unit):
             show_unit(home, for_users, install=install_unit)
             return

@@ -81,12 +81,12 @@ class JobMessages:
 
     def _expected_start(self, job: Job) -> Iterator[str]:
         """Yield when a waiting job is expected to start; again if that is later, or the wait less than half."""
-        expected, told = job.status.expected_start, self._announced
+        expected, announced = job.status.expected_start, self._announced
         if job.status.phase is not Phase.PENDING:
             self._announced = None
         elif expected is not None:
             now = self._clock()
-            if told is None or not now + (told.latest - now) / 2 <= expected.latest <= told.latest + _LATER_S:
+            if announced is None or not _is_about(expected, announced, now):
                 self._announced = expected
                 zone = "" if self._zone is None else f" {self._zone}"
                 yield f"expected to start {expected_start_of(expected, now, self._zone, accuracy=False)}{zone}"
@@ -124,6 +124,11 @@ class JobMessages:
         if late or job.status.phase is Phase.SUCCEEDED:
             self._joining_is_settled = True
             yield _unjoined(job, f"after {JOINS_WITHIN_S:.0f} s " if late else "")
+
+
+def _is_about(expected: ExpectedStart, announced: ExpectedStart, now: float) -> bool:
+    """Return whether the wait is neither longer than announced nor less than half of that."""
+    return now + (announced.latest - now) / 2 <= expected.latest <= announced.latest + _LATER_S
 
 
 def _held_up(job: Job) -> bool:

@@ -241,7 +241,7 @@ def _of(
     lacks = Amount(*(max(0.0, all_of_it - part) for all_of_it, part in zip(wanted, held, strict=True)))
     starts_by = UNLIMITED
     if all(_is_timed(job, one) for one in chosen) and _holds_all(job, held, chosen):
-        starts_by = max(_free_at(one.host, job.request, one.workers, now) for one in chosen)
+        starts_by = max(_free_at(one.host, job.request, one.workers, now, _lent_on(one.host)) for one in chosen)
     return Reservation(job, placeholders, lacks, frozenset(one.host for one in chosen), starts_by)
 
 
@@ -309,11 +309,12 @@ def _candidate(host: Host, task: Task, most: int, now: float) -> _Candidate | No
     workers = _room(host, request, staying)
     if workers < 1:
         return None
-    lent = {device for other in _lent_on(host) for device in other.devices}
+    lent = _lent_on(host)
+    on_loan = {device for other in lent for device in other.devices}
     share = min(request.share_of(host.gpu_memory_mib), GPU)
-    idle = sum(host.idle(device) >= share or device in lent for device in host.devices)
+    idle = sum(host.idle(device) >= share or device in on_loan for device in host.devices)
     latest = max((other.started_at for other in ending), default=0.0)
-    free_at = _free_at(host, request, min(workers, most), now)
+    free_at = _free_at(host, request, min(workers, most), now, lent)
     return _Candidate(min(idle, workers * request.devices), latest, host, workers, free_at)
 
 
@@ -327,9 +328,8 @@ def _lent_on(host: Host) -> set[Task]:
     return lent
 
 
-def _free_at(host: Host, request: Request, workers: int, now: float) -> float:
+def _free_at(host: Host, request: Request, workers: int, now: float, lent: Collection[Task]) -> float:
     """Return when so many workers fit at the latest, by the ends that are enforced; `inf` if unknown or far away."""
-    lent = _lent_on(host)
     staying = [other for other in host.tasks if other.status is not Status.LEAVING and other not in lent]
     free_at = now
     for other in sorted(staying, key=lambda other: other.job.ends_by(now)):

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from kfp_gpuquota.api.label_selector import Requirement, selects
+from kfp_gpuquota.api.label_selector import selects
 from kfp_gpuquota.web.live import Elements
-from kfp_gpuquota.web.query import Choices, Query, Slice
+from kfp_gpuquota.web.query import ListChoices, Query, Slice
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import gpu_map
 from kfp_gpuquota.web.views.board import natural
@@ -36,7 +36,7 @@ SHOWN_KEPT_WAITING: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter(Choices):
+class Filter(ListChoices):
     """Which nodes are shown: those on which a project has workers, with a type or state of GPU, a name, labels.
 
     `color` is what the map's colors mean, and `group` the label by which it is grouped, or "pool"; "none" for neither.
@@ -44,32 +44,20 @@ class Filter(Choices):
 
     KEYS: ClassVar = ("project", "gpu", "state", "word", "selector", "color", "group", "sort", "size", "page")
 
-    project: str = ""
-    gpu: str = ""
     state: str = ""
-    word: str = ""
-    selector: str = ""
     color: str = "state"
     group: str = "pool"
     size: int = 10
-    required: tuple[Requirement, ...] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Filter:
         """Return the filter of a query string."""
         query = Query(given)
         return cls(
-            required=query.selector("selector"),
-            selector=query.text("selector"),
-            project=query.project(),
-            gpu=query.text("gpu"),
+            **cls.common(query, SORTS, max(SIZES)),
             state=query.choice("state", gpu_map.STATES),
-            word=query.text("word").lower(),
             color=query.choice("color", gpu_map.COLORS, "state"),
             group=query.text("group") or "pool",
-            sort=query.choice("sort", [*SORTS, *(f"-{name}" for name in SORTS)]),
-            size=query.number("size", cls.size, max(SIZES)),
-            page=query.number("page", 1),
             problems=tuple(query.problems),
         )
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kfp_gpuquota.api import Kind, Phase, ReasonCode
-from kfp_gpuquota.api.label_selector import Requirement, selects
+from kfp_gpuquota.api.label_selector import selects
 from kfp_gpuquota.web.live import Elements
-from kfp_gpuquota.web.query import Choices, Query, Slice
+from kfp_gpuquota.web.query import ListChoices, Query, Slice
 from kfp_gpuquota.web.rendering import render
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _IN_STATE: Final[Mapping[str, Callable[[Job], bool]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter(Choices):
+class Filter(ListChoices):
     """Which jobs are shown: of a project, a kind, a state, with a word in the name, a label, a reason, a GPU, a user.
 
     `gpu` is a type of GPUs on which a job runs, or for which it asks.
@@ -66,34 +66,22 @@ class Filter(Choices):
         "project", "kind", "state", "word", "selector", "reason", "gpu", "user", "sort", "size", "page",
     )  # fmt: skip
 
-    project: str = ""
     kind: str = ""
     state: str = "active"
-    word: str = ""
-    selector: str = ""
     reason: str = ""
-    gpu: str = ""
     user: str = ""
     size: int = 100
-    required: tuple[Requirement, ...] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Filter:
         """Return the filter of a query string."""
         query = Query(given)
         return cls(
-            required=query.selector("selector"),
-            selector=query.text("selector"),
-            project=query.project(),
+            **cls.common(query, SORTS, max(SIZES)),
             kind=query.choice("kind", list(Kind)),
             state=query.choice("state", STATES, "active"),
-            word=query.text("word").lower(),
             reason=query.choice("reason", list(ReasonCode)),
-            gpu=query.text("gpu"),
             user=query.text("user"),
-            sort=query.choice("sort", [*SORTS, *(f"-{name}" for name in SORTS)]),
-            size=query.number("size", cls.size, max(SIZES)),
-            page=query.number("page", 1),
             problems=tuple(query.problems),
         )
 

@@ -1,11 +1,11 @@
 """Owners of pods that give way by their own `suspend`: Jobs, JobSets, TrainJobs and other kinds that have it.
 
     plan ─► victims ─► the pods' topmost owner (read, not watched) ─► suspend, with label and annotation    suspending
-    owners with the label (watched) ─► suspended by their controllers ─► resume                             resuming
+    owners with the label (watched) ─► their pods have ended ─► resume                                       resuming
     which kinds, and where their `suspend` is                                                               kinds
 
-Suspending ends the pods without a failure: no `backoffLimit` is burned. The owner is resumed as soon as its controller
-has suspended it, so that its pods wait at the gate as they did at first, with their reasons and their place in the
+Suspending ends the pods without a failure: no `backoffLimit` is burned. The owner is resumed as soon as its pods have
+ended, so that its new pods wait at the gate as they did at first, with their reasons and their place in the
 queue. A further kind is a row in kinds.py, and its resource in the controller's role and policy.
 
 Who has suspended an object is in the object: the label and the annotation are written in one patch with `suspend`, and

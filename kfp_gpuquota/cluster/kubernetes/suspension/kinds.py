@@ -9,7 +9,7 @@
 | PyTorchJob (kubeflow.org/v1) | spec.runPolicy | itself |
 
 The status of all of them has a condition `Suspended`. A Job's controller sets it after it has deleted the pods, those
-of JobSet and TrainJob as soon as they have read the spec, perhaps before a Job below was suspended. So whether pods
+of JobSet and TrainJob as soon as they have read the spec, possibly before a Job below was suspended. So whether pods
 have ended is read of the pods (`Kind.owns`).
 """
 
@@ -150,41 +150,33 @@ def kind_of(owner: OwnerReference) -> Kind | None:
 
 def suspension(kind: Kind, found: Suspendable, reason: str | None) -> Write:
     """Return the patch that suspends the object for `reason`, or resumes it (None), unless it has changed since."""
-    meta, suspend = found.metadata, {"suspend": reason is not None}
-    marks = {labels.SUSPENDED: None if reason is None else "true"}
+    suspend = {"suspend": reason is not None}
+    spec = {"runPolicy": suspend} if kind.within_policy else suspend
+    return _marking(kind, found, reason, Lane.ADMIT if reason is None else Lane.RELEASE, spec=spec)
+
+
+def without_marks(kind: Kind, found: Suspendable) -> Write:
+    """Return the patch that removes the label and the annotation of an object that a user has resumed."""
+    return _marking(kind, found, None, Lane.OTHER)
+
+
+def _marking(kind: Kind, found: Suspendable, reason: str | None, lane: Lane, **more: object) -> Write:
+    """Return the patch of `more` with our marks, or without them, unless the object has changed since."""
+    meta = found.metadata
     body: dict[str, Any] = {
         "metadata": {
             "uid": meta.uid,
             "resourceVersion": meta.resource_version,
-            "labels": marks,
+            "labels": {labels.SUSPENDED: None if reason is None else "true"},
             "annotations": {labels.SUSPENDED: reason},
         },
-        "spec": {"runPolicy": suspend} if kind.within_policy else suspend,
+        **more,
     }
     return Write(
         verb="PATCH",
         path=kind.path_of(meta.namespace, meta.name),
         about=f"{meta.namespace}/{meta.name}",
-        lane=Lane.ADMIT if reason is None else Lane.RELEASE,
+        lane=lane,
         body=body,
-        content_type=MERGE_PATCH,
-    )
-
-
-def without_marks(kind: Kind, found: Suspendable) -> Write:
-    """Return the patch that removes the label and the annotation of an object that a user has resumed."""
-    meta = found.metadata
-    return Write(
-        verb="PATCH",
-        path=kind.path_of(meta.namespace, meta.name),
-        about=f"{meta.namespace}/{meta.name}",
-        body={
-            "metadata": {
-                "uid": meta.uid,
-                "resourceVersion": meta.resource_version,
-                "labels": {labels.SUSPENDED: None},
-                "annotations": {labels.SUSPENDED: None},
-            }
-        },
         content_type=MERGE_PATCH,
     )
