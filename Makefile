@@ -104,6 +104,7 @@ clean:  ## Remove what these commands made
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is not installed: Python 3.11 or newer is needed; set PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
