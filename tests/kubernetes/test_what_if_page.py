@@ -61,6 +61,13 @@ class Asking:
         until(lambda: self.controlled.cluster.api.exists(path), "the authority is not published")
         (self.files / AUTHORITY_FILE).write_text(self.controlled.cluster.api.get(path)["data"][AUTHORITY_FILE])
 
+    def publish_and_list(self, namespace: str) -> None:
+        """Publish, and wait until the controller has listed what it plans with: it answers 503 before."""
+        self.publish()
+        body = json.dumps({"namespace": namespace, "gpus": 1, "visible": []}).encode()
+        token = token_for(self.controlled.cluster, AUDIENCE)
+        until(lambda: self.post(body, token)[0] == 200, self.controlled.log)
+
     def person(self, namespace: str, *verbs: str) -> User:
         """Somebody with these rights on the namespace's ElasticJobs, whom the page shows them."""
         user = self.page.user(f"user-{uuid.uuid4().hex[:6]}@example")
@@ -167,7 +174,7 @@ def test_only_the_pages_account_asks_with_a_token_for_the_controller(asking: Ask
     controlled = asking.controlled
     own = controlled.team("own", guaranteed=1)
     asking.start()
-    asking.publish()
+    asking.publish_and_list(own)
     cluster, body = controlled.cluster, json.dumps({"namespace": own, "gpus": 1, "visible": []}).encode()
     page = token_for(cluster, AUDIENCE)
     api_server = cluster.service_account_token(NAMESPACE, ACCOUNT)
@@ -204,7 +211,7 @@ def test_a_revoked_token_is_refused(asking: Asking) -> None:
     """Its Secret was deleted, as that of a pod is with the pod; the API server takes some seconds to notice."""
     cluster, own = asking.controlled.cluster, asking.controlled.team("own", guaranteed=1)
     asking.start()
-    asking.publish()
+    asking.publish_and_list(own)
     secrets = f"/api/v1/namespaces/{NAMESPACE}/secrets"
     secret = cluster.api.create(secrets, {"metadata": {"generateName": "bound-"}})["metadata"]
     bound = {"kind": "Secret", "apiVersion": "v1", "name": secret["name"], "uid": secret["uid"]}
