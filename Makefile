@@ -8,6 +8,8 @@ PARALLEL ?= -n $(shell echo $$(( $$(nproc 2> /dev/null || echo 2) * 2 ))) --dist
 SEEDS ?= 0:200
 HISTORIES ?= 300
 KARPENTER ?= v1.13.0
+JOBSET ?= v0.10.1
+TRAINER ?= v2.1.0
 REGISTRY ?= kfp-gpuquota
 TAG ?=
 IMAGES ?=
@@ -75,6 +77,8 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	GPUQUOTA_KARPENTER=$(CURDIR)/out/karpenter/kwok \
 	  GPUQUOTA_KARPENTER_CRDS="$$(go env GOMODCACHE)/sigs.k8s.io/karpenter@$(KARPENTER)" \
 	  $(BIN)/python -m pytest -n 0 -m slow tests/kubernetes/test_karpenter.py
+	tools/build_trainer out/trainer $(JOBSET) $(TRAINER)
+	GPUQUOTA_TRAINER=$(CURDIR)/out/trainer $(BIN)/python -m pytest -n 0 -m slow tests/kubernetes/test_kubeflow_trainer.py
 	cd tools/devcluster/kuberay && GOBIN=$(CURDIR)/out/kuberay go install tool
 	GPUQUOTA_KUBERAY=$(CURDIR)/out/kuberay/ray-operator $(BIN)/python -m pytest -n 0 tests/kubernetes/test_kuberay.py
 	ELASTIC_REHEARSALS=all $(BIN)/python -m pytest $(PARALLEL) tests/elastic_runtime/test_rehearsal.py

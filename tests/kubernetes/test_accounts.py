@@ -11,6 +11,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from tests.kubernetes.installation import CONTROLLER, KEYS, MANIFESTS, NAMESPACE, QUOTAS, WEBHOOK_ACCOUNT, jobs_of
 from tests.kubernetes.test_crds import job, quota
+from tests.kubernetes.test_managed_jobs import job_body
 from tests.kubernetes.test_rbac import denied, may
 from tests.kubernetes.test_webhook import pod
 from tests.kubernetes.trainer import install_kinds, path_of
@@ -235,13 +236,47 @@ def test_it_deletes_only_elastic_jobs_that_are_to_be_forgotten(
     controller.delete(f"{jobs_of(team)}/brief")
 
 
+def test_of_elastic_jobs_it_creates_and_changes_those_of_jobs_that_it_runs(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    only = "the controller creates and changes ElasticJobs of the Jobs that it runs, and no others"
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "1", "controller": True}
+    owned = job("j")
+    assert only in denied(controller.create, jobs_of(team), owned)
+    owned["metadata"]["ownerReferences"] = [{**owner, "name": "other"}]
+    assert only in denied(controller.create, jobs_of(team), owned)
+    owned["metadata"]["ownerReferences"] = [owner]
+    controller.create(jobs_of(team), owned)
+    controller.patch(f"{jobs_of(team)}/j", {"spec": {"suspend": True}})
+    assert only in denied(controller.patch, f"{jobs_of(team)}/j", {"metadata": {"ownerReferences": []}})
+    kubeflow_cluster.api.create(jobs_of(team), job("users"))
+    assert only in denied(controller.patch, f"{jobs_of(team)}/users", {"spec": {"suspend": True}})
+    taken = {"metadata": {"ownerReferences": [{**owner, "name": "users"}]}, "spec": {"suspend": True}}
+    assert only in denied(controller.patch, f"{jobs_of(team)}/users", taken)
+
+
+def test_it_writes_the_status_of_jobs_that_it_runs_and_those_have_the_label(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    api, jobs = kubeflow_cluster.api, f"/apis/batch/v1/namespaces/{team}/jobs"
+    own = job_body(1, name="own")
+    assert 'needs the label gpuquota.dev/elastic: "true"' in denied(
+        api.create, jobs, {**own, "metadata": {"name": "own"}}
+    )
+    api.create(jobs, own)
+    controller.patch(f"{jobs}/own/status", {"status": {"active": 1}})
+    api.create(jobs, job_body(1, name="other", managedBy=None, suspend=True))
+    assert "the controller writes the status of Jobs that it runs" in denied(
+        controller.patch, f"{jobs}/other/status", {"status": {"active": 1}}
+    )
+
+
 @pytest.mark.parametrize(
     ("verb", "resource", "group"),
     [
         ("patch", "secrets", ""),
         ("patch", "events", ""),
         ("patch", "persistentvolumeclaims", ""),
-        ("patch", "elasticjobs", labels.GROUP),
         ("patch", "quotapolicies", labels.GROUP),
     ],
 )

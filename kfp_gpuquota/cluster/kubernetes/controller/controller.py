@@ -45,6 +45,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import R
 from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
+from kfp_gpuquota.cluster.kubernetes.managed_jobs.reconciler import ManagedJobs
 from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.planner.settling import Settling
@@ -190,7 +191,8 @@ class Controller:
         self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
-        own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules)
+        self._managed = ManagedJobs(self._writer, self.events)
+        own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules, self._managed)
         others = watches.cluster_kinds(snapshot, self.volumes, self.limits)
         foreign = watches.foreign_kinds(self.profiles, self.ray)
         suspended = watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running))
@@ -282,6 +284,7 @@ class Controller:
         self.reservations.start()
         self.profiles.start()
         self.default_quotas.start()
+        self._managed.start()
 
     def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)
@@ -554,6 +557,7 @@ class Controller:
         self._forecast.close()
         self.evictions.close()
         self.elastic.statuses.close()
+        self._managed.close()
         self._quota_status.close()
         for timer in (self._planning, self._again, self._quotas_timer):
             if timer:

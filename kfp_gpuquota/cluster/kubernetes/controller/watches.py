@@ -13,6 +13,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
+from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import PATH, SELECTOR, ManagedJob
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
+    from kfp_gpuquota.cluster.kubernetes.managed_jobs.reconciler import ManagedJobs
     from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
@@ -64,7 +66,11 @@ PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
 FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS, *(kind.path for kind in KINDS)})
 LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
 _OURS: Final = f"/apis/{labels.API_VERSION}"
-_NAMES: Final = {"PolicyObject": "WorkloadPolicy", "QuotaPolicyObject": "QuotaPolicy"}  # of structs of another name
+_NAMES: Final = {
+    "PolicyObject": "WorkloadPolicy",
+    "QuotaPolicyObject": "QuotaPolicy",
+    "ManagedJob": "Job",
+}  # of structs of another name
 
 
 class Watches:
@@ -91,14 +97,25 @@ class Watches:
         quota_changed: Callable[[custom_types.GpuQuota], None],
         quota_deleted: Callable[[str], None],
         rules: RulesBook,
+        managed: ManagedJobs,
     ) -> list[Reflector[Any]]:
-        """Return the watches of this project's kinds."""
+        """Return the watches of this project's kinds, and of Jobs that are run as ElasticJobs."""
+
+        def job_changed(job: custom_types.ElasticJob) -> None:
+            snapshot.put_job(job)
+            managed.put_elastic_job(job)
+
+        def job_deleted(uid: str) -> None:
+            snapshot.drop_job(uid)
+            managed.drop_elastic_job(uid)
+
         quotas, jobs = f"{_OURS}/gpuquotas", f"{_OURS}/elasticjobs"
         awaited = {"not_installed_s": LOOKED_FOR_S}
         return [
             self._watch(quotas, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
-            self._watch(jobs, custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job, **awaited),
+            self._watch(jobs, custom_types.ElasticJob, job_changed, job_deleted, **awaited),
             self._watch(quota_policy.PATH, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
+            self._watch(PATH, ManagedJob, managed.put_job, managed.drop_job, optional=True, selector=SELECTOR),
         ]
 
     def cluster_kinds(self, snapshot: Snapshot, volumes: Volumes, limits: LimitRanges) -> list[Reflector[Any]]:

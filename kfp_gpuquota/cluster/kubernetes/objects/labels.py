@@ -51,7 +51,13 @@ DEBUG_STATE: Final = "/debug/state"
 """The non-resource URL of what the planner sees."""
 NOTEBOOK: Final = "notebook-name"
 
-# On RayClusters, RayJobs and RayServices (KubeRay).
+# On Jobs that are run as ElasticJobs, and on the ElasticJob.
+MIN_NODES: Final = f"{GROUP}/min-nodes"
+MAX_NODES: Final = f"{GROUP}/max-nodes"
+CHECKPOINT_CLAIM: Final = f"{GROUP}/checkpoint-claim"
+DERIVED: Final = f"{GROUP}/derived"  # a digest of what was derived from the Job
+
+# On RayClusters, RayJobs and RayServices (KubeRay), and on Jobs that are run as ElasticJobs.
 ELASTIC: Final = f"{GROUP}/elastic"
 RAY_GROUPS: Final = f"{GROUP}/ray-groups"  # what the user requested of groups whose size the controller has changed
 SUSPENDED: Final = f"{GROUP}/suspended"

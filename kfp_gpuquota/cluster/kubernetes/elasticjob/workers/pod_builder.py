@@ -40,6 +40,8 @@ SECRET_DIRECTORY: Final = "/var/run/secrets/gpuquota.dev"  # noqa: S105 - a path
 CHECKPOINT_DIRECTORY: Final = "/var/lib/gpuquota/checkpoints"
 RUNTIME_DIRECTORY: Final = "/opt/gpuquota/runtime"
 ISTIO_INJECT: Final = "sidecar.istio.io/inject"
+JOB_NAME: Final = "batch.kubernetes.io/job-name"
+JOB_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 # Readable by all users: the container's user is arbitrary, and no other container mounts this directory.
 SECRET_MODE: Final = 0o444
 
@@ -122,6 +124,8 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
     if not record.spec.shared:
         main["resources"] = _resources(main.get("resources") or {}, record.spec.worker_gpus)
     spec.pop("nodeName", None)
+    if gates := spec.pop("schedulingGates", None):  # ours would never be taken off
+        spec["schedulingGates"] = [gate for gate in gates if gate.get("name") != labels.QUOTA_GATE]
     spec |= {
         "containers": [main, *(hidden_in_template(one) for one in containers[1:])],
         "restartPolicy": "Never",
@@ -134,12 +138,15 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
 
 def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker) -> Body:
     given = template.get("metadata") or {}
+    given_labels = given.get("labels") or {}
+    index = {JOB_INDEX: str(worker.index)} if JOB_NAME in given_labels else {}  # as clients of Jobs read it
     reason = record.status.reason.message if record.status.reason else ""
     return {
         "name": pod_name(job.metadata.name, worker.index),
         "namespace": job.metadata.namespace,
         "labels": {
-            **_of_others(given.get("labels") or {}),
+            **_of_others(given_labels),
+            **index,
             labels.JOB: job.metadata.name,
             labels.WORKER: str(worker.index),
             labels.ATTEMPT: str(record.attempt),
@@ -147,6 +154,7 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
         },
         "annotations": {
             **_of_others(given.get("annotations") or {}),
+            **index,
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
             ISTIO_INJECT: "false",

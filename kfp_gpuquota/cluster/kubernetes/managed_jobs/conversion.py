@@ -1,0 +1,242 @@
+"""Derives the ElasticJob of a Job, and the Job's status of the ElasticJob's. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.api.validation import MAX_PRIORITY
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+
+API: Final = "/apis/batch/v1"
+PATH: Final = f"{API}/jobs"
+MANAGER: Final = labels.ELASTIC
+SELECTOR: Final = f"{labels.ELASTIC}=true"
+MAX_NODES: Final = 100_000
+OPTIONAL_FIELDS: Final = (
+    "priority",
+    "preemptible",
+    "nodePool",
+    "maxRestarts",
+    "maxRuntimeSeconds",
+    "gracePeriodSeconds",
+    "checkpoint",
+)
+"""Fields of the ElasticJob's specification that are left out where the Job says nothing."""
+_FINISHED: Final = frozenset({"Complete", "Failed"})
+
+
+class ManagedJobSpec(Struct, frozen=True):
+    """The specification of a Job, as far as it determines its ElasticJob."""
+
+    managed_by: str = ""
+    template: msgspec.Raw = msgspec.Raw(b"{}")
+    parallelism: int | None = None
+    completions: int | None = None
+    completion_mode: str = ""
+    backoff_limit: int | None = None
+    active_deadline_seconds: float | None = None
+    suspend: bool = False
+
+
+class ManagedJobStatus(Struct, frozen=True):
+    """The status of a Job, as far as it is kept when it is written."""
+
+    start_time: datetime | None = None
+    conditions: tuple[Condition, ...] | None = None
+
+
+class ManagedJob(Struct, frozen=True):
+    """A Job that has the label."""
+
+    metadata: Metadata
+    spec: ManagedJobSpec = ManagedJobSpec()
+    status: ManagedJobStatus = ManagedJobStatus()
+
+    @property
+    def ours(self) -> bool:
+        """Return whether it is to be run here."""
+        return self.spec.managed_by == MANAGER
+
+    @property
+    def has_finished(self) -> bool:
+        """Return whether it has completed or failed, which is final."""
+        return any(one.type in _FINISHED and one.status == "True" for one in self.status.conditions or ())
+
+    @property
+    def path(self) -> str:
+        """Return its path."""
+        return join(f"{API}/namespaces", self.metadata.namespace, "jobs", self.metadata.name)
+
+
+def elastic_job_of(job: ManagedJob) -> dict[str, Any]:
+    """Return the ElasticJob that runs the Job's pods. Raises InvalidFieldError."""
+    template: dict[str, Any] = msgspec.json.decode(job.spec.template)
+    spec = _spec(job, template)
+    meta = job.metadata
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": "ElasticJob",
+        "metadata": {
+            "name": meta.name,
+            "namespace": meta.namespace,
+            "labels": {**_of_others(meta.labels), labels.SOURCE: "job"},
+            "annotations": {labels.DERIVED: _digest(spec)},
+            "ownerReferences": [
+                {"apiVersion": "batch/v1", "kind": "Job", "name": meta.name, "uid": meta.uid, "controller": True}
+            ],
+        },
+        "spec": spec,
+    }
+
+
+def owner_of(job: ElasticJob) -> str:
+    """Return the uid of the Job that the ElasticJob runs for; "" for any other."""
+    owners = job.metadata.owner_references
+    found = (one.uid for one in owners if one.controller and one.kind == "Job" and one.api_version == "batch/v1")
+    return next(found, "")
+
+
+def _digest(spec: Mapping[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(spec, order="sorted")).hexdigest()[:16]
+
+
+def _of_others(given: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in given.items() if name.partition("/")[0] != labels.GROUP}
+
+
+def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
+    """Return the ElasticJob's specification; fields that nothing is said of have its defaults."""
+    given = template.get("metadata") or {}
+    notes = {**(job.metadata.annotations or {}), **(given.get("annotations") or {})}
+    named = {**job.metadata.labels, **(given.get("labels") or {})}
+    per_node, nodes = _gpus_per_node(template), 1 if job.spec.parallelism is None else job.spec.parallelism
+    if not 1 <= nodes <= MAX_NODES:
+        raise InvalidFieldError("parallelism", nodes, f"it must be from 1 to {MAX_NODES}")
+    least = min(_nodes(notes, labels.MIN_NODES, nodes), nodes)
+    most = max(_nodes(notes, labels.MAX_NODES, nodes), nodes)
+    priority = bounded_number(named.get(labels.PRIORITY, ""), MAX_PRIORITY)
+    preemptible = {"true": True, "false": False}.get(named.get(labels.PREEMPTIBLE, ""))
+    claim = notes.get(labels.CHECKPOINT_CLAIM)
+    checkpoint = {"claimName": claim} if claim else None
+    grace_s = (template.get("spec") or {}).get("terminationGracePeriodSeconds")
+    limits = job.spec.backoff_limit, job.spec.active_deadline_seconds, grace_s
+    chosen = dict(
+        zip(OPTIONAL_FIELDS, (priority, preemptible, named.get(labels.POOL), *limits, checkpoint), strict=True)
+    )
+    return {
+        "template": template,
+        "gpus": nodes * per_node,
+        "gpusPerWorker": per_node,
+        "minGpus": least * per_node,
+        "maxGpus": most * per_node,
+        "suspend": job.spec.suspend,
+        **{name: value for name, value in chosen.items() if value is not None},
+    }
+
+
+def _gpus_per_node(template: dict[str, Any]) -> int:
+    """Return the GPUs of the first container, in which a worker runs."""
+    containers = (template.get("spec") or {}).get("containers") or [{}]
+    limits = [(one.get("resources") or {}).get("limits") or {} for one in containers]
+    if any(limit.get(labels.GPU_RESOURCE) for limit in limits[1:]):
+        raise InvalidFieldError("template", "of pods", f"only its first container may ask for {labels.GPU_RESOURCE}")
+    count = bounded_number(str(limits[0].get(labels.GPU_RESOURCE, "")), MAX_NODES)
+    if not count:
+        raise InvalidFieldError(
+            "template",
+            "of pods",
+            f"its first container must have a limit of {labels.GPU_RESOURCE}; a Job without GPUs needs no managedBy",
+        )
+    return count
+
+
+def _nodes(notes: Mapping[str, str], name: str, default: int) -> int:
+    text = notes.get(name)
+    if text is None:
+        return default
+    found = bounded_number(text, MAX_NODES)
+    if not found:
+        raise InvalidFieldError(name, text, f"it must be a whole number from 1 to {MAX_NODES}")
+    return found
+
+
+# The Job's status
+
+
+def job_status_of(job: ManagedJob, elastic: ElasticJob, now: datetime) -> dict[str, Any]:
+    """Return the Job's status, by the rules of the API server for Jobs that others manage.
+
+    A finished Job has a start time and no active pods; a start time changes only while the Job is suspended.
+    """
+    status, phase = elastic.status, Phase(elastic.status.phase)
+    active = 0 if phase.final else status.workers
+    ended = status.completion_time or now
+    suspended = job.spec.suspend and not active
+    start = None if suspended and not phase.final else job.status.start_time or status.start_time
+    if phase.final and start is None:
+        start = ended
+    found: dict[str, Any] = {
+        "active": active,
+        "ready": active if phase is Phase.RUNNING else 0,
+        "startTime": None if start is None else _text(start),
+    }
+    if phase is Phase.SUCCEEDED:
+        count = job.spec.completions or job.spec.parallelism or 1
+        found |= {"succeeded": count, "completionTime": _text(max(ended, start or ended))}
+        if job.spec.completion_mode == "Indexed":
+            found["completedIndexes"] = f"0-{count - 1}" if count > 1 else "0"
+    elif phase.final:
+        found["failed"] = 1
+    found["conditions"] = _conditions(job, elastic, phase, now, suspended=suspended)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _conditions(
+    job: ManagedJob, elastic: ElasticJob, phase: Phase, now: datetime, *, suspended: bool
+) -> list[dict[str, Any]]:
+    known = {one.type: one for one in job.status.conditions or ()}
+    message = elastic.status.message
+    wanted = dict[str, tuple[str, str, str]]()
+    if suspended:
+        wanted["Suspended"] = "True", "JobSuspended", "Job suspended"
+    elif "Suspended" in known:
+        wanted["Suspended"] = "False", "JobResumed", "Job resumed"
+    if phase is Phase.SUCCEEDED:
+        wanted["SuccessCriteriaMet"] = wanted["Complete"] = "True", "CompletionsReached", message
+    elif phase.final:
+        reason = _failure(phase, elastic)
+        wanted["FailureTarget"] = wanted["Failed"] = "True", reason, message
+    kept = [one for one in known.values() if one.type not in wanted]
+    dated = [*kept, *(_dated(known.get(type_), type_, *content, now) for type_, content in wanted.items())]
+    return [msgspec.to_builtins(one) for one in dated]
+
+
+def _failure(phase: Phase, elastic: ElasticJob) -> str:
+    """Return the reason as a Job's: rules of JobSet for failed Jobs refer to it."""
+    if phase is Phase.CANCELLED:
+        return "Cancelled"
+    return "DeadlineExceeded" if elastic.status.reason == ReasonCode.RAN_TOO_LONG else "BackoffLimitExceeded"
+
+
+def _dated(known: Condition | None, type_: str, status: str, reason: str, message: str, now: datetime) -> Condition:
+    same = known is not None and known.status == status
+    at = known.last_transition_time if same and known is not None else now.replace(microsecond=0)
+    return Condition(type_, status, reason, message, at)
+
+
+def _text(at: datetime) -> str:
+    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,209 @@
+"""Runs Jobs with `managedBy: gpuquota.dev/elastic` as ElasticJobs, and writes their status.
+
+| the Job | its ElasticJob | what happens |
+|---|---|---|
+| has finished, or is being deleted | any | nothing: the ElasticJob goes with the Job |
+| runs or is suspended | none | it is created; one of this name that is not the Job's: again after a pause |
+| has changed | other fields than derived now | they are patched |
+| any | status has changed | the Job's status is written |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, create
+from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built, StatusWriter
+from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
+    OPTIONAL_FIELDS,
+    elastic_job_of,
+    job_status_of,
+    owner_of,
+)
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import ManagedJob
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+
+RETRY_S: Final = 2.0
+LONGEST_RETRY_S: Final = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class ManagedJobs:
+    """The Jobs with the label, and the ElasticJobs that Jobs own, as watches report them."""
+
+    def __init__(self, writer: Writer, events: Recorder) -> None:
+        self._writer, self._events = writer, events
+        self._jobs: dict[str, ManagedJob] = {}
+        self._elastic: dict[str, ElasticJob] = {}  # by the Job's uid
+        self._owners: dict[str, str] = {}  # an ElasticJob's uid -> the Job's
+        self._writing: set[str] = set()
+        self._statuses = StatusWriter(writer, self._status)
+        self._pauses: dict[str, Backoff] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._started = False
+
+    def start(self) -> None:
+        """Begin to write, after all objects have been listed."""
+        self._started = True
+        for uid in list(self._jobs):
+            self._sync(uid)
+
+    def close(self) -> None:
+        """Cancel all timers."""
+        self._statuses.close()
+        for timer in self._timers.values():
+            timer.cancel()
+
+    # As watched
+
+    def put_job(self, job: ManagedJob) -> None:
+        """Process a new or changed Job."""
+        if job.ours:
+            self._jobs[job.metadata.uid] = job
+            self._sync(job.metadata.uid)
+
+    def drop_job(self, uid: str) -> None:
+        """Process a Job's deletion."""
+        self._jobs.pop(uid, None)
+        self._pauses.pop(uid, None)
+        self._statuses.forget(uid)
+
+    def put_elastic_job(self, elastic: ElasticJob) -> None:
+        """Process a new or changed ElasticJob, of anybody."""
+        if uid := owner_of(elastic):
+            self._writing.discard(uid)
+            self._pauses.pop(uid, None)
+            self._elastic[uid], self._owners[elastic.metadata.uid] = elastic, uid
+            self._sync(uid)
+
+    def drop_elastic_job(self, elastic_uid: str) -> None:
+        """Process an ElasticJob's deletion: the Job gets another one."""
+        uid = self._owners.pop(elastic_uid, None)
+        if uid is not None and self._elastic[uid].metadata.uid == elastic_uid:
+            del self._elastic[uid]
+            self._sync(uid)
+
+    # As written
+
+    def _sync(self, uid: str) -> None:
+        job = self._jobs.get(uid)
+        if job is None or not self._started or job.metadata.deletion_timestamp is not None:
+            return
+        self._statuses.changed(uid)
+        if job.has_finished or uid in self._writing:
+            return
+        try:
+            wanted = elastic_job_of(job)
+        except InvalidFieldError as error:
+            self._warn(job, "InvalidJob", error.message)
+            return
+        found = self._elastic.get(uid)
+        if found is None:
+            self._writing.add(uid)
+            create(
+                self._writer,
+                f"/apis/{labels.API_VERSION}",
+                "elasticjobs",
+                wanted,
+                exists=lambda: None,  # the watch reports it
+                failed=partial(self._refused, uid),
+                taken=partial(self._taken, uid),
+            )
+        elif _derived(found) != _derived_of(wanted) and found.metadata.deletion_timestamp is None:
+            self._writing.add(uid)
+            self._writer.submit(_patch(found, wanted), partial(self._written, uid), partial(self._refused, uid))
+
+    def _written(self, uid: str, _answer: bytes) -> None:
+        self._writing.discard(uid)
+
+    def _taken(self, uid: str) -> None:
+        """Try again: it is the one of an earlier Job of that name, which will go, or a user's."""
+        if uid in self._elastic:
+            return
+        if (job := self._jobs.get(uid)) is not None:
+            self._warn(
+                job, "NameTaken", f"there is another ElasticJob {job.metadata.name}; it runs when that is deleted"
+            )
+        self._later(uid)
+
+    def _refused(self, uid: str, error: Exception) -> None:
+        if (job := self._jobs.get(uid)) is not None:
+            self._warn(job, "Refused", f"its ElasticJob was refused: {error}")
+        self._later(uid)
+
+    def _later(self, uid: str) -> None:
+        if timer := self._timers.pop(uid, None):
+            timer.cancel()
+        pause_s = self._pauses.setdefault(uid, Backoff(RETRY_S, LONGEST_RETRY_S)).next_s()
+        self._timers[uid] = asyncio.get_running_loop().call_later(pause_s, self._again, uid)
+
+    def _again(self, uid: str) -> None:
+        self._timers.pop(uid, None)
+        self._writing.discard(uid)
+        self._sync(uid)
+
+    def _status(self, uid: str) -> Built | None:
+        job, elastic = self._jobs.get(uid), self._elastic.get(uid)
+        if job is None or elastic is None or job.has_finished or job.metadata.deletion_timestamp is not None:
+            return None
+        meta = job.metadata
+        status = job_status_of(job, elastic, datetime.now(UTC))
+        body = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": meta.name, "namespace": meta.namespace, "uid": meta.uid},
+            "status": status,
+        }
+        return Built(job.path, f"{meta.namespace}/{meta.name}", body, urgent=status)
+
+    def _warn(self, job: ManagedJob, reason: str, message: str) -> None:
+        meta = job.metadata
+        subject = Subject("Job", meta.name, meta.namespace, meta.uid, "batch/v1")
+        self._events.record(subject, reason, message, warning=True)
+
+
+def _derived(found: ElasticJob) -> str:
+    return (found.metadata.annotations or {}).get(labels.DERIVED, "")
+
+
+def _derived_of(wanted: dict[str, Any]) -> str:
+    return str(wanted["metadata"]["annotations"][labels.DERIVED])
+
+
+def _patch(found: ElasticJob, wanted: dict[str, Any]) -> Write:
+    """Return the patch that gives the ElasticJob the fields that follow from the Job now; others stay."""
+    meta = found.metadata
+    note = labels.DERIVED.replace("/", "~1")
+    fields = {**dict.fromkeys(OPTIONAL_FIELDS), **wanted["spec"]}
+    return Write(
+        verb="PATCH",
+        path=join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name),
+        about=f"{meta.namespace}/{meta.name}",
+        body=[
+            {"op": "test", "path": "/metadata/uid", "value": meta.uid},
+            {
+                "op": "add",
+                "path": f"/metadata/annotations/{note}",
+                "value": _derived_of(wanted),
+            },
+            *({"op": "add", "path": f"/spec/{name}", "value": value} for name, value in fields.items()),
+        ],
+        content_type=JSON_PATCH,
+    )
