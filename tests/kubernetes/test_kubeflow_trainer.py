@@ -13,15 +13,17 @@ import time
 from base64 import b64encode
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.certificates import issue, new_authority
+from tests.kubernetes.controlled import holds
 from tests.kubernetes.installation import MANIFESTS
-from tests.kubernetes.test_managed_jobs import active, has
+from tests.kubernetes.test_managed_jobs import active, has, job_body
 from tests.polling import until
 from tools.devcluster.layout import free_port
 
@@ -177,3 +179,39 @@ def test_a_train_job_changes_its_size_and_no_controller_restarts_anything(traine
     assert client(name).startswith("Complete")
     job_set = api.get(f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{team}/jobsets/{name}")
     assert job_set["status"].get("restarts", 0) == 0
+
+
+def is_bound(uid: str, pod: dict[str, Any]) -> bool:
+    """It is a pod of this Job."""
+    return holds(pod) and pod["metadata"]["labels"]["batch.kubernetes.io/controller-uid"] == uid
+
+
+def test_a_job_set_restarts_a_job_that_has_failed_under_the_same_name(trainer: Controlled) -> None:
+    """The ElasticJob of the failed one is in the way until the garbage collector has deleted it."""
+    api = trainer.cluster.api
+    trainer.add_nodes(1, gpus=2)
+    team = trainer.team(guaranteed=2)
+    trainer.start()
+    body = job_body(2)
+    metadata = {name: body["metadata"][name] for name in ("labels", "annotations")}
+    job_set = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "set"},
+        "spec": {
+            "failurePolicy": {"maxRestarts": 1},
+            "replicatedJobs": [{"name": "node", "template": {"metadata": metadata, "spec": body["spec"]}}],
+        },
+    }
+    path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{team}/jobsets"
+    api.create(path, job_set)
+    job = f"/apis/batch/v1/namespaces/{team}/jobs/set-node-0"
+    trainer.wait(lambda: api.exists(job), trainer.log)
+    uids = set()
+    for _ in range(2):
+        trainer.wait(lambda: api.exists(job) and api.get(job)["metadata"]["uid"] not in uids, trainer.log)
+        uid = active(trainer, job, 2)["metadata"]["uid"]
+        uids.add(uid)
+        pod = trainer.cluster.api.until(f"/api/v1/namespaces/{team}/pods/set-node-0-0", partial(is_bound, uid))
+        trainer.finish(f"/api/v1/namespaces/{team}/pods/{pod['metadata']['name']}", exit_code=1)
+    trainer.until(f"{path}/set", lambda one: has(one, "Failed"))

@@ -51,6 +51,7 @@ class ManagedJobs:
     def __init__(self, writer: Writer, events: Recorder) -> None:
         self._writer, self._events = writer, events
         self._jobs: dict[str, ManagedJob] = {}
+        self._names: dict[tuple[str, str], str] = {}  # (namespace, name) -> the Job's uid
         self._elastic: dict[str, ElasticJob] = {}  # by the Job's uid
         self._owners: dict[str, str] = {}  # an ElasticJob's uid -> the Job's
         self._writing: set[str] = set()
@@ -76,12 +77,16 @@ class ManagedJobs:
     def put_job(self, job: ManagedJob) -> None:
         """Process a new or changed Job."""
         if job.ours:
-            self._jobs[job.metadata.uid] = job
+            meta = job.metadata
+            self._jobs[meta.uid] = job
+            self._names[meta.namespace, meta.name] = meta.uid
             self._sync(job.metadata.uid)
 
     def drop_job(self, uid: str) -> None:
         """Process a Job's deletion."""
-        self._jobs.pop(uid, None)
+        job = self._jobs.pop(uid, None)
+        if job is not None and self._names.get(key := (job.metadata.namespace, job.metadata.name)) == uid:
+            del self._names[key]
         self._pauses.pop(uid, None)
         self._statuses.forget(uid)
 
@@ -94,11 +99,14 @@ class ManagedJobs:
             self._sync(uid)
 
     def drop_elastic_job(self, elastic_uid: str) -> None:
-        """Process an ElasticJob's deletion: the Job gets another one."""
+        """Process an ElasticJob's deletion: the Job, or the next one of its name, gets another one."""
         uid = self._owners.pop(elastic_uid, None)
-        if uid is not None and self._elastic[uid].metadata.uid == elastic_uid:
-            del self._elastic[uid]
-            self._sync(uid)
+        if uid is None or self._elastic[uid].metadata.uid != elastic_uid:
+            return
+        meta = self._elastic.pop(uid).metadata
+        following = self._names.get((meta.namespace, meta.name))
+        if following is not None and following not in self._elastic:
+            self._again(following)
 
     # As written
 
