@@ -9,7 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.cluster.findings import fail, ok, warn
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import seconds
 from kfp_gpuquota.version import __version__
 
