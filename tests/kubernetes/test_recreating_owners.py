@@ -10,7 +10,7 @@ import pytest
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
@@ -20,6 +20,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import pod_body
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from tests.kubernetes.controlled import Controlled
 
 

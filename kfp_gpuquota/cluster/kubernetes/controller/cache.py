@@ -24,7 +24,8 @@ from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlice
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NonGpuPods
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ResourceRequests
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels

@@ -300,7 +300,7 @@ class Replica:
 
     def _is_healthy(self) -> str:
         """Return the problem, "" if there is none: required plans fail."""
-        health = self._controller.health if self._controller is not None else None
+        health = self._controller.plans.health if self._controller is not None else None
         if health is None or health.healthy:
             return ""
         return f"no plan for {health.overdue_s:.0f} s, {health.failures} failures in a row"

@@ -19,7 +19,7 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,7 +10,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.ray_types import API_VERSION
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayCluster, RayJob
 
 

@@ -24,7 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.ray_types import GROUP, HEAD_GROUP,
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayClusterSpec
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
 
 
 class PodEventRecorder:

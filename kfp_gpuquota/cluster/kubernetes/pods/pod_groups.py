@@ -23,7 +23,7 @@ from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, GangSize, gang_size
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -21,7 +21,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

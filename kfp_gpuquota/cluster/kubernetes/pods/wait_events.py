@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
 
 REASON: Final = "QuotaDeleted"
