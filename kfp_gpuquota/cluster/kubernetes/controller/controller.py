@@ -44,7 +44,6 @@ from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
-from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
@@ -112,7 +111,6 @@ class Controller:
         self._writer = Writer(connection, fence=fence)
         self._quotas_timer: asyncio.TimerHandle | None = None
         self.events = Recorder(self._writer)
-        self._pod_events = PodEventRecorder(self.events)
         self.quarantine = Quarantine(partial(self.events.record, warning=True))
         self.rules = RulesBook(self._rules_changed)
         self.volumes, self.limits = Volumes(self._volume_changed), LimitRanges(self._limits_changed)
@@ -151,7 +149,7 @@ class Controller:
             epoch=epoch,
             page_url=page_url,
         )
-        self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
+        self.evictions = Evictions(cluster.pods, self._writer, self.rules, self.events, self)
         self.ray = RayUnits(
             Owners(self.limits, self.volumes, self.rules),
             Ledger(cluster.emit, cluster.allocator, self._now),
@@ -188,15 +186,14 @@ class Controller:
             self.reservations,
             self.rules,
             self.evictions,
-            self._pod_events,
+            self.events,
             self.pods,
             self.ray,
             self.unpinned,
-            self.events,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
         self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer, self.rules)
-        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
+        self._waiting = WaitEvents(snapshot.plain, self.ray, self.events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
             snapshot.pods,
@@ -205,7 +202,7 @@ class Controller:
             self.actions,
             self._exclusions,
             self.rules,
-            self._pod_events,
+            self.events,
             self._not_ready,
             ready.timeout_s,
             self.unpinned,
@@ -284,7 +281,7 @@ class Controller:
         view = counted_view(pod)
         self._repulsions.put(view.uid, () if view.stage is Stage.ENDED else view.repels)
         if view.problem:
-            self.quarantine.put(Subject("Pod", view.name, view.namespace, view.uid), view.problem)
+            self.quarantine.put(view.subject, view.problem)
         else:
             self.quarantine.release(view.uid)
         if (joined := self.gangs.join(view)) is not None:

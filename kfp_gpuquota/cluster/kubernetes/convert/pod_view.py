@@ -14,6 +14,7 @@ import msgspec
 from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.affinity import NodeTerm
 from kfp_gpuquota.api.resources import Resources as Amounts
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
 from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, Rest
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
@@ -94,6 +95,11 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ends_at: float = 0.0  # when the grace period of its deletion ends; 0 if it is not deleted
     reclaimed_at: float = 0.0  # when an earlier controller began to reclaim its GPUs; 0 if none did
     unhealthy_gpu: str = ""  # one of its devices that has failed, as its kubelet reports
+
+    @property
+    def subject(self) -> Subject:
+        """Return the pod as the object that an event refers to."""
+        return Subject("Pod", self.name, self.namespace, self.uid)
 
     @property
     def counted(self) -> bool:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.kuberay.admissions import Admissions
 from kfp_gpuquota.cluster.kubernetes.kuberay.decisions import Decisions
-from kfp_gpuquota.cluster.kubernetes.kuberay.events import RayEvents
 from kfp_gpuquota.cluster.kubernetes.kuberay.owner_patches import OwnerPatches
-from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners, job_of, suspended_by_controller
+from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners, job_of, subject_of, suspended_by_controller
 from kfp_gpuquota.cluster.kubernetes.kuberay.unit_pods import UnitPods
 from kfp_gpuquota.cluster.kubernetes.kuberay.unit_set import UnitSet
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger, Unit
@@ -44,11 +43,11 @@ class RayUnits:
         unpinned: UnpinnedPods,
     ) -> None:
         self._set = UnitSet(owners, ledger)
-        self._events = RayEvents(recorder)
+        self._recorder = recorder
         self._patches = OwnerPatches(self._set, writer, self.put_cluster, self.put_job)
         admissions = Admissions(writer, written_pods, unpinned)
         self.pods = UnitPods(self._set, admissions, self._patches)
-        self.decisions = Decisions(self._set, admissions, self._patches, writer, evictions, self._events)
+        self.decisions = Decisions(self._set, admissions, self._patches, writer, evictions, recorder)
         self._started = False
 
     def start(self, put_again: Callable[[PodView], None]) -> None:
@@ -111,7 +110,7 @@ class RayUnits:
         try:
             found = self._set.owners.requests_of(owner)
         except GpuQuotaError as error:
-            self._events.owner(owner, "NotElastic", error.message, warning=True)
+            self._recorder.record(subject_of(owner), "NotElastic", error.message, warning=True)
             return
         for uid, request in found.items():
             unit = self._set.units.get(uid)

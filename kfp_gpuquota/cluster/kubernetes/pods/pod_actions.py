@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
-    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
@@ -60,16 +59,15 @@ class PodActions:
         reservations: Reservations,
         rules: RulesBook,
         evictions: Evictions,
-        recorder: PodEventRecorder,
+        recorder: Recorder,
         written_pods: WrittenPods,
         ray: RayUnits,
         unpinned: UnpinnedPods,
-        events: Recorder,
     ) -> None:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
         self._evictions, self._ray, self._unpinned = evictions, ray, unpinned
-        self._suspending = Suspending(writer, events, pods.holding, self._evict, evictions.note_suspended)
+        self._suspending = Suspending(writer, recorder, pods.holding, self._evict, evictions.note_suspended)
         self._pod = msgspec.json.Decoder(Pod)
         self._watched: set[str] = set()  # jobs with quota reserved for pods that do not exist yet
 
@@ -114,7 +112,7 @@ class PodActions:
         """Evict a pod; one of a suspended owner, unless it has ended, and without an event if it is ending."""
         if member := self._pods.members.get(pod.uid):
             if member.view.stage is not Stage.TERMINATING:
-                self._recorder.record(pod, "Evicted", self._explained(pod, why))
+                self._recorder.record(pod.subject, "Evicted", self._explained(pod, why))
             self._evictions.evict(pod, bounded=bounded, requested_at=requested_at)
 
     def _explained(self, pod: PodView, why: str) -> str:
@@ -128,7 +126,7 @@ class PodActions:
             self._pods.assume_leaving(pod.uid)
         elif not self._ray.pods.leave(pod.uid):
             return
-        self._recorder.record(pod, reason, why)
+        self._recorder.record(pod.subject, reason, why)
         self._evictions.evict(pod, bounded=False)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:
@@ -138,7 +136,7 @@ class PodActions:
             note_of(pod_job(pod), pod.uid, name, time.time()),
             ready=partial(self._configure, pod, admission),
             failed=partial(self._admission_failed, pod),
-            report=partial(self._recorder.record, pod),
+            report=partial(self._recorder.record, pod.subject),
         )
         self._reservations.prepare(sharer)
 
