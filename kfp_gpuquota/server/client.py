@@ -41,8 +41,8 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.server.answers import decoded
 from kfp_gpuquota.server.cluster_api import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.response_decoding import decoded
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger, Unit
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayCluster, RayJob
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from tests.kubernetes.kuberay import cluster_spec, elastic, group
 
 
 def owners() -> Owners:
-    return Owners(LimitRanges(lambda _: None), Volumes(lambda _namespace, _claim: None), RulesBook())
+    return Owners(LimitRanges(lambda _: None), Volumes(lambda _namespace, _claim: None), CurrentRules())
 
 
 def ray_cluster(*groups: Any, version: int = 1, notes: str = "", **more: Any) -> RayCluster:

@@ -23,8 +23,8 @@ from kfp_gpuquota.cli.admin.shared import (
     shared_settings,
     show_unit,
 )
-from kfp_gpuquota.cli.arguments.amounts import count_or_gpus, pairs, whole_number
 from kfp_gpuquota.cli.arguments.options import client
+from kfp_gpuquota.cli.arguments.parsers import count_or_gpus, pairs, whole_number
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, UsageError
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Snapshot:
     """Updates `cluster`, with the pods of other controllers (`plain`), the ElasticJobs (`elastic`)
     and the Ray clusters that change their size (`ray`)."""
 
-    def __init__(self, cluster: ClusterObjects, rules: RulesBook, elastic: ElasticJobs, ray: RayUnits) -> None:
+    def __init__(self, cluster: ClusterObjects, rules: CurrentRules, elastic: ElasticJobs, ray: RayUnits) -> None:
         self.rules, self.elastic, self.ray = rules, elastic, ray
         self.state, self.allocator, self.emitted_nodes = cluster.state, cluster.allocator, cluster.emitted_nodes
         self.nodes, self.pods = cluster.nodes, cluster.pods

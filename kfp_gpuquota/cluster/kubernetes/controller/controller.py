@@ -52,7 +52,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
 from kfp_gpuquota.cluster.kubernetes.quota.deleted_quotas import record_deletion
 from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
@@ -112,7 +112,7 @@ class Controller:
         self._quotas_timer: asyncio.TimerHandle | None = None
         self.events = Recorder(self._writer)
         self.quarantine = Quarantine(partial(self.events.record, warning=True))
-        self.rules = RulesBook(self._rules_changed)
+        self.rules = CurrentRules(self._rules_changed)
         self.volumes, self.limits = Volumes(self._volume_changed), LimitRanges(self._limits_changed)
         watches = Watches(connection, self.quarantine)
         self.pods = watches.pods(self._pod_changed, self._pod_deleted)

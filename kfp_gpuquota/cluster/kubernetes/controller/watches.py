@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 
 
@@ -90,7 +90,7 @@ class Watches:
         snapshot: Snapshot,
         quota_changed: Callable[[custom_types.GpuQuota], None],
         quota_deleted: Callable[[str], None],
-        rules: RulesBook,
+        rules: CurrentRules,
     ) -> list[Reflector[Any]]:
         """Return the watches of this project's kinds."""
         quotas, jobs = f"{_OURS}/gpuquotas", f"{_OURS}/elasticjobs"

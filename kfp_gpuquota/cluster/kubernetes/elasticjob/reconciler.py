@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
@@ -75,7 +75,7 @@ class ElasticJobs:
         *,
         limits: LimitRanges,
         volumes: Volumes,
-        rules: RulesBook,
+        rules: CurrentRules,
         ready: ReadyRules,
         written_pods: WrittenPods,
         events: ElasticJobEvents,

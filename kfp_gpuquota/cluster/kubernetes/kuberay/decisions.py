@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.kuberay.admissions import Admissions
     from kfp_gpuquota.cluster.kubernetes.kuberay.owner_patches import OwnerPatches
-    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_set import UnitSet
+    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_registry import UnitRegistry
     from kfp_gpuquota.cluster.kubernetes.kuberay.units import Slot, Unit
 
 DELETED_WITHIN_S: Final = 20.0
@@ -49,7 +49,7 @@ class Decisions:
 
     def __init__(
         self,
-        units: UnitSet,
+        units: UnitRegistry,
         admissions: Admissions,
         patches: OwnerPatches,
         writer: Writer,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayClusterSpec
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 _CLUSTER_KIND: Final = f"{GROUP}/RayCluster"
 
@@ -46,7 +46,7 @@ class Owners:
 
     limits: LimitRanges
     volumes: Volumes
-    rules: RulesBook
+    rules: CurrentRules
     clusters: dict[str, RayCluster] = field(default_factory=dict)
     jobs: dict[str, RayJob] = field(default_factory=dict)
 

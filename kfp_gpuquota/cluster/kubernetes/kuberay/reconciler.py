@@ -10,7 +10,7 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.decisions import Decisions
 from kfp_gpuquota.cluster.kubernetes.kuberay.owner_patches import OwnerPatches
 from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners, job_of, subject_of, suspended_by_controller
 from kfp_gpuquota.cluster.kubernetes.kuberay.unit_pods import UnitPods
-from kfp_gpuquota.cluster.kubernetes.kuberay.unit_set import UnitSet
+from kfp_gpuquota.cluster.kubernetes.kuberay.unit_registry import UnitRegistry
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger, Unit
 from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayCluster, RayJob
 from kfp_gpuquota.errors import GpuQuotaError
@@ -42,7 +42,7 @@ class RayUnits:
         written_pods: WrittenPods,
         unpinned: UnpinnedPods,
     ) -> None:
-        self._set = UnitSet(owners, ledger)
+        self._set = UnitRegistry(owners, ledger)
         self._recorder = recorder
         self._patches = OwnerPatches(self._set, writer, self.put_cluster, self.put_job)
         admissions = Admissions(writer, written_pods, unpinned)

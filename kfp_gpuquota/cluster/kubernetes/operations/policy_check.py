@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.findings import fail, ok, warn
+from kfp_gpuquota.cluster.check_results import fail, ok, warn
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
@@ -28,7 +28,7 @@ from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError,
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 

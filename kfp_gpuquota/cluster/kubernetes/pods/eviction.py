@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 RETRY_S: Final = 5.0
 SLACK_S: Final = 5.0
@@ -80,7 +80,7 @@ class Evictions:
         self,
         pods: Mapping[str, PodView],
         writer: Writer,
-        rules: RulesBook,
+        rules: CurrentRules,
         recorder: Recorder,
         context: EvictionContext,
     ) -> None:

@@ -48,7 +48,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.pod_jobs import (
     split_into_parts,
     takes,
 )
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -66,9 +66,9 @@ class PlainPods:
         self,
         emit: Callable[[scheduler.Event], None],
         allocator: DeviceAllocator,
-        rules: RulesBook | None = None,
+        rules: CurrentRules | None = None,
     ) -> None:
-        self._emit, self._allocator, self._rules = emit, allocator, rules or RulesBook()
+        self._emit, self._allocator, self._rules = emit, allocator, rules or CurrentRules()
         self.members: dict[str, Member] = {}
         self.jobs: dict[str, PodJob] = {}
         self.groups: dict[GroupKey, Group] = {}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
 REFUSED_PAUSE_S: Final = 1.0
@@ -57,7 +57,7 @@ class PodActions:
         pods: PlainPods,
         writer: Writer,
         reservations: Reservations,
-        rules: RulesBook,
+        rules: CurrentRules,
         evictions: Evictions,
         recorder: Recorder,
         written_pods: WrittenPods,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 STUCK_S: Final = 15.0  # longer than a node needs to free capacity, and than an autoscaler's first steps
 REPORT_S: Final = 3.0
@@ -135,7 +135,7 @@ class PodRecovery:
         elastic: ElasticJobs,
         actions: PodActions,
         exclusions: NodeExclusions,
-        rules: RulesBook,
+        rules: CurrentRules,
         recorder: Recorder,
         released: ReleaseCounter,
         timeout_s: float,

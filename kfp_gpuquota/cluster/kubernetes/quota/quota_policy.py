@@ -265,7 +265,7 @@ def default_policy() -> Write:
     return Write(verb="POST", path=PATH, about=NAME, body=body)
 
 
-class RulesBook:
+class CurrentRules:
     """The rules in effect. `changed()` is called when they change."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:

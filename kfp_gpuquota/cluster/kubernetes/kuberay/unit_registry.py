@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class UnitSet:
+class UnitRegistry:
     """All units by uid. `stops`: the reasons why units of RayJobs are to be suspended, by the units' uid."""
 
     owners: Owners
