@@ -234,11 +234,5 @@ async def watching(cluster: DevCluster) -> AsyncIterator[Bench]:
 
 def install(cluster: DevCluster) -> None:
     """The objects' definitions; returns when the API server serves them."""
-    made = subprocess.run(
-        [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.crd.schemas"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        check=True,
-    )
-    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=made.stdout.decode())
+    cluster.kubectl("apply", "--server-side", "-f", str(REPOSITORY / "manifests" / "crds" / "crds.yaml"))
     cluster.kubectl("wait", "--for=condition=Established", "crd/gpuquotas.gpuquota.dev", "--timeout=30s")

@@ -25,10 +25,10 @@ from kwok_bench import REPOSITORY, cpu_s
 
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
-from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, bound_tls_memory, serving
-from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+from kfp_gpuquota.cluster.kubernetes.shards.shard_jobs import ShardJobs
+from kfp_gpuquota.cluster.kubernetes.shards.sharded_membership import ShardedMembership
 from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ def _pipeline(name: str, step: Callable[..., object]) -> Callable[..., object]:
     def pipeline(x: int) -> None:
         step(x=x)
 
-    return cast(Callable[..., object], pipeline)
+    return cast("Callable[..., object]", pipeline)
 
 
 def _seconds(pipeline: Callable[..., object], x: int) -> float:

@@ -8,7 +8,7 @@ import typer
 
 from kfp_gpuquota.cli.main import application
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

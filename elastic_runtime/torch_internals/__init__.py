@@ -69,7 +69,7 @@ def build_group(store: Store, rank: int, size: int, name: str, backend: str, tim
         [],
         c10d.Backend(backend),
         store,
-        cast(Any, name),  # torch 2.15 gives names a type of their own, 2.14 does not
+        cast("Any", name),  # torch 2.15 gives names a type of their own, 2.14 does not
         timeout=timeout,
         **extra,
     )

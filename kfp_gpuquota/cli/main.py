@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kfp_gpuquota.cli.arguments.mistakes import Command
+from kfp_gpuquota.cli.arguments.option_errors import Command
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
@@ -45,7 +45,7 @@ COMMANDS: Final = {
     "jobs.show": ("describe", "explain"),
     "jobs.top": ("top",),
     "jobs.logs": ("logs",),
-    "jobs.ending": ("suspend", "resume", "cancel", "wait", "delete"),
+    "jobs.lifecycle": ("suspend", "resume", "cancel", "wait", "delete"),
     "jobs.access": ("exec", "bash", "attach", "port-forward"),
     "admin.simulate": ("simulate",),
     "jobs.whatif": ("what-if",),

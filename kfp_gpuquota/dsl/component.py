@@ -150,7 +150,7 @@ def _as_component(label: str, target: Callable[..., Any] | Component, kfp_keywor
     if not isinstance(target, base_component.BaseComponent):
         if not callable(target):
             raise DefinitionError(f"@gpuquota.component is for components and functions, not for {target!r}")
-        return cast(Component, dsl.component(target, **kfp_keywords))
+        return cast("Component", dsl.component(target, **kfp_keywords))
     if kfp_keywords:
         raise DefinitionError(
             f"component {label!r}: unknown argument {sorted(kfp_keywords)[0]!r}; pass KFP's own arguments to "

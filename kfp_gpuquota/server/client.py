@@ -41,8 +41,8 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.server.answers import decoded
 from kfp_gpuquota.server.cluster_api import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.response_decoding import decoded
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ class Client:
         response, raw = self._request(method, path, encoded, wait_s)
         if response.status >= 300:
             raise _error(response.status, raw)
-        return cast(T, None) if answer is None else cast(T, decoded(raw, answer))
+        return cast("T", None) if answer is None else cast("T", decoded(raw, answer))
 
     def _request(self, method: str, path: str, body: bytes, wait_s: float) -> tuple[http.client.HTTPResponse, bytes]:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, limit_s=self._retry_for_s + wait_s)

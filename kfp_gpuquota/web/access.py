@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler, Middleware
 
-    from kfp_gpuquota.web.setting import Setting
-    from kfp_gpuquota.web.visit import Visit
+    from kfp_gpuquota.web.site_config import SiteConfig
+    from kfp_gpuquota.web.user_site import UserSite
 
 AGAIN: Final = "Run gpuquota ui in a terminal to open the page."
 COOKIE: Final = "gpuquota"
@@ -145,7 +145,7 @@ class Door(Protocol):
     async def refusal(self, request: web.Request) -> Refusal | None:
         """Return why the request's sender sees nothing; None for one who is let in."""
 
-    def visit(self, request: web.Request) -> Visit:
+    def site_for(self, request: web.Request) -> UserSite:
         """Return what the sender, who was let in, is shown."""
 
     def form_token(self, request: web.Request) -> str:
@@ -157,7 +157,7 @@ class SessionDoor:
     """Lets in the browsers that opened a link of `access`, from where `trusted` says so; all are shown the same."""
 
     access: Access
-    shown: Visit
+    shown: UserSite
     trusted: Callable[[web.Request], bool] = lambda _: True
 
     async def refusal(self, request: web.Request) -> Refusal | None:
@@ -168,7 +168,7 @@ class SessionDoor:
             return None
         return Refusal(401, "This browser has not been let in, or was logged out.", AGAIN)
 
-    def visit(self, _request: web.Request) -> Visit:
+    def site_for(self, _request: web.Request) -> UserSite:
         """Return what all are shown."""
         return self.shown
 
@@ -184,16 +184,16 @@ def headers(*, framed: bool) -> dict[str, str]:
     return {"Content-Security-Policy": policy, "X-Frame-Options": options, **_HEADERS}
 
 
-def guarded(door: Door, setting: Setting, refuse: Callable[[web.Request, Refusal], web.Response]) -> Middleware:
-    """Return a middleware that lets in requests for one of the setting's origins, from their own pages, through `door`.
+def guarded(door: Door, site: SiteConfig, refuse: Callable[[web.Request, Refusal], web.Response]) -> Middleware:
+    """Return a middleware that lets in requests for one of the site's origins, from their own pages, through `door`.
 
     `refuse` makes the answer to all others. `/enter` and `/static/` need no identity.
     """
-    enter, static = f"{setting.path}/enter", f"{setting.path}/static/"
+    enter, static = f"{site.path}/enter", f"{site.path}/static/"
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        found = _misdirected(request, setting.origins)
+        found = _misdirected(request, site.origins)
         if found is None and request.path != enter and not request.path.startswith(static):
             found = await door.refusal(request) or await _forged(request)
         return await handler(request) if found is None else refuse(request, found)

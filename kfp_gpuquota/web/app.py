@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.access import Access, Door, Refusal
     from kfp_gpuquota.web.live import Live
     from kfp_gpuquota.web.pages import Page
-    from kfp_gpuquota.web.setting import Setting
+    from kfp_gpuquota.web.site_config import SiteConfig
     from kfp_gpuquota.web.source import Source
 
 RETRY_MS: Final = 1000
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def build_pages(
-    door: Door, setting: Setting, *, enter: Handler | None = None, outer: Iterable[Middleware] = ()
+    door: Door, site: SiteConfig, *, enter: Handler | None = None, outer: Iterable[Middleware] = ()
 ) -> web.Application:
     """Return the application; `door` says who sees what.
 
@@ -53,29 +53,29 @@ def build_pages(
 
     def refuse(request: web.Request, found: Refusal) -> web.Response:
         if request.headers.get("Accept", "").startswith("text/html"):
-            return message(setting.base, found.status, "Not opened", found.sentence, step=found.step)
+            return message(site.base, found.status, "Not opened", found.sentence, step=found.step)
         answer = web.Response(text=found.sentence, status=found.status)
         answer["error"] = found.sentence
         return answer
 
     application = web.Application(
-        client_max_size=MAX_FORM_BYTES, middlewares=[*outer, _finished(setting), guarded(door, setting, refuse)]
+        client_max_size=MAX_FORM_BYTES, middlewares=[*outer, _finished(site), guarded(door, site, refuse)]
     )
-    site, base = _Site(door, setting), setting.path
+    handlers, base = _Handlers(door, site), site.path
     job = f"{base}/jobs/{{project}}/{{name}}"
     application.add_routes([
-        web.get(f"{base}/", site.start),
-        web.get(f"{base}/theme", site.theme),
-        web.get(f"{base}/teams", site.page),
-        web.get(f"{base}/queue", site.page),
-        web.get(f"{base}/pipelines", site.page),
-        web.get(f"{base}/timeline", site.page),
-        web.get(f"{base}/nodes", site.page),
-        web.get(f"{base}/nodes/{{node}}", site.page),
-        web.get(job, site.page),
-        web.get(f"{job}/log", site.log),
-        web.get(f"{job}/log.txt", site.download),
-        web.post(f"{job}/{{action}}", site.act),
+        web.get(f"{base}/", handlers.start),
+        web.get(f"{base}/theme", handlers.theme),
+        web.get(f"{base}/teams", handlers.page),
+        web.get(f"{base}/queue", handlers.page),
+        web.get(f"{base}/pipelines", handlers.page),
+        web.get(f"{base}/timeline", handlers.page),
+        web.get(f"{base}/nodes", handlers.page),
+        web.get(f"{base}/nodes/{{node}}", handlers.page),
+        web.get(job, handlers.page),
+        web.get(f"{job}/log", handlers.log),
+        web.get(f"{job}/log.txt", handlers.download),
+        web.post(f"{job}/{{action}}", handlers.act),
         web.static(f"{base}/static", STATIC),
     ])  # fmt: skip
     if enter is not None:
@@ -104,12 +104,12 @@ def entering(access: Access, base: str, origins: frozenset[str]) -> Handler:
     return enter
 
 
-class _Site:
+class _Handlers:
     """The handlers."""
 
-    def __init__(self, door: Door, setting: Setting) -> None:
-        self._door, self._setting, self._base = door, setting, setting.base
-        self._headers = headers(framed=setting.framed)
+    def __init__(self, door: Door, site: SiteConfig) -> None:
+        self._door, self._site, self._base = door, site, site.base
+        self._headers = headers(framed=site.framed)
 
     async def start(self, request: web.Request) -> web.Response:
         query = f"?{request.query_string}" if request.query_string else ""
@@ -131,13 +131,13 @@ class _Site:
 
     async def page(self, request: web.Request) -> web.StreamResponse:
         """Answer with the page, or with its stream."""
-        visit = self._door.visit(request)
-        page = visit.pages.at(request.path, request.match_info, request.query)
+        shown = self._door.site_for(request)
+        page = shown.pages.at(request.path, request.match_info, request.query)
         await page.live.prepared()
         if _wants_stream(request):
-            return await self._stream(request, visit.live, page)
+            return await self._stream(request, shown.live, page)
         later = await page.later() if page.later is not None else {}
-        revision = visit.source.revision()
+        revision = shown.source.revision()
         elements = page.live.render()
         lists = {name: Markup("").join(Markup(row) for row in rows.values()) for name, rows in elements.lists.items()}  # noqa: S704
         html = render(
@@ -187,7 +187,7 @@ class _Site:
         form = {name: str(value) for name, value in (await request.post()).items()}
         action = request.match_info["action"]
         begin_change(request, Writing.RESERVED if action in STOPPING else Writing.FIRST)
-        there = await self._door.visit(request).actions.do(
+        there = await self._door.site_for(request).actions.do(
             action, request.match_info["project"], request.match_info["name"], form
         )
         if request.headers.get("Accept") == "text/plain":
@@ -200,17 +200,17 @@ class _Site:
         theme = chosen if chosen in THEMES else THEMES[0]
         return {
             "base": self._base,
-            "setting": self._setting,
+            "site": self._site,
             "token": self._door.form_token(request),
             "theme": theme,
-            "now": f"{self._door.visit(request).source.now():.1f}",
+            "now": f"{self._door.site_for(request).source.now():.1f}",
             "next_theme": THEMES[(THEMES.index(theme) + 1) % len(THEMES)],
         }
 
     def _of_worker(self, request: web.Request) -> tuple[Source, str, str, str]:
         """Return the source, project and name of a request for a log, and the worker, "" for the first."""
         names = request.match_info
-        return self._door.visit(request).source, names["project"], names["name"], request.query.get("worker", "")
+        return self._door.site_for(request).source, names["project"], names["name"], request.query.get("worker", "")
 
     async def _sent(
         self, request: web.Request, kind: str, messages: AsyncGenerator[tuple[int, bytes] | None, None]
@@ -237,9 +237,9 @@ class _Site:
         return answer
 
 
-def _finished(setting: Setting) -> Middleware:
+def _finished(site: SiteConfig) -> Middleware:
     """Return a middleware that shows errors as pages, and adds the headers that every answer has."""
-    base, added = setting.base, headers(framed=setting.framed)
+    base, added = site.base, headers(framed=site.framed)
 
     @web.middleware
     async def finish(request: web.Request, handler: Handler) -> web.StreamResponse:

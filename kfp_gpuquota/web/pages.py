@@ -16,7 +16,7 @@ from kfp_gpuquota.web.views.board import Board, label_keys
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    from kfp_gpuquota.web.setting import Setting
+    from kfp_gpuquota.web.site_config import SiteConfig
     from kfp_gpuquota.web.source import Source
 
 _MEASURED_S: Final = 10.0
@@ -44,10 +44,10 @@ class Page:
 class Pages:
     """The pages of one cluster."""
 
-    def __init__(self, source: Source, setting: Setting) -> None:
-        self._source, self._setting, self._base = source, setting, setting.base
+    def __init__(self, source: Source, site: SiteConfig) -> None:
+        self._source, self._site, self._base = source, site, site.base
         self._board = Board(source)
-        self._rows, self._tiles = queue.Rows(setting.base), nodes.Tiles(setting.base)
+        self._rows, self._tiles = queue.Rows(site.base), nodes.Tiles(site.base)
 
     def at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:
         """Return the page of an address. Raises NotFoundError for a job that does not exist."""
@@ -69,7 +69,7 @@ class Pages:
             return self._node(names["node"])
         if names:
             return self._job(names["project"], names["name"], query)
-        match path.removeprefix(self._setting.path):
+        match path.removeprefix(self._site.path):
             case "/queue":
                 return self._queue(query)
             case "/pipelines":
@@ -111,11 +111,11 @@ class Pages:
         async def outlook() -> Mapping[str, Any]:
             return {"outlook": await what_if.lines(self._source, supposed)}
 
-        later = outlook if supposed.given and self._setting.what_if else None
+        later = outlook if supposed.given and self._site.what_if else None
         return Page("Queue", "queue", "queue.html", live, values, later)
 
     def _pipelines(self, chosen: str) -> Page:
-        live = LivePage(lambda: pipelines.elements(self._source, self._setting, chosen), _MEASURED_S)
+        live = LivePage(lambda: pipelines.elements(self._source, self._site, chosen), _MEASURED_S)
         return Page(
             "Pipelines", "pipelines", "pipelines.html", live, {"chosen": chosen, "projects": self._projects(chosen)}
         )

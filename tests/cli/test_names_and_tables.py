@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kfp_gpuquota.cli.arguments import amounts
+from kfp_gpuquota.cli.arguments import parsers
 from kfp_gpuquota.cli.arguments.names import job_name, job_names, resource
 from kfp_gpuquota.cli.display.jsonpath import JsonPath
 from kfp_gpuquota.cli.display.output import table
@@ -38,13 +38,13 @@ def test_another_kind_of_thing_is_refused_where_a_job_is_meant() -> None:
     ("text", "seconds"), [("30", 30.0), ("1.5", 1.5), ("30s", 30.0), ("5m", 300.0), ("1h30m", 5400.0), ("0.5s", 0.5)]
 )
 def test_times_are_written_as_kubectl_has_them(text: str, seconds: float) -> None:
-    assert amounts.seconds("timeout", text) == seconds
+    assert parsers.seconds("timeout", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "s", "-5s", "5y", "1h x", "1..5", "\u0663s"])
 def test_another_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="a time is written as"):
-        amounts.seconds("timeout", text)
+        parsers.seconds("timeout", text)
 
 
 JOB = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Device, Worker, WorkerPhase
-from kfp_gpuquota.cli.arguments.amounts import count_or_gpus
+from kfp_gpuquota.cli.arguments.parsers import count_or_gpus
 from kfp_gpuquota.cluster.local.daemon import nodes_of
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, chosen_gpus, environment_of, lay_out, threads_per_slot
 from kfp_gpuquota.cluster.local.storage.store import Store

@@ -28,7 +28,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self._is_known():
             return
-        several = cast(Any, self.server).several_users
+        several = cast("Any", self.server).several_users
         if several and parse_qs(urlsplit(self.path).query).get("namespace", [PROFILE]) != [PROFILE]:
             self.send_error(403, "Forbidden")
             return
@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
         """As Kubeflow's gateway: a browser's request is sent to the login, one with a wrong token is refused."""
         given = self.headers
         known = given["Authorization"] == f"Bearer {TOKEN}" or given["Cookie"] == COOKIE
-        if not cast(Any, self.server).several_users or known:
+        if not cast("Any", self.server).several_users or known:
             return True
         if given["Authorization"]:
             self.send_error(401, "Unauthorized")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH
 from tests.kubernetes.controlled import LEASE, Controlled
 from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, jobs_of, live_webhook

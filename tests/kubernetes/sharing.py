@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.admission import pods, review_types
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from tests.kubernetes.test_admission import patched
@@ -25,7 +25,7 @@ def sharing_pod(name: str, share: dict[str, str], *, image: str = "none", **spec
         "metadata": {"name": name, "annotations": share},
         "spec": {"terminationGracePeriodSeconds": 1, "containers": [container], **spec},
     }
-    verdict = pods.review(msgspec.convert(body, pods.Pod), uid=str(uuid.uuid4()))
+    verdict = pods.review(msgspec.convert(body, review_types.Pod), uid=str(uuid.uuid4()))
     assert verdict.allowed, verdict.message
     return patched(body, list(verdict.patch))
 

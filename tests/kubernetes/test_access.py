@@ -374,28 +374,6 @@ def test_without_the_package_the_command_says_what_to_install(cluster: DevCluste
     )
 
 
-WHOLE = """
-from kfp_gpuquota.cluster.kubernetes.user_client import package
-package.load()
-import sys
-assert not {"kubernetes.client.models.v1_pod", "pydantic", "kubernetes.watch"} & set(sys.modules), "imported too much"
-from kubernetes import client, config, watch
-from kubernetes.client import CoreV1Api, V1Pod
-import kubernetes.client.models, kubernetes.utils
-assert client.ApiClient(client.Configuration()).rest_client and isinstance(client.V1Pod(), V1Pod)
-assert kubernetes.__version__ and kubernetes.utils.create_from_dict and watch.Watch
-try:
-    client.NoSuchThing
-except AttributeError:
-    print("whole")
-"""
-
-
-def test_what_is_imported_later_is_the_whole_package() -> None:
-    done = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True, check=False)
-    assert done.stdout == "whole\n", done.stderr
-
-
 def test_a_forked_process_has_connections_of_its_own(cluster: DevCluster) -> None:
     calls = Calls(Connection.open(str(cluster.kubeconfig)))
     calls.get("/api")

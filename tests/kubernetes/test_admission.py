@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.admission import pods, review_types
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 CONTROLLER = "system:serviceaccount:gpuquota-system:gpuquota-controller"
@@ -340,7 +340,7 @@ def test_a_review_with_a_damaged_pod_is_answered(body: dict[str, Any], depth: in
 
 def given_share(body: dict[str, Any], uid: str = "0a1b2c3d-0000-4000-8000-000000000000") -> dict[str, Any]:
     """The pod as it is created."""
-    verdict = pods.review(msgspec.convert(body, pods.Pod), uid=uid)
+    verdict = pods.review(msgspec.convert(body, review_types.Pod), uid=uid)
     assert verdict.allowed, verdict.message
     return patched(body, list(verdict.patch))
 
@@ -417,7 +417,7 @@ def test_the_grace_period_of_a_pod_that_may_borrow_is_capped_and_its_creator_is_
     body: dict[str, Any], asked: int, given: int
 ) -> None:
     body = {**body, "spec": {**body["spec"], "terminationGracePeriodSeconds": asked}}
-    verdict = pods.review(msgspec.convert(body, pods.Pod))
+    verdict = pods.review(msgspec.convert(body, review_types.Pod))
     assert patched(body, list(verdict.patch))["spec"]["terminationGracePeriodSeconds"] == given
     warned = f"spec.terminationGracePeriodSeconds is {asked}, and was set to {given}"
     assert bool(verdict.warnings) == (asked != given)

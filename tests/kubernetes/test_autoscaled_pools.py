@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.admission import pods, review_types
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of, stand_in_name
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH, ClusterRules
@@ -153,7 +153,7 @@ def test_a_pod_keeps_what_it_selects_and_is_found_on_its_stand_in_again() -> Non
 def test_a_share_of_a_gpu_is_refused_in_an_autoscaled_pool() -> None:
     rules = ClusterRules(pools=(AutoscaledPool(name="p", max_gpus=8),))
     body = pod(labels={labels.POOL: "p"}, annotations={"gpu-fraction": "0.5"})
-    verdict = pods.review(msgspec.convert(body, pods.Pod), rules=rules)
+    verdict = pods.review(msgspec.convert(body, review_types.Pod), rules=rules)
     assert "it is autoscaled, and gives whole GPUs only; ask for nvidia.com/gpu there" in verdict.message
 
 

@@ -94,10 +94,10 @@ def test_the_time_of_plans_never_decreases(monkeypatch: pytest.MonkeyPatch) -> N
         return plan(state, now)
 
     async def scenario(test: Detached, machine: Machine) -> None:
-        await test.controller._plan_once(0.0)
+        await test.controller.plans.plan_once(0.0)
         machine.time -= DAY_S
         machine.passes(5)
-        await test.controller._plan_once(0.0)
+        await test.controller.plans.plan_once(0.0)
         assert planned_at == [NOON, NOON + 5]
 
     monkeypatch.setattr(scheduler, "plan", observed)

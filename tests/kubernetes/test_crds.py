@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.api.quantity import parse_mib
-from kfp_gpuquota.cluster.kubernetes.crd import schemas
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.installation import QUOTAS, jobs_of
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
     from tools.devcluster import Api, DevCluster
 
-MANIFEST = Path(__file__).parents[2] / "manifests" / "crds" / "crds.yaml"
 TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "x", "someday": {"a": 1}}]}}
 
 
@@ -65,12 +62,6 @@ def made_quotas(crds_cluster: DevCluster) -> Iterator[str]:
         crds_cluster.api.delete(f"{QUOTAS}/{name}")
 
 
-def test_the_file_is_what_the_program_makes() -> None:
-    assert MANIFEST.read_text() == schemas.render(), (
-        "run: python -m kfp_gpuquota.cluster.kubernetes.crd.schemas > " + str(MANIFEST)
-    )
-
-
 def test_kubectl_takes_a_kind_by_its_singular_and_all_kinds_by_their_category(
     crds_cluster: DevCluster, made_quotas: str
 ) -> None:
@@ -78,21 +69,6 @@ def test_kubectl_takes_a_kind_by_its_singular_and_all_kinds_by_their_category(
     crds_cluster.api.create(QUOTAS, quota(name, guaranteed=1))
     assert name in crds_cluster.kubectl("get", "gpuquota", name), "a category of that name would hide the kind"
     assert f"gpuquota.gpuquota.dev/{name}" in crds_cluster.kubectl("get", "kfp-gpuquota", "-A")
-
-
-@pytest.mark.parametrize(
-    ("kind", "spec", "status"),
-    [
-        ("ElasticJob", custom_types.ElasticJobSpec, custom_types.ElasticJobStatus),
-        ("GpuQuota", custom_types.GpuQuotaSpec, custom_types.GpuQuotaStatus),
-    ],
-)
-def test_the_schema_has_every_field_that_the_controller_reads_or_writes(kind: str, spec: Any, status: Any) -> None:
-    (found,) = (one for one in schemas.custom_resource_definitions() if one["spec"]["names"]["kind"] == kind)
-    schema = found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
-    # a field that the schema does not have is dropped by the API server without a word
-    assert set(schema["spec"]["properties"]) >= set(spec.__struct_encode_fields__)
-    assert set(schema["status"]["properties"]) == set(status.__struct_encode_fields__)
 
 
 def test_what_is_left_out_gets_the_defaults_of_the_vocabulary(crds_cluster: DevCluster, jobs: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster import certificates
-from kfp_gpuquota.cluster.findings import Level, worst
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.check_results import Level, worst
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.operations.doctor import checks_cluster, checks_installation, facts
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examine, judge
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts, not_after

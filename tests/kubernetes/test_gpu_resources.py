@@ -17,7 +17,8 @@ from kfp_gpuquota.api.resources import WHOLE_GPU
 from kfp_gpuquota.cli.display.descriptions import described_node
 from kfp_gpuquota.cli.display.tables import node_table
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import type_label
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, counted_view, pod_job, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import counted_view, pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_in, weights_text
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod

@@ -308,7 +308,7 @@ def plans_beside(before: list[tuple[str, dict[str, Any]]], after: list[tuple[str
         await planned(test, test.pod("valid", "pod"))
         held = [uid for uid, pod in test.controller.snapshot.pods.items() if pod.holds and pod.requested]
         assert all(test.controller.snapshot.allocator.held(uid) for uid in held if not is_worker(test, uid))
-        assert not test.controller.health.failures
+        assert not test.controller.plans.health.failures
 
     with no_traceback():
         run(scenario)

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Kind
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobSpec
-from kfp_gpuquota.cluster.kubernetes.objects.job_fields import JOB_FIELDS, as_read, as_written
+from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_read, as_written
 
 NAMED: dict[str, Any] = {"name": "job", "project": "team", "command": ("true",)}
 GIVEN: list[dict[str, Any]] = [
@@ -34,10 +33,3 @@ def test_a_job_that_is_written_is_read_again(given: dict[str, Any]) -> None:
 def test_the_kind_and_whole_gpus_are_always_written_and_other_defaults_never() -> None:
     assert as_written(JobSpec(**NAMED)) == {"kind": "train", "gpus": 1}
     assert as_written(JobSpec(**NAMED, gpu_memory_mib=512)) == {"kind": "train", "gpuMemory": "512Mi"}
-
-
-def test_every_field_of_both_is_in_the_crd() -> None:
-    (elastic,) = (crd for crd in custom_resource_definitions() if crd["spec"]["names"]["kind"] == "ElasticJob")
-    schema = elastic["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    assert set(JOB_FIELDS) <= set(schema["properties"])
-    assert set(ElasticJobSpec.__struct_encode_fields__) == set(schema["properties"])

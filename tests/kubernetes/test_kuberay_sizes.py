@@ -12,19 +12,19 @@ from kfp_gpuquota.api import Device, Node, Project
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.kuberay import scaling
 from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger, Unit
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayCluster, RayJob
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from tests.kubernetes.kuberay import cluster_spec, elastic, group
 
 
 def owners() -> Owners:
-    return Owners(LimitRanges(lambda _: None), Volumes(lambda _namespace, _claim: None), RulesBook())
+    return Owners(LimitRanges(lambda _: None), Volumes(lambda _namespace, _claim: None), CurrentRules())
 
 
 def ray_cluster(*groups: Any, version: int = 1, notes: str = "", **more: Any) -> RayCluster:

@@ -27,11 +27,11 @@ def test_what_exceeds_a_lowered_limit_is_evicted_after_the_grace() -> None:
             pods = [test.pod("a", f"p{number}", node="node") for number in range(4)]
             await test.start()
             plain = test.controller.snapshot.plain
-            await until(lambda: test.controller._planning is None and plain.members.keys() == set(pods))
+            await until(lambda: not test.controller.plans.busy and plain.members.keys() == set(pods))
             quota = {"metadata": {"name": "a", "uid": "quota-a"}, "spec": {"guaranteed": 1, "limit": 3}}
             test.see(QUOTAS, quota)
             test.controller._look_at_quotas()
-            await until(lambda: test.controller._planning is None)
+            await until(lambda: not test.controller.plans.busy)
             if not grace_s:  # evictions settle
                 await until(lambda: any(plain.members[uid].evicted for uid in pods))
             return [uid for uid in pods if plain.members[uid].evicted]

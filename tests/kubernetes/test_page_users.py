@@ -14,13 +14,13 @@ from kfp_gpuquota.api import Reason, ReasonCode, Resize
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
-from kfp_gpuquota.cluster.kubernetes.web import entrance
-from kfp_gpuquota.cluster.kubernetes.web.entrance import KEPT_S, Entrance
+from kfp_gpuquota.cluster.kubernetes.web import proxy_door
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
 from kfp_gpuquota.cluster.kubernetes.web.options import parsed
-from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
+from kfp_gpuquota.cluster.kubernetes.web.proxy_door import KEPT_S, ProxyDoor
 from kfp_gpuquota.cluster.kubernetes.web.rights import Identity
-from kfp_gpuquota.web.setting import Setting
+from kfp_gpuquota.cluster.kubernetes.web.user_source import UserSource
+from kfp_gpuquota.web.site_config import SiteConfig
 from tests.web.listed import job
 
 if TYPE_CHECKING:
@@ -31,33 +31,35 @@ def test_what_was_rendered_for_a_user_is_kept_while_the_user_looks(monkeypatch: 
     now = 0.0
     made: list[str] = []
     options = parsed(["--trusted-proxy=127.0.0.0/8"])
-    door = Entrance(Setting("", frozenset()), lambda user: cast("Any", made.append(user.name)), options, lambda: now)
+    door = ProxyDoor(
+        SiteConfig("", frozenset()), lambda user: cast("Any", made.append(user.name)), options, lambda: now
+    )
 
-    def visit(user: str) -> object:
-        return door.visit(
+    def shown_to(user: str) -> object:
+        return door.site_for(
             cast("Any", SimpleNamespace(remote="127.0.0.1", headers=CIMultiDict({"kubeflow-userid": user})))
         )
 
-    first = visit("ann")
-    visit("bob")
+    first = shown_to("ann")
+    shown_to("bob")
     now = KEPT_S - 1
-    assert visit("ann") is first
+    assert shown_to("ann") is first
     now = KEPT_S
-    visit("carl")
+    shown_to("carl")
     assert made == ["ann", "bob", "carl"]
-    assert visit("ann") is first
-    visit("bob")
+    assert shown_to("ann") is first
+    shown_to("bob")
     assert made == ["ann", "bob", "carl", "bob"], "what he saw was forgotten"
-    monkeypatch.setattr(entrance, "MAX_USERS", 2)
-    visit("ann")
-    visit("dora")
-    assert [user.name for user in door._visits] == ["ann", "dora"]
+    monkeypatch.setattr(proxy_door, "MAX_USERS", 2)
+    shown_to("ann")
+    shown_to("dora")
+    assert [user.name for user in door._sites] == ["ann", "dora"]
 
 
 def test_an_ended_job_whose_size_never_changed_held_what_it_asked_for() -> None:
     """Its status says 0 GPUs, which is what it holds now."""
     nothing = cast("Any", None)
-    pages = UserPages(Identity("ann"), *[nothing] * 6)
+    pages = UserSource(Identity("ann"), *[nothing] * 6)
     assert pages.sizes_of(job("ended", gpus=4, started_at=10.0, finished_at=20.0)) == [(10.0, 4), (20.0, 0.0)]
     assert pages.sizes_of(job("part", gpus=1, gpu_fraction=0.25, started_at=10.0, finished_at=20.0))[0] == (10.0, 0.25)
     assert pages.sizes_of(job("memory", gpus=1, gpu_memory_mib=9, started_at=10.0, finished_at=20.0)) == [(20.0, 0.0)]

@@ -13,7 +13,7 @@ from kfp_gpuquota.api import Device, Node, Project
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 
 GPUS = 6

@@ -201,7 +201,7 @@ def test_the_controller_serves_its_loop_while_a_plan_is_made() -> None:
             test.node()
             test.team("a")
             await test.start()
-            await until(lambda: test.controller._planner.pid and test.controller._planning is None)  # type: ignore[attr-defined]
+            await until(lambda: test.controller._planner.pid and not test.controller.plans.busy)  # type: ignore[attr-defined]
             pid = test.controller._planner.pid  # type: ignore[attr-defined]
             os.kill(pid, signal.SIGSTOP)  # a plan that takes long
             uid = test.pod("a", "waits")

@@ -40,7 +40,7 @@ async def until(controller: Detached, condition: Callable[[], object]) -> None:
 def test_a_plan_that_raises_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with detached() as test:
-            test.controller.health = PlanningHealth(asyncio.get_running_loop().time, first_pause_s=0.001)
+            test.controller.plans.health = PlanningHealth(asyncio.get_running_loop().time, first_pause_s=0.001)
             calls = failing(monkeypatch, MAX_FAILURES - 1)
             test.node()
             test.team("a")
@@ -48,8 +48,8 @@ def test_a_plan_that_raises_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
             await test.start()
             await until(test, lambda: test.sent(uid))
             assert len(calls) >= MAX_FAILURES
-            assert test.controller.health.healthy
-            assert not test.controller._planning_failed.is_set()
+            assert test.controller.plans.health.healthy
+            assert not test.controller.plans.failed.is_set()
 
     asyncio.run(scenario())
 
@@ -57,14 +57,14 @@ def test_a_plan_that_raises_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_plans_that_fail_again_and_again_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with detached() as test:
-            test.controller.health = PlanningHealth(asyncio.get_running_loop().time, first_pause_s=0.001)
+            test.controller.plans.health = PlanningHealth(asyncio.get_running_loop().time, first_pause_s=0.001)
             failing(monkeypatch, 1000)
             test.node()
             await test.start()
-            await until(test, test.controller._planning_failed.is_set)
+            await until(test, test.controller.plans.failed.is_set)
             assert test.controller.metrics.registry.get_sample_value("gpuquota_plan_failures_total") == MAX_FAILURES
             with pytest.raises(PlanningFailedError, match="5 plans in a row failed"):
-                test.controller.health.check()
+                test.controller.plans.health.check()
 
     asyncio.run(scenario())
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.cluster.findings import Level, worst
+from kfp_gpuquota.cluster.check_results import Level, worst
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.policy_check import examine, policy_in
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
@@ -20,7 +20,7 @@ from tools.devcluster import fake_nodes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
     from tests.kubernetes.controlled import Controlled
 
 Object = dict[str, Any]

@@ -16,6 +16,7 @@ from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.cluster.kubernetes.admission import pods as admission
+from kfp_gpuquota.cluster.kubernetes.admission import review_types
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
@@ -45,7 +46,7 @@ def stored(policy: WorkloadPolicy, uid: str = "1") -> PolicyObject:
 
 
 def admitted(body: dict[str, Any], *policies: WorkloadPolicy, namespace: str = "team-a") -> dict[str, Any]:
-    verdict = admission.review(msgspec.convert(body, admission.Pod), namespace, "0" * 16, policies)
+    verdict = admission.review(msgspec.convert(body, review_types.Pod), namespace, "0" * 16, policies)
     assert verdict.allowed, verdict.message
     return patched(body, list(verdict.patch))
 
@@ -97,7 +98,7 @@ def test_a_forced_limit_wins_over_annotation_and_variable_under_both_names() -> 
 
 def test_a_limit_above_the_bound_is_refused_in_the_same_words_as_everywhere() -> None:
     body = pod(annotations={"gpu-fraction": "0.25", "gpu-fraction-limit": "0.9"})
-    verdict = admission.review(msgspec.convert(body, admission.Pod), "team-a", "1", [TIGHT])
+    verdict = admission.review(msgspec.convert(body, review_types.Pod), "team-a", "1", [TIGHT])
     assert verdict.status == 422
     assert verdict.message == "pod team-a/a: gpu_fraction_limit is 0.9, but policy 'tight' allows at most 0.8"
 
@@ -111,10 +112,10 @@ def test_who_pretends_that_a_policy_has_set_something_is_not_believed() -> None:
 def test_a_pod_that_policies_were_applied_to_is_not_changed_again(fraction: float, limit: float, forced: float) -> None:
     policy = WorkloadPolicy(name="p", gpu_fraction_limit=PartRule(default=limit, forced=forced))
     body = pod(annotations={"gpu-fraction": f"{fraction:.17f}"})
-    verdict = admission.review(msgspec.convert(body, admission.Pod), "t", "1", [policy])
+    verdict = admission.review(msgspec.convert(body, review_types.Pod), "t", "1", [policy])
     if verdict.allowed:
         made = patched(body, list(verdict.patch))
-        again = admission.review(msgspec.convert(made, admission.Pod), "t", "2", [policy])
+        again = admission.review(msgspec.convert(made, review_types.Pod), "t", "2", [policy])
         assert again.allowed, again.message
         assert not again.patch
 
@@ -134,7 +135,7 @@ def test_an_elastic_jobs_limit_is_set_too() -> None:
 def test_the_administrator_sets_the_smallest_share(smallest: float, refused: set[float]) -> None:
     rules = ClusterRules(sharing=SharingRules(smallest_share=smallest))
     for fraction in (0.009, 0.1, 0.5):
-        made = msgspec.convert(pod(annotations={"gpu-fraction": str(fraction)}), admission.Pod)
+        made = msgspec.convert(pod(annotations={"gpu-fraction": str(fraction)}), review_types.Pod)
         job = msgspec.convert({"spec": {"gpuFraction": fraction}}, SharingJob)
         verdicts = admission.review(made, "t", "1", rules=rules), admission.review_job(job, "t", (), rules)
         assert [verdict.allowed for verdict in verdicts] == [fraction not in refused] * 2

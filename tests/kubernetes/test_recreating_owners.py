@@ -10,16 +10,17 @@ import pytest
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, RulesBook, rules_of
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, CurrentRules, rules_of
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import pod_body
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from tests.kubernetes.controlled import Controlled
 
 
@@ -81,7 +82,7 @@ def test_an_owner_without_a_group_and_a_kind_is_refused(owner: str) -> None:
 
 def test_a_policy_that_cannot_be_leaves_the_one_before_in_force_and_its_end_the_defaults() -> None:
     changes: list[int] = []
-    book = RulesBook(lambda: changes.append(1))
+    book = CurrentRules(lambda: changes.append(1))
     book.put(policy({"recreatingOwners": ["-batch/Job"]}))
     book.put(policy({"recreatingOwners": ["Job"]}))
     assert not book.rules.recreates(owned_by("batch/v1", "Job"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_job, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from tests.effort import effort
@@ -21,6 +21,9 @@ from tests.kubernetes import detached as watches
 from tests.kubernetes.kuberay import elastic
 from tests.kubernetes.test_admission import patched
 from tests.kubernetes.twin_world import EPOCH, NODE_NAMES, Twin, World, plan_of, records_of, running
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
 
 Object = dict[str, Any]
 TEAMS = "abc"

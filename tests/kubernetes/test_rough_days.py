@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 from tests.kubernetes.conftest import install_crds
 from tests.kubernetes.controlled import LEASE, Controlled, pod_body
 from tests.kubernetes.installation import QUOTAS

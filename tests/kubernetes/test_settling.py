@@ -165,9 +165,9 @@ def test_a_loss_is_carried_out_although_most_plans_are_outdated_when_they_arrive
             pod = cluster.pod("team", "pod", node="node")
             await cluster.start()
             controller = cluster.controller
-            controller._planner = OftenOutdated(controller.snapshot.state, pod)
+            controller.plans._planner = OftenOutdated(controller.snapshot.state, pod)
             for number in range(12):
-                await controller._plan_once(number * APART_S)
+                await controller.plans.plan_once(number * APART_S)
             return controller.snapshot.plain.members[pod].evicted
 
     assert asyncio.run(play())

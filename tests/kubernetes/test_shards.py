@@ -13,10 +13,10 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards import server
-from kfp_gpuquota.cluster.kubernetes.shards.leader_end import FIRST_PAUSE_S, ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import CONTROL_PATH, Outbox, control_token, shard_of
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
-from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+from kfp_gpuquota.cluster.kubernetes.shards.shard_jobs import ShardJobs
+from kfp_gpuquota.cluster.kubernetes.shards.sharded_membership import FIRST_PAUSE_S, ShardedMembership
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership.service import NotStoredYetError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH as POLICIES
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.kubernetes.test_churn import stuck

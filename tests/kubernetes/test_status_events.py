@@ -24,7 +24,7 @@ def see_quota(running: Detached, waiting: int, guaranteed: int = 4) -> None:
 
 async def quiet(running: Detached) -> None:
     """Return when no plan is requested or under way."""
-    while running.controller._planning is not None:
+    while running.controller.plans.busy:
         await asyncio.sleep(0)
 
 
@@ -39,14 +39,14 @@ def test_a_change_of_status_alone_requests_no_plan() -> None:
             for number in range(1, EVENTS + 1):
                 for see in (see_job, see_quota):
                     see(running, number)
-                    requested += running.controller._planning is not None
+                    requested += running.controller.plans.busy
                     await quiet(running)
             assert requested == 0
             see_job(running, EVENTS, gpus=2)
-            assert running.controller._planning is not None
+            assert running.controller.plans.busy
             await quiet(running)
             see_quota(running, EVENTS, guaranteed=5)
-            assert running.controller._planning is not None
+            assert running.controller.plans.busy
             await quiet(running)
 
     asyncio.run(play())

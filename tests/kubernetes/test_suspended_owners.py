@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.suspension import suspending
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable, suspension

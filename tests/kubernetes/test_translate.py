@@ -17,7 +17,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAlloc
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.convert.pod_status import KILLED
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, pod_job, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota

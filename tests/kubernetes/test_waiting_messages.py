@@ -29,7 +29,7 @@ def test_amounts_change_the_message_after_a_while_only_and_another_cause_at_once
 
     async def planned(test: Detached) -> None:
         await asyncio.sleep(0)
-        await until(lambda: test.controller._planning is None)
+        await until(lambda: not test.controller.plans.busy)
         written[:] = [path for _, path, _ in test.connection.asked if path.partition("?")[0].endswith("/job/status")]
 
     def answered(verb: str, path: str, body: object) -> bytes:

@@ -83,7 +83,7 @@ class Twin(Detached):
                 for key, timer in list(statuses._dirty.items()):  # they wait for a moment in which nothing changes
                     timer.cancel()
                     statuses._look(key)
-            busy = controller._planning is not None or controller._writer._tasks
+            busy = controller.plans.busy or controller._writer._tasks
             quiet = 0 if busy else quiet + 1
             if quiet > 3 and not (losses and self._let_losses_settle()):
                 return
@@ -92,7 +92,7 @@ class Twin(Detached):
 
     def _let_losses_settle(self) -> bool:
         """Let what plans want to stop be wanted since long ago; return whether that changes anything."""
-        wanted = self.controller._settling._wanted
+        wanted = self.controller.plans._settling._wanted
         if all(since == -math.inf for since in wanted.values()):
             return False
         wanted.update(dict.fromkeys(wanted, -math.inf))

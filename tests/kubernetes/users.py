@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.cluster.kubernetes.user_client import package
 from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.user_client.kubeconfig import load_package
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-package.load()  # once in the server of `tests.forked`, not in each program
+load_package()  # once in the server of `tests.forked`, not in each program
 
 
 def connection_of(kubeconfig: Path) -> Connection:

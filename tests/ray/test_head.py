@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.cluster.findings import Level
+from kfp_gpuquota.cluster.check_results import Level
 from kfp_gpuquota.cluster.local import checks
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home

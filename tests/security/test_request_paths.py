@@ -26,7 +26,7 @@ PACKAGE = Path(kfp_gpuquota.__file__).parent
 EXEMPT = (
     "api/request_paths.py",  # the builder
     "dsl/worker/",  # a worker's container has no other package; its paths are of files, or in a query
-    "web/setting.py",  # fills in an administrator's template of an address
+    "web/site_config.py",  # fills in an administrator's template of an address
     "cluster/kubernetes/user_client/kubeconfig.py",  # quotes the name of a header
     "cluster/local/workers/",  # paths of files
     "fractions/",  # paths of files

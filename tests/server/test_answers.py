@@ -12,8 +12,8 @@ from kfp_gpuquota.api.policy import PartRule, WorkloadPolicy
 from kfp_gpuquota.api.wire import EventList, Health, JobList, NodeView, Outlook, ProjectView, Supposition
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.answers import decoded
 from kfp_gpuquota.server.client import Client
+from kfp_gpuquota.server.response_decoding import decoded
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster

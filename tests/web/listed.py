@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 from kfp_gpuquota.api import Device, Job, JobSpec, JobStatus, Node, Phase, Project, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.web.pages import Pages
-from kfp_gpuquota.web.setting import Setting
+from kfp_gpuquota.web.site_config import SiteConfig
 from kfp_gpuquota.web.views.board import Board
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Cluster:
     def show(self, address: str) -> Elements:
         path, _, query = address.partition("?")
         names = {"node": path.removeprefix("/nodes/")} if path.startswith("/nodes/") else {}
-        pages = Pages(cast("Any", self), Setting("/b", frozenset()))
+        pages = Pages(cast("Any", self), SiteConfig("/b", frozenset()))
         return pages.at(f"/b{path}", names, dict(parse_qsl(query))).live.render()
 
 

@@ -27,7 +27,7 @@ from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ResourceView, ShareView
 from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.rendering import render
-from kfp_gpuquota.web.setting import Setting
+from kfp_gpuquota.web.site_config import SiteConfig
 from kfp_gpuquota.web.source import Notice
 from kfp_gpuquota.web.views.logs import plain_log
 from tests.web.visitor import Tags
@@ -140,7 +140,7 @@ def html_of(page: Page) -> str:
     elements = page.live.render()
     lists = {name: "".join(rows.values()) for name, rows in elements.lists.items()}
     first = render(
-        page.template, base="/b", setting=Setting("/b", frozenset()), title=page.title, active=page.active,
+        page.template, base="/b", site=SiteConfig("/b", frozenset()), title=page.title, active=page.active,
         revision=1, token="t", theme="auto", next_theme="light", now="1", parts=elements.parts,
         lists=dict.fromkeys(lists, ""), **page.values,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def html_of(page: Page) -> str:
 @pytest.mark.parametrize("phase", [Phase.PENDING, Phase.RUNNING, Phase.FAILED])
 @pytest.mark.parametrize("address", ["/teams", "/queue", "/pipelines", "/nodes", "/timeline", "node", "job"])
 def test_hostile_strings_are_shown_as_text(phase: Phase, address: str) -> None:
-    pages = Pages(HostileSource(phase), Setting("/b", frozenset(), run_page="/p/{namespace}/{run}"))  # type: ignore[arg-type]
+    pages = Pages(HostileSource(phase), SiteConfig("/b", frozenset(), run_page="/p/{namespace}/{run}"))  # type: ignore[arg-type]
     everything = {"state": "all", "project": "", "word": "", "gpus": HOSTILE, "min_gpus": HOSTILE, "color": "project"}
     lists = ("selector", "group", "gpu", "user", "reason", "sort", "size", "page", "span", "show")
     choices = (*lists, "color", "compare", "x", "scale")

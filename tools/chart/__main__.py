@@ -1,4 +1,4 @@
-"""`python -m tools.chart`: writes the generated files of charts/kfp-gpuquota, or checks that they are up to date."""
+"""`python -m tools.chart`: writes what charts/kfp-gpuquota and the package copy of manifests/, or checks it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.cluster.kubernetes.crd import schemas
-from kfp_gpuquota.cluster.kubernetes.operations import doctor
+from kfp_gpuquota.cluster.kubernetes.operations import definitions, doctor
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.checks_installation import digest
 from tools.chart.templates import PART_OF, SYSTEM, TEMPLATES, render
 
@@ -19,6 +18,7 @@ REPOSITORY: Final = Path(__file__).parents[2]
 MANIFESTS: Final = REPOSITORY / "manifests"
 CHART: Final = REPOSITORY / "charts" / "kfp-gpuquota"
 POLICIES: Final = Path(str(doctor.__file__)).with_name("policies.json")
+DEFINITIONS: Final = Path(str(definitions.__file__)).with_suffix(".json")
 
 
 def generated() -> dict[Path, str]:
@@ -31,9 +31,10 @@ def generated() -> dict[Path, str]:
     }
     dashboard = "components/monitoring/gpuquota.json"
     files[CHART / "files" / "gpuquota.json"] = (MANIFESTS / dashboard).read_text()
-    named = "metadata:\n  name: "
+    kinds = (MANIFESTS / "crds" / "crds.yaml").read_text()
     label = f"metadata:\n  labels:\n    {PART_OF}\n  name: "
-    files[CHART / "crds" / "crds.yaml"] = schemas.render().replace(named, label)
+    files[CHART / "crds" / "crds.yaml"] = kinds.replace("metadata:\n  name: ", label)
+    files[DEFINITIONS] = "[\n" + ",\n".join(map(json.dumps, yaml.safe_load_all(kinds))) + "\n]\n"
     files[POLICIES] = json.dumps(_policies(), indent=2) + "\n"
     return files
 

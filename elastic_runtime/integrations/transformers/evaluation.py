@@ -41,7 +41,7 @@ def shared_out(trainer: ElasticTrainer, loader: Any) -> Iterator[Any]:
     if not isinstance(plain, DataLoader) or isinstance(plain.dataset, IterableDataset) or plain.batch_sampler is None:
         yield loader
         return
-    predict, preprocess = trainer.prediction_step, cast(Any, trainer.preprocess_logits_for_metrics)
+    predict, preprocess = trainer.prediction_step, cast("Any", trainer.preprocess_logits_for_metrics)
 
     def compute(model: Any, inputs: Any, *how: Any, **named: Any) -> Any:
         """Less what would be exchanged for nothing: the logits as they are, of which metrics see the preprocessed."""

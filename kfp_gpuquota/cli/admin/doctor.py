@@ -8,12 +8,12 @@ import typer
 
 from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.display.output import Format, show, table
-from kfp_gpuquota.cluster.findings import Level, worst
+from kfp_gpuquota.cluster.check_results import Level, worst
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""The cluster that several users of a machine share: its options, its service, and who uses it."""
+"""The cluster that several users of a machine share: its options and its service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kfp_gpuquota.errors import ConflictError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.api.wire import Health
     from kfp_gpuquota.cluster.local.devices import ClusterConfig
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.shared.config import SharedConfig
@@ -65,7 +64,6 @@ def shared_settings(
         return None
     from kfp_gpuquota.cluster.local.home import HOME_VARIABLE  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.shared.config import (  # noqa: PLC0415
-        DEFAULT_JOBS_PER_USER,
         SHARED_HOME,
         SHARED_SOCKET,
         SHARED_VARIABLE,
@@ -76,8 +74,8 @@ def shared_settings(
         raise UsageError("only root can start jobs as their users: sudo gpuquota cluster start --shared")
     os.environ.setdefault(HOME_VARIABLE, str(SHARED_HOME))
     socket = os.environ.get(SHARED_VARIABLE) or str(SHARED_SOCKET)
-    most = jobs_per_user or DEFAULT_JOBS_PER_USER
-    return SharedConfig(socket=socket, group=group, admin_group=admin_group, jobs_per_user=most)
+    limit = {} if jobs_per_user is None else {"jobs_per_user": jobs_per_user}
+    return SharedConfig(socket=socket, group=group, admin_group=admin_group, **limit)
 
 
 def show_unit(home: Home, shared: SharedConfig, *, install: bool) -> None:
@@ -134,19 +132,6 @@ def stop_shared(socket: Path) -> None:
     client().stop_cluster()
     await_socket_closed(socket)
     echo("the cluster of this machine's users has stopped; its jobs go on. Root starts it again")
-
-
-def who_uses_it(health: Health) -> list[tuple[str, str]]:
-    """Return rows for the status: whose cluster it is, where this machine has one that users share."""
-    from kfp_gpuquota.cluster.connect import shared_socket  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.shared.config import SHARED_SOCKET, SHARED_VARIABLE  # noqa: PLC0415
-
-    if health.shared:
-        return [("users", f"shared by users of this machine ({shared_socket() or health.home})")]
-    path = Path(os.environ.get(SHARED_VARIABLE) or SHARED_SOCKET)
-    if path.exists():
-        return [("users", f"your own; the one that users of this machine share is not used ({path})")]
-    return []
 
 
 def _check_installation() -> None:

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api.job_sentences import expected_start_of
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.api.wording import expected_start_of
 from kfp_gpuquota.cli.display.output import Format, age, table, timestamp
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kfp_gpuquota.api.job_sentences import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
-from kfp_gpuquota.api.wording import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.cli.arguments.completion import complete_job, complete_named
 from kfp_gpuquota.cli.arguments.names import job_name, kind_and_name
 from kfp_gpuquota.cli.arguments.options import (

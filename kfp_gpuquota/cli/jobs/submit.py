@@ -17,9 +17,8 @@ from kfp_gpuquota.api.job import (
     DEFAULT_RESTART_WINDOW_S,
 )
 from kfp_gpuquota.api.quantity import parse_cores, parse_gpu_memory, parse_mib, show_mib
-from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs, seconds, toleration_of, whole_number
 from kfp_gpuquota.cli.arguments.completion import complete_node
-from kfp_gpuquota.cli.arguments.mistakes import Command
+from kfp_gpuquota.cli.arguments.option_errors import Command
 from kfp_gpuquota.cli.arguments.options import (
     DryRun,
     DryRunOption,
@@ -28,6 +27,7 @@ from kfp_gpuquota.cli.arguments.options import (
     client,
     project_or_configured,
 )
+from kfp_gpuquota.cli.arguments.parsers import gpus_or_fraction, pairs, seconds, toleration_of, whole_number
 from kfp_gpuquota.cli.display.output import Format, is_tabular, show
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end

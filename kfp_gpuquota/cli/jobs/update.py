@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.wire import JobUpdate
-from kfp_gpuquota.cli.arguments.amounts import whole_number
 from kfp_gpuquota.cli.arguments.options import (
     JobArgument,
     OutputOption,
@@ -13,6 +12,7 @@ from kfp_gpuquota.cli.arguments.options import (
     client,
     project_or_configured,
 )
+from kfp_gpuquota.cli.arguments.parsers import whole_number
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.submit import (  # noqa: TC001 (typer reads annotations at run time)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kfp_gpuquota.cli.arguments.mistakes import Command
-from kfp_gpuquota.cli.jobs import access, ending, listing, logs, show, update
+from kfp_gpuquota.cli.arguments.option_errors import Command
+from kfp_gpuquota.cli.jobs import access, lifecycle, listing, logs, show, update
 from kfp_gpuquota.cli.jobs.submit import SubmitCommand, submit
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _group(help_text: str, submit_class: type[Command], list_class: type[Command
     app.command("submit", short_help="Submit a job.", cls=submit_class)(submit)
     app.command("list", short_help="List jobs.", cls=list_class)(listing.list_things)
     registers: tuple[Callable[[typer.Typer], None], ...] = (
-        show.register, logs.register, ending.register, access.register, update.register,
+        show.register, logs.register, lifecycle.register, access.register, update.register,
     )  # fmt: skip
     for register in registers:
         register(app)

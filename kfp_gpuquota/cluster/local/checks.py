@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.findings import fail, ok, warn
+from kfp_gpuquota.cluster.check_results import fail, ok, warn
 from kfp_gpuquota.cluster.local.storage.exporting import quarantined
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
@@ -13,7 +13,7 @@ from kfp_gpuquota.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.server.cluster_api import ClusterApi
 

@@ -37,6 +37,7 @@ from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.local.shared.members import Members
 from kfp_gpuquota.cluster.local.storage import retention
 from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours
+from kfp_gpuquota.cluster.local.worker_logs import WorkerLogs
 from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.expected_starts import run_times
@@ -54,10 +55,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.scheduler.dump import StateDump
-
-PREVIOUS_RUN: Final = "previous"
-"""In the place of a worker whose log is read: the first worker of the run before the present one."""
-LOG_POLL_S: Final = 0.1
 
 _STOPS: Final = {
     StopAction.DELETE: (Intent.DELETE, requests.DELETED),
@@ -88,6 +85,7 @@ class LocalCluster:
         self._members = Members(store)
         self._state = state
         self._driver = driver
+        self.logs = WorkerLogs(state, driver.runtime)
         self._usage, self.memory = UsageHistory(store), MemoryHistory()
         asyncio.get_running_loop().call_soon(self._delete_outdated)
         asyncio.get_running_loop().call_soon(self._sample_usage)
@@ -352,38 +350,7 @@ class LocalCluster:
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
         """A piece of a worker's log. Raises NotFoundError for a worker that the job does not have."""
-        job = self._state.job_named(project, name)
-        record = await self._worker_for_log(job, worker, timeout_s)
-        if record is None:
-            return LogChunk(text=b"", next_offset=offset, more=not self._state.view(job.uid).status.phase.final)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            found = self._state.workers.get(record)
-            if found is None:  # the job was deleted meanwhile
-                return LogChunk(text=b"", next_offset=offset, more=False)
-            alive = found.alive
-            text, begin = await self._driver.runtime.read_log(found.worker, offset)
-            if text or not alive or time.monotonic() >= deadline:
-                return LogChunk(text=text, next_offset=begin + len(text), more=bool(text) or alive)
-            await asyncio.sleep(LOG_POLL_S)
-
-    async def _worker_for_log(self, job: JobRecord, worker: str, timeout_s: float) -> str | None:
-        if worker == PREVIOUS_RUN:
-            earlier = [w for w in self._state.workers_of(job.uid) if w.attempt < job.attempt]
-            if not earlier:
-                raise NotFoundError(f"job {job.spec.name!r} was not started again, so it has no previous log")
-            return min((w for w in earlier if w.attempt == earlier[-1].attempt), key=lambda w: w.worker.index).worker.id
-        if worker:
-            if all(worker not in (w.worker.id, str(w.worker.index)) for w in self._state.workers_of(job.uid)):
-                raise NotFoundError(f"job {job.spec.name!r} has no worker {worker!r}")
-            return next(
-                w.worker.id for w in self._state.workers_of(job.uid) if worker in (w.worker.id, str(w.worker.index))
-            )
-        if not self._state.attempt_of(job):
-            await self._state.wait_for_change(self._state.revision, timeout_s)
-        workers = self._state.attempt_of(self._state.jobs.get(job.uid, job))
-        chosen = job.status.result_worker
-        return chosen or (workers[0].worker.id if workers else None)
+        return await self.logs.read(self._state.job_named(project, name), worker, offset, timeout_s)
 
     # Inside
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 DEFAULT_CPU_SLOTS = 2
 CPU_SLOT = "cpu-slot"
 GPU_PRODUCT = "nvidia.com/gpu.product"
-DEFAULT_LOG_LIMIT_MIB = 100
-DEFAULT_KEEP_ENDED_S = 30 * 86_400.0
-DEFAULT_KEEP_ENDED_JOBS = 5000
 MAX_HALF_LIFE_S = 365 * 86_400.0
 _MIB = 1 << 20
 
@@ -65,9 +62,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_policy: Policy = Policy()
     usage_half_life_s: float | None = None
     pools: dict[str, int] = {}
-    log_limit_mib: int = DEFAULT_LOG_LIMIT_MIB
-    keep_ended_s: float = DEFAULT_KEEP_ENDED_S
-    keep_ended_jobs: int = DEFAULT_KEEP_ENDED_JOBS
+    log_limit_mib: int = 100
+    keep_ended_s: float = 30 * 86_400.0
+    keep_ended_jobs: int = 5000
     ray: RayConfig | None = None
     sharing: SharingRules | None = None
     moves: bool = True

@@ -9,8 +9,6 @@ import msgspec
 from kfp_gpuquota.api.validation import check_count, check_range
 from kfp_gpuquota.errors import InvalidFieldError
 
-DEFAULT_SILENCE_S: Final = 60.0
-DEFAULT_WARM_S: Final = 20.0
 MAX_SILENCE_S: Final = 3600.0
 
 
@@ -25,8 +23,8 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     address: str
-    silence_s: float = DEFAULT_SILENCE_S
-    warm_s: float = DEFAULT_WARM_S
+    silence_s: float = 60.0
+    warm_s: float = 20.0
     node_directory: str = ""
     checkpoint_directory: str = ""
     token_file: str = ""

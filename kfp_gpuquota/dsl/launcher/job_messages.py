@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Kind, Phase, ReasonCode, WorkerPhase
-from kfp_gpuquota.api.wording import expected_start_of
+from kfp_gpuquota.api.job_sentences import expected_start_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

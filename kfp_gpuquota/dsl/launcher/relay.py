@@ -261,7 +261,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         asked = urlsplit(self.path)
-        relay = cast(_Server, self.server).relay
+        relay = cast("_Server", self.server).relay
         match asked.path:
             case "/work":
                 self._send_work()
@@ -280,7 +280,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send_work(self) -> None:
         try:
-            work = cast(_Server, self.server).relay.work(self._query("worker"))
+            work = cast("_Server", self.server).relay.work(self._query("worker"))
         except ValueError:
             self._refuse(HTTPStatus.BAD_REQUEST)
         else:
@@ -301,7 +301,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if urlsplit(self.path).path == "/complete":
             self._complete(int(length) if length.isdecimal() else MAX_LIST + 1)
             return
-        target = cast(_Server, self.server).relay.writable(self._path())
+        target = cast("_Server", self.server).relay.writable(self._path())
         if target is None or not length.isdecimal():
             self._refuse(HTTPStatus.FORBIDDEN if target is None else HTTPStatus.LENGTH_REQUIRED)
             return
@@ -320,7 +320,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if length > MAX_LIST:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
-        relay = cast(_Server, self.server).relay
+        relay = cast("_Server", self.server).relay
         found = [(relay.writable(name), size) for name, size in json.loads(self.rfile.read(length))]
         if not all(path and path.is_file() and path.stat().st_size == size for path, size in found):
             self._send(b"", HTTPStatus.CONFLICT)
@@ -337,9 +337,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _allowed(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        allowed = hmac.compare_digest(given.encode(), cast(_Server, self.server).relay.token.encode())
+        allowed = hmac.compare_digest(given.encode(), cast("_Server", self.server).relay.token.encode())
         if allowed:
-            cast(_Server, self.server).unproven.remove(self.request)
+            cast("_Server", self.server).unproven.remove(self.request)
         else:
             self._refuse(HTTPStatus.UNAUTHORIZED)
         return allowed

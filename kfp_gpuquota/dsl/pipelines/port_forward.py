@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.user_client import port_forward
 
 if TYPE_CHECKING:
@@ -32,11 +31,4 @@ def forwarded(context: str, namespace: str) -> AbstractContextManager[str]:
 
 def profile_token(calls: Calls, namespace: str, service_account: str) -> str:
     """Return a token of the Profile's service account, valid for TOKEN_S at KFP's API server. Raises UsageError."""
-    path = join("/api/v1/namespaces", namespace, "serviceaccounts", service_account, "token")
-    body = {
-        "apiVersion": "authentication.k8s.io/v1",
-        "kind": "TokenRequest",
-        "spec": {"audiences": [AUDIENCE], "expirationSeconds": TOKEN_S},
-    }
-    token: str = calls.create(path, body)["status"]["token"]
-    return token
+    return calls.service_account_token(namespace, service_account, TOKEN_S, [AUDIENCE])

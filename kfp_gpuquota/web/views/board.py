@@ -12,8 +12,8 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api.job_sentences import place_of
 from kfp_gpuquota.api.queue import Queued, queued
-from kfp_gpuquota.api.wording import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.job_sentences import preemption_of, request_of
 from kfp_gpuquota.api.quantity import show_gpus
-from kfp_gpuquota.api.wording import preemption_of, request_of
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError
 from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.live import Elements

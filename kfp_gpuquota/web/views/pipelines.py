@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.web.setting import Setting
+    from kfp_gpuquota.web.site_config import SiteConfig
     from kfp_gpuquota.web.source import Source
 
 RUNS: Final = 100
@@ -56,13 +56,13 @@ def runs(jobs: Iterable[Job], project: str, now: float) -> list[Run]:
     return [Run(run, owner, tuple(_step(job, now) for job in steps)) for (owner, run), steps in reversed(found.items())]
 
 
-def elements(source: Source, setting: Setting, project: str) -> Elements:
+def elements(source: Source, site: SiteConfig, project: str) -> Elements:
     """Return what the page shows: the newest `RUNS` runs."""
     found = runs(source.jobs(), project, source.now())
     counts = render("pipeline_counts.html", shown=min(len(found), RUNS), total=len(found))
     rows = {
         f"run-{run.project}-{run.id}": render(
-            "pipeline_run.html", run=run, base=setting.base, address=setting.run_address(run.project, run.id)
+            "pipeline_run.html", run=run, base=site.base, address=site.run_address(run.project, run.id)
         )
         for run in found[:RUNS]
     }

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api.resources import Resources
-    from kfp_gpuquota.cluster.kubernetes.admission.pods import Container, PodSpec
+    from kfp_gpuquota.cluster.kubernetes.admission.review_types import Container, PodSpec
 
 VARIABLE: Final = "NVIDIA_VISIBLE_DEVICES"
 NO_DEVICES: Final = {"name": VARIABLE, "value": "void"}

@@ -29,6 +29,7 @@ from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
 from kfp_gpuquota.cluster.kubernetes.admission import device_visibility, shares
+from kfp_gpuquota.cluster.kubernetes.admission.review_types import Container, Metadata, Pod, PodSpec, Request, Review
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
 from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_text
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 FORBIDDEN: Final = 403
 UNPROCESSABLE: Final = 422
 JOB_KIND: Final = "ElasticJob"
+EPHEMERAL: Final = "ephemeralcontainers"
 # Labels that make a pod a worker of a job, and annotations with the plan's decisions: only the controller writes them.
 OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
 OF_THE_PLAN: Final = (
@@ -59,119 +61,6 @@ OF_THE_PLAN: Final = (
     labels.GANG,
 )
 _NOTHING: Final[dict[str, str]] = {}
-
-
-class _Narrow(msgspec.Struct, frozen=True, rename="camel", gc=False):
-    """Base class of the decoded parts of a review; other fields are skipped while decoding."""
-
-
-class Variable(_Narrow, frozen=True):
-    """An environment variable; `value` is None if it has another source."""
-
-    name: str = ""
-    value: str | None = None
-    value_from: dict[str, Any] | None = None
-
-
-class Named(_Narrow, frozen=True):
-    """A volume, of which only the name matters."""
-
-    name: str = ""
-
-
-class Mount(_Narrow, frozen=True):
-    """A mount of a volume in a container."""
-
-    mount_path: str = ""
-
-
-class Resources(_Narrow, frozen=True):
-    """Quantities by resource, as normalized by the API server."""
-
-    limits: dict[str, str] | None = None
-    requests: dict[str, str] | None = None
-
-
-class Container(_Narrow, frozen=True):
-    """One container."""
-
-    resources: Resources | None = None
-    env: tuple[Variable, ...] | None = None
-    volume_mounts: tuple[Mount, ...] | None = None
-
-
-class Gate(_Narrow, frozen=True):
-    """A scheduling gate."""
-
-    name: str = ""
-
-
-class PodSpec(_Narrow, frozen=True):
-    """The specification of the pod."""
-
-    node_name: str | None = None
-    scheduling_gates: tuple[Gate, ...] | None = None
-    containers: tuple[Container, ...] | None = None
-    init_containers: tuple[Container, ...] | None = None
-    ephemeral_containers: tuple[Container, ...] | None = None
-    volumes: tuple[Named, ...] | None = None
-    termination_grace_period_seconds: float | None = None
-
-
-class Owner(_Narrow, frozen=True):
-    """An owner of the pod."""
-
-    kind: str = ""
-    api_version: str = ""
-
-
-class Metadata(_Narrow, frozen=True):
-    """The metadata of the pod."""
-
-    name: str | None = None
-    generate_name: str | None = None
-    labels: dict[str, str] | None = None
-    annotations: dict[str, str] | None = None
-    owner_references: tuple[Owner, ...] | None = None
-
-
-class Pod(_Narrow, frozen=True):
-    """The pod to be created."""
-
-    metadata: Metadata = Metadata()
-    spec: PodSpec = PodSpec()
-
-
-class User(_Narrow, frozen=True):
-    """The user that creates the pod."""
-
-    username: str = ""
-
-
-class Resource(_Narrow, frozen=True):
-    """The kind of the object."""
-
-    resource: str = "pods"
-
-
-EPHEMERAL: Final = "ephemeralcontainers"
-
-
-class Request(_Narrow, frozen=True):
-    """An admission request; `object` is decoded only if it is needed."""
-
-    uid: str
-    namespace: str = ""
-    user_info: User = User()
-    resource: Resource = Resource()
-    sub_resource: str = ""
-    object: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-class Review(_Narrow, frozen=True):
-    """The AdmissionReview in the body of a call."""
-
-    request: Request
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PolicyBook
 
 PATH: Final = "/admission/pods"
@@ -60,7 +60,7 @@ class ReviewEvents(Protocol):
 
 
 def build_app(
-    controller: str, policies: PolicyBook, rules: RulesBook, events: ReviewEvents | None = None
+    controller: str, policies: PolicyBook, rules: CurrentRules, events: ReviewEvents | None = None
 ) -> web.Application:
     """Return the application. `controller` is the controller's user name; the books hold what is in effect."""
 
@@ -185,7 +185,7 @@ async def serve(
     controller: str,
     port: int,
     policies: PolicyBook,
-    rules: RulesBook,
+    rules: CurrentRules,
     events: ReviewEvents | None = None,
 ) -> None:
     """Serve reviews until cancelled. The first certificate must exist: call `refresh` before."""

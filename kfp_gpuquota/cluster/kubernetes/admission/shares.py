@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.kubernetes.admission.pods import Container, Pod, PodSpec
+    from kfp_gpuquota.cluster.kubernetes.admission.review_types import Container, Pod, PodSpec
 
 Operation = dict[str, Any]
 _NOTES = "/metadata/annotations"

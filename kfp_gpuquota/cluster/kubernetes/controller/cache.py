@@ -24,7 +24,8 @@ from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlice
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NonGpuPods
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ResourceRequests
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class Snapshot:
     """Updates `cluster`, with the pods of other controllers (`plain`), the ElasticJobs (`elastic`)
     and the Ray clusters that change their size (`ray`)."""
 
-    def __init__(self, cluster: ClusterObjects, rules: RulesBook, elastic: ElasticJobs, ray: RayUnits) -> None:
+    def __init__(self, cluster: ClusterObjects, rules: CurrentRules, elastic: ElasticJobs, ray: RayUnits) -> None:
         self.rules, self.elastic, self.ray = rules, elastic, ray
         self.state, self.allocator, self.emitted_nodes = cluster.state, cluster.allocator, cluster.emitted_nodes
         self.nodes, self.pods = cluster.nodes, cluster.pods

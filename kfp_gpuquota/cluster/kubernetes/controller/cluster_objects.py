@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Node as ApiNode
     from kfp_gpuquota.api import Project
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
 

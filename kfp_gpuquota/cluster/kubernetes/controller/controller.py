@@ -1,11 +1,8 @@
 """The controller: watches the cluster, requests plans on changes, and carries them out, in one asyncio process.
 
-    reflectors ─► snapshot ─► planner's process ─► plan ─► writes
-         ▲                                                   │
-         └──────────────────── API server ◄──────────────────┘
-
-A change is planned at once if there was no recent plan, else together with the changes of a short interval: a single
-pod does not wait, and thousands of pods do not cause thousands of plans.
+reflectors ─► snapshot ─► planner's process ─► plan ─► writes
+     ▲                                                   │
+     └──────────────────── API server ◄──────────────────┘
 """
 
 from __future__ import annotations
@@ -13,16 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import uuid
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
-from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of
 from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
@@ -31,12 +24,13 @@ from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
 from kfp_gpuquota.cluster.kubernetes.controller.cluster_objects import ClusterObjects
 from kfp_gpuquota.cluster.kubernetes.controller.forecast import StartForecast
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
-from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
+from kfp_gpuquota.cluster.kubernetes.controller.plan_loop import PlanLoop
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.controller.watches import FOREIGN_KINDS, Watches
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import counted_view
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
@@ -48,11 +42,9 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.reconciler import ManagedJobs
 from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
-from kfp_gpuquota.cluster.kubernetes.planner.settling import Settling
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
-from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
@@ -61,22 +53,18 @@ from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
 from kfp_gpuquota.cluster.kubernetes.quota.deleted_quotas import record_deletion
 from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
-from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.expected_starts import run_times
-from kfp_gpuquota.errors import PlanningFailedError
 from kfp_gpuquota.garbage import collector_paused
-from kfp_gpuquota.scheduler.actions.revalidate import still_valid
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
@@ -86,7 +74,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.scheduler.forecast import RunTime
 
-LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
 FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
 NOT_READY: Final = "not_ready"  # a kind of decision: GPUs released because pods did not start
@@ -123,22 +110,10 @@ class Controller:
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
         self._writer = Writer(connection, fence=fence)
-        self.health = PlanningHealth(self._loop.time)
-        self._planning_failed = asyncio.Event()
-        self._planning: asyncio.Handle | asyncio.Task[None] | None = None
-        self._carrying_out = self._changed_meanwhile = False
-        self._reasons: dict[str, Reason] = {}
-        self._settling = Settling()
-        self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
-        self._planned_at = self._rests_until = 0.0
-        self._worked_s = 0.0  # the CPU time of the last plan: see Planned
-        self._continues = False  # the plan is for shapes that the one before has not considered, not for a change
-        self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.events = Recorder(self._writer)
-        self._pod_events = PodEventRecorder(self.events)
         self.quarantine = Quarantine(partial(self.events.record, warning=True))
-        self.rules = RulesBook(self._rules_changed)
+        self.rules = CurrentRules(self._rules_changed)
         self.volumes, self.limits = Volumes(self._volume_changed), LimitRanges(self._limits_changed)
         watches = Watches(connection, self.quarantine)
         self.pods = watches.pods(self._pod_changed, self._pod_deleted)
@@ -175,7 +150,7 @@ class Controller:
             epoch=epoch,
             page_url=page_url,
         )
-        self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
+        self.evictions = Evictions(cluster.pods, self._writer, self.rules, self.events, self)
         self.ray = RayUnits(
             Owners(self.limits, self.volumes, self.rules),
             Ledger(cluster.emit, cluster.allocator, self._now),
@@ -189,6 +164,15 @@ class Controller:
         self.metrics.starts_compared.set_function(lambda: self.elastic.book.accuracy.compared)
         self.metrics.starts_held.set_function(lambda: self.elastic.book.accuracy.held)
         self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
+        self.plans = PlanLoop(
+            self._planner,
+            snapshot,
+            self.unpinned,
+            self.metrics,
+            self._now,
+            carry_out=self._carry_out,
+            ended=self._planned,
+        )
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self._managed = ManagedJobs(self._writer, self.events)
@@ -204,15 +188,14 @@ class Controller:
             self.reservations,
             self.rules,
             self.evictions,
-            self._pod_events,
+            self.events,
             self.pods,
             self.ray,
             self.unpinned,
-            self.events,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
         self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer, self.rules)
-        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events, self.gangs, snapshot.unseen)
+        self._waiting = WaitEvents(snapshot.plain, self.ray, self.events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
             snapshot.pods,
@@ -221,7 +204,7 @@ class Controller:
             self.actions,
             self._exclusions,
             self.rules,
-            self._pod_events,
+            self.events,
             self._not_ready,
             ready.timeout_s,
             self.unpinned,
@@ -249,10 +232,10 @@ class Controller:
                 self._writer.submit(quota_policy.default_policy(), lambda _: None, lambda _: None)
             self.ready = True
             self.wake()
-            await self._planning_failed.wait()
+            await self.plans.failed.wait()
             for task in watching:
                 task.cancel()
-        self.health.check()
+        self.plans.health.check()
 
     def queued_writes(self) -> dict[Lane, int]:
         """Return the number of requests to the API server that wait for a slot, by lane."""
@@ -301,7 +284,7 @@ class Controller:
         view = counted_view(pod)
         self._repulsions.put(view.uid, () if view.stage is Stage.ENDED else view.repels)
         if view.problem:
-            self.quarantine.put(Subject("Pod", view.name, view.namespace, view.uid), view.problem)
+            self.quarantine.put(view.subject, view.problem)
         else:
             self.quarantine.release(view.uid)
         if (joined := self.gangs.join(view)) is not None:
@@ -426,96 +409,13 @@ class Controller:
     # Planning
 
     def wake(self) -> None:
-        """Plan soon, after a change. Plans follow one another until one decides nothing."""
-        self._wake(continues=False)
+        """Plan soon, after a change."""
+        self.plans.wake()
 
-    def _wake(self, *, continues: bool) -> None:
-        if self._planning is not None:
-            self._changed_meanwhile |= not self._carrying_out
-        elif self.snapshot.complete and not self._planning_failed.is_set():
-            self.health.requested()
-            self._continues = continues
-            pause = max(self._rests_until, self._planned_at + self.health.pause_s) - self._loop.time()
-            # Even without a pause, changes that arrive in one chunk are planned together: all of them are processed
-            # before the event loop's next iteration.
-            later = self._loop.call_later
-            self._planning = later(pause, self._begin) if pause > 0 else self._loop.call_soon(self._begin)
-
-    def _begin(self) -> None:
-        self._changed_meanwhile = False
-        self._planning = self._loop.create_task(self._plan())
-
-    async def _plan(self) -> None:
-        started = self._loop.time()
-        try:
-            again_s = await self._plan_once(started)
-        except Exception:  # noqa: BLE001 - a single job must not end planning for all others
-            again_s = self._plan_failed()
-        else:
-            self.health.succeeded()
-        self._planning = None
-        self._planned_at = self._loop.time()
-        plan_s = self._planned_at - started
-        rest_s = min(LONGEST_REST_S, 2 * self._worked_s)  # so that planning takes at most a third of the time
-        if not self._continues:  # a change does not rest after the plans for what others submitted before
-            self._rests_until = self._planned_at + rest_s
-        self.metrics.plans.observe(plan_s)
-        # The plans that only continue take a ninth of the time: a change is planned while none of them is under way.
-        continues = again_s == 0.0
-        self._plan_again(min(LONGEST_REST_S, 8 * self._worked_s) if continues else again_s, continues=continues)
-        if self._changed_meanwhile:
-            self.wake()
+    def _planned(self) -> None:
         self._forecast.planned()
         if self._quotas_timer is None:
             self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
-
-    async def _plan_once(self, started: float) -> float | None:
-        """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
-        now = self._now()
-        self.unpinned.reserve_again()
-        self.snapshot.catch_up()
-        self._changed_meanwhile = False  # what has caught up is in this plan
-        self.metrics.account(self.snapshot)
-        self._worked_s = 0.0
-        planned = await self._planner.plan(now)
-        self._worked_s = planned.seconds
-        self._reasons.update(planned.changed)
-        for uid in planned.gone:
-            self._reasons.pop(uid, None)
-        plan = msgspec.structs.replace(planned.plan, waiting=self._reasons)
-        plan, settles_s = self._settling.settled(plan, self.snapshot.state.promises, started)
-        if self._planner.outdated:  # after settling: what an outdated plan wanted to stop was wanted nevertheless
-            plan = still_valid(self.snapshot.state, plan)
-        self._carrying_out = True
-        try:
-            with because_of(f"{self._name}-{next(self._numbers)}"):
-                log_plan(plan, self._loop.time() - started)
-                self._carry_out(plan)
-        finally:
-            self._carrying_out = False
-        self._changed_meanwhile |= not plan.empty  # a higher priority may preempt what this plan has just started
-        if planned.more:
-            return 0.0
-        again_s = None if plan.again_at is None else plan.again_at - now
-        return min((delay for delay in (again_s, settles_s) if delay is not None), default=None)
-
-    def _plan_failed(self) -> float | None:
-        """Count the failure; return the pause in seconds before the next plan, or None if the process ends instead."""
-        log.exception("the plan failed")
-        self.metrics.plan_failures.inc()
-        try:
-            self.health.failed()
-        except PlanningFailedError as error:
-            log.error("%s", error.message)
-            self._planning_failed.set()
-            return None
-        return self.health.pause_s
-
-    def _plan_again(self, delay_s: float | None, *, continues: bool) -> None:
-        if self._again:
-            self._again.cancel()
-        again = partial(self._wake, continues=continues)
-        self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), again)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
         state = self.snapshot.state
@@ -559,6 +459,6 @@ class Controller:
         self.elastic.statuses.close()
         self._managed.close()
         self._quota_status.close()
-        for timer in (self._planning, self._again, self._quotas_timer):
-            if timer:
-                timer.cancel()
+        self.plans.close()
+        if self._quotas_timer:
+            self._quotas_timer.cancel()

@@ -162,7 +162,7 @@ class Metrics:
         for gauge in (self.held, self.waiting, self.guaranteed, self.borrowed, self.unmet, self.quarantined):
             gauge.clear()
         self.gpus.set(_gpus(snapshot))
-        self.overdue.set(controller.health.overdue_s)
+        self.overdue.set(controller.plans.health.overdue_s)
         self.blocked_evictions.set(controller.evictions.blocked)
         self.unpinned.set(controller.unpinned.oldest_s)
         for reflector in controller.reflectors:

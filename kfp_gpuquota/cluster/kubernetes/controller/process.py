@@ -41,7 +41,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUTHORITY, AUTHORITY_FILE
 from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerProcess
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
@@ -124,7 +124,7 @@ class Replica:
         self._options = options
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
-        self._policies, self._rules = PolicyBook(), RulesBook()
+        self._policies, self._rules = PolicyBook(), CurrentRules()
         self._reviews = not options.webhook_port  # whether the webhook listens, if there is one
 
     async def run(self) -> None:
@@ -300,7 +300,7 @@ class Replica:
 
     def _is_healthy(self) -> str:
         """Return the problem, "" if there is none: required plans fail."""
-        health = self._controller.health if self._controller is not None else None
+        health = self._controller.plans.health if self._controller is not None else None
         if health is None or health.healthy:
             return ""
         return f"no plan for {health.overdue_s:.0f} s, {health.failures} failures in a row"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.managed_jobs.reconciler import ManagedJobs
     from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 
 
@@ -96,7 +96,7 @@ class Watches:
         snapshot: Snapshot,
         quota_changed: Callable[[custom_types.GpuQuota], None],
         quota_deleted: Callable[[str], None],
-        rules: RulesBook,
+        rules: CurrentRules,
         managed: ManagedJobs,
     ) -> list[Reflector[Any]]:
         """Return the watches of this project's kinds, and of Jobs that are run as ElasticJobs."""

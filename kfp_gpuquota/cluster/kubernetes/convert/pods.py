@@ -1,12 +1,9 @@
 """Converts pods to the scheduler's types. Pure.
 
-A pod becomes a `PodView`, which holds what decisions need and is kept as long as the pod exists; the decoded object is
-dropped at once.
-
-Invariant: the view is a function of the object alone, and what a pod requests is the same at every stage of its life:
-a controller that starts later sees what one that admitted the pod saw. So the constraints are read from every pod, and
-the part of them that the admission added (the pin to a node, the pool of a stand-in) is left out. Rejected: constraints
-of waiting pods only, as "the others have a node". A restarted controller then moved pods to nodes that they exclude.
+A pod becomes a `PodView`, and the decoded object is dropped at once. For its invariant the constraints are read from
+every pod, and the part of them that the admission added (the pin to a node, the pool of a stand-in) is left out.
+Rejected: constraints of waiting pods only, as "the others have a node". A restarted controller then moved pods to nodes
+that they exclude.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 from copy import copy
-from enum import IntEnum
 from functools import lru_cache
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final
@@ -22,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
-from kfp_gpuquota.api.affinity import NodeTerm
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.api.resources import Resources as Amounts
 from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import MAX_GROUP, gang_note
-from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
-from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, Rest, owner_kind, owner_of
+from kfp_gpuquota.cluster.kubernetes.convert.owners import owner_kind, owner_of
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import (
     GateShape,
     gate_of,
@@ -38,7 +32,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import (
     reserved_node,
     sent_to,
 )
-from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import Repulsion, repulsions_of
+from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import repulsions_of
 from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
     ended_at,
     exit_code_of,
@@ -48,6 +42,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
     trouble_of,
     unhealthy_gpu,
 )
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
     NOTHING,
@@ -64,6 +59,7 @@ from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, OwnerReference, Pod, PodSpec
 
 RAY_NODE_TYPE: Final = "ray.io/node-type"
@@ -71,122 +67,6 @@ RAY_GROUP: Final = "ray.io/group"
 MAX_TIME_S: Final = 10**12
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
 log = logging.getLogger(__name__)
-
-
-class Stage(IntEnum):
-    """The stage of a pod's life with regard to GPUs."""
-
-    OUTSIDE = 0  # requests no GPU, or has neither the quota's scheduling gate nor a node
-    WAITING = 1  # has the quota's scheduling gate
-    ASSIGNED = 2  # has a node, or was admitted to one
-    TERMINATING = 3  # is being deleted, and still holds its devices
-    ENDED = 4  # has succeeded or failed
-
-
-class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The tracked state of a pod. `job_uid` is that of its ElasticJob; `index` and `attempt` are those of a worker.
-
-    `requested` counts the devices that its containers request from the kubelet: the most that it can hold, whatever its
-    annotations claim. `problem`: why it cannot be planned; then it is counted by `requested`.
-
-    `gpu_weights` are the resources among its `needs` that count as GPUs, as annotated when it was created.
-
-    `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` are its CPU and
-    memory, `pool` is the requested node pool, `owner` determines its gang size. `prepared`: its sandbox (volumes and
-    network) is ready, so that only image pulls and init containers remain. `controller_uid` is the uid of its managing
-    owner, `controller_kind` that owner's API group and kind, from which quota_policy.py derives whether it creates
-    another pod. `volume_terms` are terms of the nodes on which its volumes can be mounted, `excluded_nodes` are nodes
-    on which another pod of its owner did not fit. `grace_s` is its grace period, `ends_at` when the grace period of its
-    deletion ends, `reclaimed_at` when an earlier controller began to reclaim its GPUs; both are 0 if that has not
-    happened. `stand_in` is the stand-in of an autoscaled pool whose devices it holds (autoscaled_pools.py). `ray_group`
-    is the group of its Ray cluster that it belongs to.
-
-    `unmodelled` are its constraints that only kube-scheduler checks. `reserved_on` is the annotated node of a pod that
-    was released without a pin, where it holds its devices until it is bound; "" for a pinned one (pinning/unpinned.py).
-    `repels` are the pods that its anti-affinity keeps away, `labels` those by which another's does so. `other_gate` is
-    a scheduling gate of another controller, `scheduler` another scheduler that must bind it, `unhealthy_gpu` one of its
-    devices that has failed, as its kubelet reports. `lost` is why its node or the cluster ended it, "" if it did not;
-    `rejected` is why its kubelet did not take it, `error` what ended a worker's script.
-    `ended_at` is when its first container ended, by its kubelet's clock.
-    """
-
-    uid: str
-    namespace: str
-    name: str
-    stage: Stage
-    gpus: int
-    created: float
-    node: str = ""
-    bound: bool = False
-    running: bool = False
-    devices: tuple[int, ...] | None = None
-    gate: GateShape | None = None
-    kind: Kind = Kind.TRAIN
-    priority: int | None = None
-    preemptible: bool | None = None
-    group: str = ""
-    group_size: int = 0
-    rest: tuple[Rest, ...] = ()
-    controller_uid: str = ""
-    controller_kind: str = ""
-    job_uid: str = ""
-    index: int = 0
-    attempt: int = 0
-    exit_code: int | None = None
-    ended_at: float | None = None
-    rejected: str = ""
-    error: str = ""
-    start_failure: str = ""
-    prepared: bool = False
-    constraints: NodeConstraints = NodeConstraints()
-    volume_terms: tuple[NodeTerm, ...] = ()
-    share: tuple[tuple[str, Any], ...] = ()
-    needs: ResourceRequests = ResourceRequests()
-    pool: str = ""
-    owner: Owner | None = None
-    excluded_nodes: tuple[str, ...] = ()
-    claims: tuple[str, ...] = ()
-    gpu_weights: Amounts = ()
-    requested: int = 0
-    problem: str = ""
-    grace_s: int = 30
-    ends_at: float = 0.0
-    reclaimed_at: float = 0.0
-    stand_in: str = ""
-    ray_group: str = ""
-    unmodelled: tuple[str, ...] = ()
-    reserved_on: str = ""
-    repels: tuple[Repulsion, ...] = ()
-    labels: dict[str, str] = {}
-    other_gate: str = ""
-    scheduler: str = ""
-    unhealthy_gpu: str = ""
-    lost: str = ""
-
-    @property
-    def counted(self) -> bool:
-        """Return whether the pod requests GPUs, or resources that count as GPUs."""
-        return self.gpus > 0 or bool(self.gpu_weights)
-
-    @property
-    def holds(self) -> bool:
-        """Return whether the pod holds devices."""
-        return self.stage in {Stage.ASSIGNED, Stage.TERMINATING}
-
-    @property
-    def located(self) -> str:
-        """Return the node on which its devices count from now on; "" if they stay where they are."""
-        return self.node if self.bound or self.stage is Stage.ASSIGNED else ""
-
-    @property
-    def chosen_node(self) -> str:
-        """Return the node that the pod is bound or pinned to; "" while kube-scheduler may choose another one."""
-        return "" if self.reserved_on and not self.bound else self.node
-
-    @property
-    def leaving(self) -> bool:
-        """Return whether the pod is being deleted, also where its containers have ended."""
-        return self.stage is Stage.TERMINATING or (self.stage is Stage.ENDED and self.ends_at > 0)
 
 
 def counted_view(pod: Pod) -> PodView:

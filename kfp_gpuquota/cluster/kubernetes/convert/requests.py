@@ -14,7 +14,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
 
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"

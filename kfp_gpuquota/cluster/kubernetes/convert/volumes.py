@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.api.affinity import NodeTerm
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import PersistentVolume, PersistentVolumeClaim
 
 MAX_TERMS: Final = 64  # alternatives of one pod; beyond it the plan leaves volumes to kube-scheduler

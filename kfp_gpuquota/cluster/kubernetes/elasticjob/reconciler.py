@@ -19,7 +19,7 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
@@ -75,7 +75,7 @@ class ElasticJobs:
         *,
         limits: LimitRanges,
         volumes: Volumes,
-        rules: RulesBook,
+        rules: CurrentRules,
         ready: ReadyRules,
         written_pods: WrittenPods,
         events: ElasticJobEvents,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
 if TYPE_CHECKING:

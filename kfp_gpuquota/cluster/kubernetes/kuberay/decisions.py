@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.kuberay.owners import subject_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.kuberay.admissions import Admissions
-    from kfp_gpuquota.cluster.kubernetes.kuberay.events import RayEvents
     from kfp_gpuquota.cluster.kubernetes.kuberay.owner_patches import OwnerPatches
-    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_set import UnitSet
+    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_registry import UnitRegistry
     from kfp_gpuquota.cluster.kubernetes.kuberay.units import Slot, Unit
 
 DELETED_WITHIN_S: Final = 20.0
@@ -48,15 +49,15 @@ class Decisions:
 
     def __init__(
         self,
-        units: UnitSet,
+        units: UnitRegistry,
         admissions: Admissions,
         patches: OwnerPatches,
         writer: Writer,
         evictions: PodEvictions,
-        events: RayEvents,
+        recorder: Recorder,
     ) -> None:
         self._set, self._admissions, self._patches = units, admissions, patches
-        self._writer, self._evictions, self._events = writer, evictions, events
+        self._writer, self._evictions, self._recorder = writer, evictions, recorder
 
     def carry_out(self, plan: scheduler.Plan) -> None:
         """Carry out the plan's decisions about units; others are ignored here."""
@@ -99,7 +100,7 @@ class Decisions:
         for slot in self._leaving(unit, workers, reason):
             self._insist_later(unit, slot)
         self._set.stops[unit.uid] = reason.message
-        self._events.owner(job, "Suspended", reason.message)
+        self._recorder.record(subject_of(job), "Suspended", reason.message)
         self._patches.sync(unit)
 
     def _evict(self, unit: Unit, workers: Iterable[str], reason: Reason) -> None:
@@ -116,7 +117,7 @@ class Decisions:
                 continue
             unit.leave(slot, now)
             slot.reclaimed = reason.code in _RECLAIMS
-            self._events.pod(slot.pod, "Evicted", reason.message)
+            self._recorder.record(slot.pod.subject, "Evicted", reason.message)
             self._writer.submit(requests.reclaim_note(slot.pod, now), lambda _: None, lambda _: None)
             leaving.append(slot)
         return leaving
@@ -136,7 +137,7 @@ class Decisions:
         slot = unit.slots.get(slot_id)
         if slot is not None and slot.pod is not None and not slot.terminating:
             why = f"KubeRay did not delete it in {DELETED_WITHIN_S:g} s: it is evicted"
-            self._events.pod(slot.pod, "NotDeleted", why)
+            self._recorder.record(slot.pod.subject, "NotDeleted", why)
             self._evictions.evict(slot.pod, bounded=slot.reclaimed)
 
     def _check_appeared(self, unit: Unit, slot_id: str) -> None:
@@ -151,4 +152,4 @@ class Decisions:
         self._set.ledger.emit(scheduler.JobDeferred(unit.uid, now + DEFERRED_S, reason))
         owner = self._set.owners.jobs.get(unit.owner_uid) or self._set.owners.clusters.get(unit.owner_uid)
         if owner is not None:
-            self._events.owner(owner, "NoPods", why, warning=True)
+            self._recorder.record(subject_of(owner), "NoPods", why, warning=True)

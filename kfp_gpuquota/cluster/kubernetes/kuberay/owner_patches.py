@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_set import UnitSet
+    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_registry import UnitRegistry
     from kfp_gpuquota.cluster.kubernetes.kuberay.units import Unit
 
 RETRY_S: Final = 1.0
@@ -31,7 +31,7 @@ class OwnerPatches:
 
     def __init__(
         self,
-        units: UnitSet,
+        units: UnitRegistry,
         writer: Writer,
         put_cluster: Callable[[RayCluster], None],
         put_job: Callable[[RayJob], None],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.reflector import version_of
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.kuberay.specs import (
     Given,
     Request,
@@ -20,14 +21,21 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.specs import (
     notes_of,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.ray_types import GROUP, HEAD_GROUP, RayCluster, RayJob, WorkerGroup
+from kfp_gpuquota.cluster.kubernetes.objects.ray_types import (
+    API_VERSION,
+    GROUP,
+    HEAD_GROUP,
+    RayCluster,
+    RayJob,
+    WorkerGroup,
+)
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayClusterSpec
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 _CLUSTER_KIND: Final = f"{GROUP}/RayCluster"
 
@@ -38,7 +46,7 @@ class Owners:
 
     limits: LimitRanges
     volumes: Volumes
-    rules: RulesBook
+    rules: CurrentRules
     clusters: dict[str, RayCluster] = field(default_factory=dict)
     jobs: dict[str, RayJob] = field(default_factory=dict)
 
@@ -117,6 +125,12 @@ class Owners:
         meta = owner.metadata
         defaults = self.limits.requests_in(meta.namespace)
         return Given(meta.name, meta.namespace, defaults, self.volumes.apply, self.rules.rules.gpu_weights)
+
+
+def subject_of(owner: RayCluster | RayJob) -> Subject:
+    """Return the owner as the object that an event refers to."""
+    meta = owner.metadata
+    return Subject(type(owner).__name__, meta.name, meta.namespace, meta.uid, API_VERSION)
 
 
 def job_of(cluster: RayCluster) -> str:

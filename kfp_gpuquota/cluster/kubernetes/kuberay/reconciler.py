@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.kuberay.admissions import Admissions
 from kfp_gpuquota.cluster.kubernetes.kuberay.decisions import Decisions
-from kfp_gpuquota.cluster.kubernetes.kuberay.events import RayEvents
 from kfp_gpuquota.cluster.kubernetes.kuberay.owner_patches import OwnerPatches
-from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners, job_of, suspended_by_controller
+from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners, job_of, subject_of, suspended_by_controller
 from kfp_gpuquota.cluster.kubernetes.kuberay.unit_pods import UnitPods
-from kfp_gpuquota.cluster.kubernetes.kuberay.unit_set import UnitSet
+from kfp_gpuquota.cluster.kubernetes.kuberay.unit_registry import UnitRegistry
 from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger, Unit
 from kfp_gpuquota.cluster.kubernetes.objects.ray_types import RayCluster, RayJob
 from kfp_gpuquota.errors import GpuQuotaError
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.decisions import PodEvictions
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 
@@ -43,12 +42,12 @@ class RayUnits:
         written_pods: WrittenPods,
         unpinned: UnpinnedPods,
     ) -> None:
-        self._set = UnitSet(owners, ledger)
-        self._events = RayEvents(recorder)
+        self._set = UnitRegistry(owners, ledger)
+        self._recorder = recorder
         self._patches = OwnerPatches(self._set, writer, self.put_cluster, self.put_job)
         admissions = Admissions(writer, written_pods, unpinned)
         self.pods = UnitPods(self._set, admissions, self._patches)
-        self.decisions = Decisions(self._set, admissions, self._patches, writer, evictions, self._events)
+        self.decisions = Decisions(self._set, admissions, self._patches, writer, evictions, recorder)
         self._started = False
 
     def start(self, put_again: Callable[[PodView], None]) -> None:
@@ -111,7 +110,7 @@ class RayUnits:
         try:
             found = self._set.owners.requests_of(owner)
         except GpuQuotaError as error:
-            self._events.owner(owner, "NotElastic", error.message, warning=True)
+            self._recorder.record(subject_of(owner), "NotElastic", error.message, warning=True)
             return
         for uid, request in found.items():
             unit = self._set.units.get(uid)

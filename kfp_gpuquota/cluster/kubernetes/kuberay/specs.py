@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.api.resources import Resources
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
     from kfp_gpuquota.cluster.kubernetes.objects.ray_types import PodTemplate, RayClusterSpec
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.kuberay.owners import is_ray_pod
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.kuberay.admissions import Admissions
     from kfp_gpuquota.cluster.kubernetes.kuberay.owner_patches import OwnerPatches
-    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_set import UnitSet
+    from kfp_gpuquota.cluster.kubernetes.kuberay.unit_registry import UnitRegistry
     from kfp_gpuquota.cluster.kubernetes.kuberay.units import Slot, Unit
 
 OWNER_WITHIN_S: Final = 10.0
@@ -28,7 +28,7 @@ class UnitPods:
     OWNER_WITHIN_S.
     """
 
-    def __init__(self, units: UnitSet, admissions: Admissions, patches: OwnerPatches) -> None:
+    def __init__(self, units: UnitRegistry, admissions: Admissions, patches: OwnerPatches) -> None:
         self._set, self._admissions, self._patches = units, admissions, patches
         self._early: dict[str, dict[str, PodView]] = {}  # by the uid of a RayCluster that is not known yet
         self._unknown: set[str] = set()  # RayClusters that were waited for in vain

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

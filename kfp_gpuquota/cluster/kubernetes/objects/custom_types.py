@@ -1,4 +1,4 @@
-"""The project's custom resources as structs; their CRD schemas are generated from these."""
+"""The project's custom resources as structs; a test compares manifests/crds/crds.yaml with them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A field of JobSpec has its unit in its name, as `grace_period_s` and `gpu_memory_mib`; an ElasticJob names durations as
 Kubernetes does (`gracePeriodSeconds`) and has amounts of memory as quantities (`gpuMemory: 4Gi`). To add a field, add
-it to both structs, and its description to `crd/schemas.py`.
+it to both structs, and to `manifests/crds/crds.yaml`.
 """
 
 from __future__ import annotations

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.findings import fail, ok, warn
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.check_results import fail, ok, warn
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import schema_of_kind
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import NAME, PATH, Unmanaged, rules_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
@@ -90,13 +90,7 @@ def _fields(policy: Json) -> Iterator[Finding]:
     meta = policy.get("metadata")
     if not isinstance(meta, dict) or meta.get("name") != NAME:
         yield fail("fields", f"the cluster has one policy, whose name is {NAME}", f"write metadata: {{name: {NAME}}}")
-    yield from _unknown(_schema()["properties"]["spec"], policy.get("spec", {}), "spec")
-
-
-def _schema() -> Json:
-    definition = next(one for one in custom_resource_definitions() if one["spec"]["names"]["kind"] == KIND)
-    found: Json = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    return found
+    yield from _unknown(schema_of_kind(KIND)["properties"]["spec"], policy.get("spec", {}), "spec")
 
 
 def _unknown(schema: Json, value: object, path: str) -> Iterator[Finding]:
@@ -125,7 +119,7 @@ def _unknown(schema: Json, value: object, path: str) -> Iterator[Finding]:
 
 def _dry_run(policy: Json, calls: Calls) -> Iterator[Finding]:
     """Replace the policy as a trial, which is not stored."""
-    spec: Json = {**dict.fromkeys(_schema()["properties"]["spec"]["properties"]), **policy.get("spec", {})}
+    spec: Json = {**dict.fromkeys(schema_of_kind(KIND)["properties"]["spec"]["properties"]), **policy.get("spec", {})}
     try:
         try:
             calls.patch(f"{join(PATH, NAME)}?dryRun=All", {"spec": spec})
@@ -143,7 +137,7 @@ def _changes(policy: Json, calls: Calls) -> Iterator[Finding]:
     except NotFoundError:
         before = {}
     after = policy.get("spec", {})
-    schema = _schema()["properties"]["spec"]["properties"]
+    schema = schema_of_kind(KIND)["properties"]["spec"]["properties"]
     differ = [name for name in schema if _value(before, name, schema) != _value(after, name, schema)]
     yield ok("change", f"differs from the policy in force in: {', '.join(differ)}" if differ else "changes nothing")
 

@@ -27,7 +27,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 
 if TYPE_CHECKING:

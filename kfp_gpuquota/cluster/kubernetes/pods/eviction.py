@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_disruption_budget
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.steady_clock import since_boot_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
-    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 RETRY_S: Final = 5.0
 SLACK_S: Final = 5.0
@@ -80,8 +80,8 @@ class Evictions:
         self,
         pods: Mapping[str, PodView],
         writer: Writer,
-        rules: RulesBook,
-        recorder: PodEventRecorder,
+        rules: CurrentRules,
+        recorder: Recorder,
         context: EvictionContext,
     ) -> None:
         self._pods, self._writer, self._rules, self._recorder = pods, writer, rules, recorder
@@ -165,7 +165,7 @@ class Evictions:
             ending.bounded, ending.requested_at, ending.began = True, time.time(), since_boot_s()
             self._set(ending, "delete", self._left_s(ending), self._delete)
         self._context.eviction_step("refused")
-        self._recorder.record(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
+        self._recorder.record(ending.pod.subject, "EvictionBlocked", self._why_blocked(ending, error))
         if ending.bounded and not ending.noted:
             ending.noted = True
             self._writer.submit(requests.reclaim_note(ending.pod, ending.requested_at), lambda _: None, lambda _: None)
@@ -190,14 +190,16 @@ class Evictions:
                 self._context.eviction_step("overdue")
                 late = f"{pod.ends_at - deadline:.0f} s"
                 self._recorder.record(
-                    pod, "ReclaimOverdue", f"it was deleted with a grace period that ends {late} too late"
+                    pod.subject, "ReclaimOverdue", f"it was deleted with a grace period that ends {late} too late"
                 )
             return
         grace = max(1.0, min(self._grace_of(pod), bound_s - ending.age_s() - SLACK_S))
         self._context.eviction_step("deleted")
         why = f"the reclaim of its borrowed GPUs began {ending.age_s():.0f} s ago"
         bound = f"{bound_s:g} s are allowed (QuotaPolicy, reclaim.boundSeconds)"
-        self._recorder.record(pod, "ReclaimForced", f"{why}, {bound}: it is deleted with {grace:g} s of grace period")
+        self._recorder.record(
+            pod.subject, "ReclaimForced", f"{why}, {bound}: it is deleted with {grace:g} s of grace period"
+        )
         write = requests.deletion(pod.namespace, pod.name, pod.uid, grace)
         self._writer.submit(write, lambda _: None, partial(self._not_deleted, uid))
 

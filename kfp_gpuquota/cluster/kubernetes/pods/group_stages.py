@@ -22,7 +22,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import Member, PodJob
+    from kfp_gpuquota.cluster.kubernetes.pods.pod_jobs import Member, PodJob
 
 GroupKey = tuple[str, str]
 

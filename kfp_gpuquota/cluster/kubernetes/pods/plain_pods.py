@@ -25,67 +25,35 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.convert.gang_notes import NO_GANG, GangNote
 from kfp_gpuquota.cluster.kubernetes.convert.owners import Rest
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
 from kfp_gpuquota.cluster.kubernetes.pods.group_stages import Group, GroupKey, GroupStage
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.pods.pod_jobs import (
+    REST,
+    REST_PART,
+    Member,
+    PodJob,
+    by_age,
+    gpus_of_part,
+    group_key,
+    nodes_of,
+    request_of,
+    rest_part,
+    split_into_parts,
+    takes,
+)
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
-
-REST: Final = "/rest/"  # in the id of a placeholder, which no pod's uid has
-
-
-@dataclass(slots=True)
-class PodJob:
-    """A job of the scheduler: one pod, or a gang. `rest` are its placeholders with their parts of the job."""
-
-    uid: str
-    key: GroupKey | None = None
-    members: dict[str, Member] = field(default_factory=dict)
-    closed: bool = False
-    rest: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def started(self) -> bool:
-        """Return whether any of its pods holds devices."""
-        return any(member.reported >= Stage.ASSIGNED for member in self.members.values())
-
-
-@dataclass(slots=True)
-class Member:
-    """A pod as last seen, and the stage last reported to the scheduler. `sent_to`: it is being admitted there.
-
-    `part`: the part of its gang with equal pods, if the gang's pods differ. `key` is its group's, at its last change of
-    stage.
-    """
-
-    view: PodView
-    reported: Stage = Stage.OUTSIDE
-    job: PodJob | None = None
-    sent_to: tuple[str, tuple[int, ...]] | None = None
-    evicted: bool = False
-    part: str = ""
-    key: GroupKey | None = None
-
-    @property
-    def stage(self) -> Stage:
-        """Return its stage, assuming that pending writes succeed."""
-        stage = self.view.stage
-        if stage is Stage.WAITING and self.sent_to is not None:
-            stage = Stage.ASSIGNED
-        return Stage.TERMINATING if stage is Stage.ASSIGNED and self.evicted else stage
 
 
 class PlainPods:
@@ -98,9 +66,9 @@ class PlainPods:
         self,
         emit: Callable[[scheduler.Event], None],
         allocator: DeviceAllocator,
-        rules: RulesBook | None = None,
+        rules: CurrentRules | None = None,
     ) -> None:
-        self._emit, self._allocator, self._rules = emit, allocator, rules or RulesBook()
+        self._emit, self._allocator, self._rules = emit, allocator, rules or CurrentRules()
         self.members: dict[str, Member] = {}
         self.jobs: dict[str, PodJob] = {}
         self.groups: dict[GroupKey, Group] = {}
@@ -117,7 +85,7 @@ class PlainPods:
         self._settled = True
         groups: dict[GroupKey, list[Member]] = {}
         for member in self.members.values():
-            if (key := _group_key(member.view)) is not None:
+            if (key := group_key(member.view)) is not None:
                 groups.setdefault(key, []).append(member)
         for key, members in groups.items():
             if any(member.stage is Stage.ASSIGNED for member in members):
@@ -139,8 +107,8 @@ class PlainPods:
             member = self.members[view.uid] = Member(view)
         if view.stage is not Stage.WAITING:
             member.sent_to = None  # the watch has reported the result
-        changed = view.stage is Stage.WAITING and _request(member.view) != _request(view)
-        moved = _nodes_of(member.view) != _nodes_of(view)
+        changed = view.stage is Stage.WAITING and request_of(member.view) != request_of(view)
+        moved = nodes_of(member.view) != nodes_of(view)
         member.view = view
         if not self._settled:
             return
@@ -201,18 +169,18 @@ class PlainPods:
         for placement in placements:
             if waiting.get(placement.part):
                 assigned.append((waiting[placement.part].pop(), placement))
-            elif found is not None and not found.closed and placement.part.startswith(_REST_PART):
+            elif found is not None and not found.closed and placement.part.startswith(REST_PART):
                 self._reserve(found, placement.part)
         return assigned
 
     def gang_of(self, uid: str) -> GangNote:
         """Return what an admission of the pod annotates about its gang."""
         member = self.members[uid]
-        if (key := _group_key(member.view)) is None:
+        if (key := group_key(member.view)) is None:
             return NO_GANG
         group = self.groups.get(key)
         counts = Counter(group.gang.rest.values() if group is not None and group.gang is not None else ())
-        rest = tuple(Rest(count, _gpus_of(part)) for part, count in sorted(counts.items()))
+        rest = tuple(Rest(count, gpus_of_part(part)) for part, count in sorted(counts.items()))
         return GangNote(max(1, member.view.group_size), rest)
 
     def rest_of(self, job: str) -> int:
@@ -228,12 +196,12 @@ class PlainPods:
         """Return the waiting pods of each group that is not complete, oldest first."""
         for group in self.groups.values():
             if group.stage is GroupStage.GATHERING and group.waiting:
-                yield [member.view for member in sorted(group.waiting.values(), key=_by_age)]
+                yield [member.view for member in sorted(group.waiting.values(), key=by_age)]
 
     def _queued(self, job: str) -> list[Member]:
         members = self.jobs[job].members.values() if job in self.jobs else ()
         queued = (member for member in members if member.stage is Stage.WAITING)
-        return sorted(queued, key=_by_age)
+        return sorted(queued, key=by_age)
 
     # The table
 
@@ -247,7 +215,7 @@ class PlainPods:
         was, member.reported = member.reported, stage
         if was is stage:
             self._relocate(member)
-            if member.key != _group_key(member.view):  # its owner was read only now
+            if member.key != group_key(member.view):  # its owner was read only now
                 self._account(member, stage)
             return
         self._change(member, was, stage)
@@ -273,14 +241,14 @@ class PlainPods:
 
     def _queue(self, member: Member) -> None:
         """Submit a waiting pod without a group; a group decides when its pods are submitted."""
-        if member.job is None and _group_key(member.view) is None:
+        if member.job is None and group_key(member.view) is None:
             self._form(None, [member])
 
     # Groups
 
     def _account(self, member: Member, stage: Stage) -> None:
         """Update the pod's group after it has changed its stage, and what the group's other pods wait for."""
-        key = _group_key(member.view)
+        key = group_key(member.view)
         if member.key is not None and member.key != key:
             self._leave_group(member)
         member.key = key
@@ -311,7 +279,7 @@ class PlainPods:
             for member in [member for member in group.waiting.values() if member.job is None]:
                 self._join(group, member)
         elif group.stage is GroupStage.GATHERING and len(group.waiting) >= group.size:
-            members = sorted(group.waiting.values(), key=_by_age)
+            members = sorted(group.waiting.values(), key=by_age)
             gang = members[: group.size]
             group.gang = self._form(group.key, gang, gang[0].view.rest)
             for member in gang:
@@ -323,7 +291,7 @@ class PlainPods:
     def _join(self, group: Group, member: Member) -> None:
         """Submit a pod that waits in an admitted group: in place of an equal placeholder, else alone."""
         job = group.gang
-        holder = None if job is None else next((h for h, part in job.rest.items() if _takes(member, part)), None)
+        holder = None if job is None else next((h for h, part in job.rest.items() if takes(member, part)), None)
         if job is None or holder is None:
             self._form(None, [member])
             return
@@ -342,19 +310,19 @@ class PlainPods:
         """Form the gang of an admitted group again: the pods that hold GPUs, and those whose admission is missing."""
         holding = [member for member in members if member.stage is Stage.ASSIGNED]
         size = max(member.view.group_size for member in members)
-        waiting = sorted((member for member in members if member.stage is Stage.WAITING), key=_by_age)
-        rest = max(holding, key=_by_age).view.rest
+        waiting = sorted((member for member in members if member.stage is Stage.WAITING), key=by_age)
+        rest = max(holding, key=by_age).view.rest
         gang = self._form(key, [*holding, *waiting[: max(0, size - len(holding))]], rest)
         self.groups[key] = Group(key, gang=gang)
         for number, later in enumerate(rest):
             for _ in range(later.pods):
-                self._reserve(gang, _rest_part(number, later))
+                self._reserve(gang, rest_part(number, later))
 
     def _reserve(self, job: PodJob, part: str) -> None:
         """Start a placeholder: it holds devices of no node, so it only counts against the quota."""
         holder = f"{job.uid}{REST}{next(self._numbers)}"
         job.rest[holder] = part
-        devices = self._allocator.take(holder, NOWHERE, _gpus_of(part), None)
+        devices = self._allocator.take(holder, NOWHERE, gpus_of_part(part), None)
         self._emit(scheduler.WorkerStarted(holder, job.uid, NOWHERE, devices, 0.0, part))
 
     def _leave_queue(self, member: Member) -> None:
@@ -421,7 +389,7 @@ class PlainPods:
     # Jobs
 
     def _form(self, key: GroupKey | None, members: list[Member], rest: tuple[Rest, ...] = ()) -> PodJob:
-        first = min(members, key=_by_age)
+        first = min(members, key=by_age)
         uid = first.view.uid if key is None else f"group/{first.view.uid}"
         while uid in self.jobs:  # an earlier group with the same first pod is closed, and some pods still hold devices
             uid += "/again"
@@ -429,7 +397,7 @@ class PlainPods:
         self.jobs[job.uid] = job
         for member in members:
             member.job = job
-        parts = _split(members, rest)
+        parts = split_into_parts(members, rest)
         movable = all(
             self._rules.rules.recreates(member.view) for member in members
         )  # without a new pod a move would lose the work
@@ -465,7 +433,7 @@ class PlainPods:
         """Let a pod wait without the gang that it was part of; its group decides how."""
         member.job, member.part = None, ""
         self._queue(member)
-        if (key := _group_key(member.view)) is not None:
+        if (key := group_key(member.view)) is not None:
             group = self.groups.setdefault(key, Group(key))
             group.waiting[member.view.uid] = member
             self._regroup(group)
@@ -484,60 +452,3 @@ class PlainPods:
         for holder in job.rest:
             self._release_holder(holder)
         job.rest.clear()
-
-
-def _group_key(view: PodView) -> GroupKey | None:
-    if not view.group or view.share:  # a job with shared GPUs has one worker
-        return None
-    return view.namespace, view.group
-
-
-def _by_age(member: Member) -> tuple[float, str]:
-    return member.view.created, member.view.uid
-
-
-_REST_PART: Final = "rest/"
-
-
-def _rest_part(number: int, rest: Rest) -> str:
-    """Return the name of a part of a job whose pods do not exist yet."""
-    return f"{_REST_PART}{number}/{rest.gpus}"
-
-
-def _gpus_of(part: str) -> int:
-    return int(part.rpartition("/")[2])
-
-
-def _takes(member: Member, part: str) -> bool:
-    """Return whether the pod is one of the part's."""
-    return member.view.gpus == _gpus_of(part)
-
-
-def _split(members: list[Member], rest: tuple[Rest, ...]) -> dict[str, JobSpec]:
-    """Return the job of each part of the gang; {} if all pods are equal, and all exist."""
-    alike: dict[tuple[object, ...], list[Member]] = {}
-    for member in sorted(members, key=_by_age):
-        member.part = ""
-        alike.setdefault((member.view.gpus, member.view.needs, _nodes_of(member.view)), []).append(member)
-    if len(alike) == 1 and not rest:
-        return {}
-    parts: dict[str, JobSpec] = {}
-    for number, same in enumerate(alike.values()):
-        parts[str(number)] = pod_job(same[0].view, len(same))
-        for member in same:
-            member.part = str(number)
-    first = min(members, key=_by_age).view
-    for number, later in enumerate(rest):
-        parts[_rest_part(number, later)] = pod_job(msgspec.structs.replace(first, gpus=later.gpus), later.pods)
-    return parts
-
-
-def _nodes_of(view: PodView) -> tuple[object, ...]:
-    """Return the fields that determine which nodes a pod may use at any stage."""
-    return view.constraints, view.volume_terms
-
-
-def _request(view: PodView) -> tuple[object, ...]:
-    """Return all fields of a waiting pod that determine its job."""
-    quality = view.kind, view.priority, view.preemptible, view.pool, *_nodes_of(view), view.excluded_nodes
-    return view.gpus, view.gpu_weights, view.share, view.needs, *quality, view.group, view.group_size, view.rest

@@ -15,7 +15,8 @@ import msgspec
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
@@ -32,13 +33,12 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
-    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
 REFUSED_PAUSE_S: Final = 1.0
@@ -57,18 +57,17 @@ class PodActions:
         pods: PlainPods,
         writer: Writer,
         reservations: Reservations,
-        rules: RulesBook,
+        rules: CurrentRules,
         evictions: Evictions,
-        recorder: PodEventRecorder,
+        recorder: Recorder,
         written_pods: WrittenPods,
         ray: RayUnits,
         unpinned: UnpinnedPods,
-        events: Recorder,
     ) -> None:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
         self._evictions, self._ray, self._unpinned = evictions, ray, unpinned
-        self._suspending = Suspending(writer, events, pods.holding, self._evict, evictions.note_suspended)
+        self._suspending = Suspending(writer, recorder, pods.holding, self._evict, evictions.note_suspended)
         self._pod = msgspec.json.Decoder(Pod)
         self._watched: set[str] = set()  # jobs with quota reserved for pods that do not exist yet
 
@@ -113,7 +112,7 @@ class PodActions:
         """Evict a pod; one of a suspended owner, unless it has ended, and without an event if it is ending."""
         if member := self._pods.members.get(pod.uid):
             if member.view.stage is not Stage.TERMINATING:
-                self._recorder.record(pod, "Evicted", self._explained(pod, why))
+                self._recorder.record(pod.subject, "Evicted", self._explained(pod, why))
             self._evictions.evict(pod, bounded=bounded, requested_at=requested_at)
 
     def _explained(self, pod: PodView, why: str) -> str:
@@ -127,7 +126,7 @@ class PodActions:
             self._pods.assume_leaving(pod.uid)
         elif not self._ray.pods.leave(pod.uid):
             return
-        self._recorder.record(pod, reason, why)
+        self._recorder.record(pod.subject, reason, why)
         self._evictions.evict(pod, bounded=False)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:
@@ -137,7 +136,7 @@ class PodActions:
             note_of(pod_job(pod), pod.uid, name, time.time()),
             ready=partial(self._configure, pod, admission),
             failed=partial(self._admission_failed, pod),
-            report=partial(self._recorder.record, pod),
+            report=partial(self._recorder.record, pod.subject),
         )
         self._reservations.prepare(sharer)
 

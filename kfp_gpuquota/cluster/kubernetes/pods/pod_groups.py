@@ -23,14 +23,14 @@ from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, GangSize, gang_size
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 CACHED_S: Final = 30.0
 RETRY_S: Final = 5.0
@@ -44,7 +44,7 @@ class Gangs:
     """Gang sizes by owner. `pods` are all tracked pods by uid; `put` receives pods after their owner was read."""
 
     def __init__(
-        self, pods: Mapping[str, PodView], put: Callable[[PodView], None], writer: Writer, rules: RulesBook
+        self, pods: Mapping[str, PodView], put: Callable[[PodView], None], writer: Writer, rules: CurrentRules
     ) -> None:
         self._pods, self._put, self._writer, self._rules = pods, put, writer, rules
         self._sizes: dict[Owner, tuple[GangSize, float]] = {}

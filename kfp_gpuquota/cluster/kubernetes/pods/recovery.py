@@ -21,18 +21,18 @@ import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
-    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 STUCK_S: Final = 15.0  # longer than a node needs to free capacity, and than an autoscaler's first steps
 REPORT_S: Final = 3.0
@@ -135,8 +135,8 @@ class PodRecovery:
         elastic: ElasticJobs,
         actions: PodActions,
         exclusions: NodeExclusions,
-        rules: RulesBook,
-        recorder: PodEventRecorder,
+        rules: CurrentRules,
+        recorder: Recorder,
         released: ReleaseCounter,
         timeout_s: float,
         unpinned: UnpinnedPods,
@@ -174,16 +174,16 @@ class PodRecovery:
         if member is not None and self._rules.rules.recreates(member.view):
             self._actions.remake(member.view, "GpuChanged", why)
         elif member is not None:
-            self._recorder.record(member.view, "GpuChanged", f"{why}; {_NOT_RECREATED}")
+            self._recorder.record(member.view.subject, "GpuChanged", f"{why}; {_NOT_RECREATED}")
         elif worker is not None:
-            self._recorder.record(worker, "GpuChanged", why)
+            self._recorder.record(worker.subject, "GpuChanged", why)
             self._elastic.pod_events.remake(worker)
 
     def rejected(self, pod: PodView) -> None:
         """Exclude the node whose kubelet rejected a pod for the next pods of its owner, which would fail there, too."""
         if pod.controller_uid:  # all pods without an owner have the same
             self._exclusions.note(pod)
-        self._recorder.record(pod, "PlaceTaken", f"node {pod.node} rejected it: {pod.rejected}")
+        self._recorder.record(pod.subject, "PlaceTaken", f"node {pod.node} rejected it: {pod.rejected}")
 
     def _not_bindable(self, pod: PodView) -> None:
         """Recreate a pod that kube-scheduler cannot bind to its node, and exclude that node for its owner.
@@ -199,18 +199,18 @@ class PodRecovery:
             self._exclusions.note(pod)
         if self._elastic.owns(pod):
             self._elastic.pod_events.remake(pod)
-            self._recorder.record(pod, "PlaceTaken", why)
+            self._recorder.record(pod.subject, "PlaceTaken", why)
         elif recreated:
             self._actions.remake(pod, "PlaceTaken", why)
         else:
-            self._recorder.record(pod, "PlaceTaken", f"{why}; {_NOT_RECREATED}")
+            self._recorder.record(pod.subject, "PlaceTaken", f"{why}; {_NOT_RECREATED}")
 
     def _refused(self, pod: PodView) -> None:
         node = self._unpinned.refuse(pod)
         where = "count against its team's quota" if node == NOWHERE else f"are reserved on node {node}"
         why = f"kube-scheduler does not bind it to node {pod.node}: {pod.start_failure}"
         if node != pod.node:
-            self._recorder.record(pod, "ReservationMoved", f"{why}; its GPUs {where}")
+            self._recorder.record(pod.subject, "ReservationMoved", f"{why}; its GPUs {where}")
 
     def _report(self, pod: PodView) -> None:
         """Inform the pod's user once of each problem."""
@@ -223,7 +223,7 @@ class PodRecovery:
         if pod.reserved_on and not pod.bound:
             until += "; until it is bound or deleted, other pods only prefer the nodes that are planned for them"
         what = f"it holds GPUs, but does not start: {problem}{until}" if not pod.unhealthy_gpu else problem
-        self._recorder.record(pod, "GpuFailed" if pod.unhealthy_gpu else "NotStarting", what)
+        self._recorder.record(pod.subject, "GpuFailed" if pod.unhealthy_gpu else "NotStarting", what)
 
     def _not_started(self, pod: PodView) -> None:
         """Evict a pod that does not start; its owner's next pod waits at the gate, and gets another node."""
@@ -242,7 +242,7 @@ class PodRecovery:
         """Replace a pod whose GPU has failed, as a lost worker."""
         why = f"its GPU {pod.unhealthy_gpu} has failed"
         if self._elastic.owns(pod):
-            self._recorder.record(pod, "GpuFailed", why)
+            self._recorder.record(pod.subject, "GpuFailed", why)
             self._elastic.pod_events.remake(pod)
         elif self._rules.rules.recreates(pod):
             self._actions.remake(pod, "GpuFailed", f"{why}; {self._rules.rules.consequence(pod)}")
@@ -255,4 +255,4 @@ class PodRecovery:
             self._released.inc()
             self._actions.remake(pod, "NoNodeCame", f"{why}; its GPUs are released")
         else:
-            self._recorder.record(pod, "NoNodeCame", f"{why}; it keeps its quota, and stays pending")
+            self._recorder.record(pod.subject, "NoNodeCame", f"{why}; it keeps its quota, and stays pending")

@@ -12,12 +12,12 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 REPORTED: Final = 10  # pods of each team that get an event
 
@@ -25,7 +25,7 @@ REPORTED: Final = 10  # pods of each team that get an event
 class UnseenPods:
     """Waiting pods by team. `put(pod)` receives a pod that is seen from now on."""
 
-    def __init__(self, rules: RulesBook, put: Callable[[PodView], None]) -> None:
+    def __init__(self, rules: CurrentRules, put: Callable[[PodView], None]) -> None:
         self._rules, self._put = rules, put
         self._seen: dict[str, dict[str, str]] = {}  # team -> uid of a waiting pod -> its group
         self._held: dict[str, dict[str, PodView]] = {}

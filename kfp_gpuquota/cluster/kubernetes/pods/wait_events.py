@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
-    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
     from kfp_gpuquota.cluster.kubernetes.pods.unseen_pods import UnseenPods
 
 LOOK_EVERY_S: Final = 5.0
@@ -53,7 +53,7 @@ class WaitEvents:
     """Waiting pods and their last events. `owners` is asked for those of incomplete groups and for unknown ones."""
 
     def __init__(
-        self, pods: PlainPods, ray: RayUnits, recorder: PodEventRecorder, owners: GroupOwners, unseen: UnseenPods
+        self, pods: PlainPods, ray: RayUnits, recorder: Recorder, owners: GroupOwners, unseen: UnseenPods
     ) -> None:
         self._pods, self._ray, self._recorder, self._owners, self._unseen = pods, ray, recorder, owners, unseen
         self._reasons: Mapping[str, Reason] = {}
@@ -81,7 +81,7 @@ class WaitEvents:
         due = (found for found in old if self._is_due(found[0].uid, found[1], found[2], now))
         for (pod, code, message), _ in zip(due, range(MAX_EVENTS), strict=False):
             self._reported[pod.uid] = Reported(code, message, now)
-            self._recorder.record(pod, "Waiting", message)
+            self._recorder.record(pod.subject, "Waiting", message)
         if waiting:
             self.note(self._reasons)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, CurrentRules
 
 SOURCE: Final = "default"
 RETRY_S: Final = 5.0
@@ -40,7 +40,7 @@ class DefaultQuotas:
     """
 
     def __init__(
-        self, writer: Writer, rules: RulesBook, quotas: Mapping[str, GpuQuota], claimed: Callable[[str], bool]
+        self, writer: Writer, rules: CurrentRules, quotas: Mapping[str, GpuQuota], claimed: Callable[[str], bool]
     ) -> None:
         self._writer, self._rules, self._quotas, self._claimed = writer, rules, quotas, claimed
         self._namespaces: dict[str, Namespace] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import SOURCE
 
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
 
 REASON: Final = "QuotaDeleted"
@@ -28,4 +27,4 @@ def record_deletion(quota: GpuQuota, pods: Iterable[PodView], recorder: Recorder
     message = f"GpuQuota {name} was deleted{profile}: {CONSEQUENCE}"
     for pod in pods:
         if pod.namespace == name and pod.holds and pod.counted:
-            recorder.record(Subject("Pod", pod.name, pod.namespace, pod.uid), REASON, message, warning=True)
+            recorder.record(pod.subject, REASON, message, warning=True)

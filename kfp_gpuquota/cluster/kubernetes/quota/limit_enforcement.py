@@ -13,13 +13,13 @@ from kfp_gpuquota import scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 
 class LimitEnforcement:
     """Teams above their limit, and since when. `emit` receives the scheduler's events."""
 
-    def __init__(self, emit: Callable[[scheduler.Event], None], rules: RulesBook) -> None:
+    def __init__(self, emit: Callable[[scheduler.Event], None], rules: CurrentRules) -> None:
         self._emit, self._rules = emit, rules
         self._since: dict[str, float] = {}
         self._enforced: set[str] = set()

@@ -45,7 +45,7 @@ from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource, PolicyPool, QuotaPolicyObject
 
 PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
@@ -265,7 +265,7 @@ def default_policy() -> Write:
     return Write(verb="POST", path=PATH, about=NAME, body=body)
 
 
-class RulesBook:
+class CurrentRules:
     """The rules in effect. `changed()` is called when they change."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end,
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
-from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+from kfp_gpuquota.cluster.kubernetes.shards.shard_jobs import ShardJobs
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+    from kfp_gpuquota.cluster.kubernetes.shards.shard_jobs import ShardJobs
 
 
 BUFFER_BYTES: Final = 16 << 10

@@ -29,7 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment
 
 VISIBLE: Final = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")

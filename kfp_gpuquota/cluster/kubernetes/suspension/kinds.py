@@ -26,7 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
 
 KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.user_client.connection import url
 from kfp_gpuquota.errors import (
@@ -28,6 +29,8 @@ from kfp_gpuquota.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection, Response
 
 Json = dict[str, Any]
@@ -76,6 +79,14 @@ class Calls:
         """Patch an object: by JSON patch operations (a list), or by a merge patch."""
         content_type = JSON_PATCH if isinstance(body, list) else MERGE_PATCH
         return _decoded(self._answer("PATCH", path, body, content_type), Json)
+
+    def service_account_token(self, namespace: str, account: str, valid_s: int, audiences: Sequence[str] = ()) -> str:
+        """Return a token of a service account, for the API server itself unless audiences are named."""
+        path = join("/api/v1/namespaces", namespace, "serviceaccounts", account, "token")
+        spec: Json = {"expirationSeconds": valid_s} | ({"audiences": [*audiences]} if audiences else {})
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        token: str = self.create(path, body)["status"]["token"]
+        return token
 
     def delete(self, path: str, **options: object) -> None:
         """Delete an object and its dependents; `options` are fields of Kubernetes' DeleteOptions."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlencode
 
 from kfp_gpuquota.api.request_paths import check_path
-from kfp_gpuquota.cluster.kubernetes.user_client import package
-from kfp_gpuquota.cluster.kubernetes.user_client.kubeconfig import Access, PodAccount, load_access
+from kfp_gpuquota.cluster.kubernetes.user_client.kubeconfig import Access, PodAccount, load_access, load_package
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, UsageError
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ def _new_pool(access: Access) -> urllib3.PoolManager:
     try:
         if isinstance(configuration, PodAccount):
             return _pool_of_pod(configuration)
-        pool: urllib3.PoolManager = package.load().rest.RESTClientObject(configuration).pool_manager
+        pool: urllib3.PoolManager = load_package().rest.RESTClientObject(configuration).pool_manager
     except (ValueError, urllib3.exceptions.HTTPError) as error:
         raise UsageError(
             f"the proxy {configuration.proxy!r} of the API server {access.server} cannot be used: {error}"

@@ -38,13 +38,7 @@ def leader(calls: Calls) -> str:
 
 def token_of(calls: Calls) -> str:
     """Return a token of the account that may read the state, and nothing else."""
-    body = {
-        "apiVersion": "authentication.k8s.io/v1",
-        "kind": "TokenRequest",
-        "spec": {"expirationSeconds": TOKEN_S},
-    }
-    token: str = calls.create(f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/{ACCOUNT}/token", body)["status"]["token"]
-    return token
+    return calls.service_account_token(SYSTEM, ACCOUNT, TOKEN_S)
 
 
 def fetch(url: str, token: str) -> bytes:

@@ -12,15 +12,15 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kfp_gpuquota.cluster.kubernetes.user_client import package
 from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -53,6 +53,32 @@ class Access:
         settings, _ = _run(self.configuration.auth_settings, self.plugin)
         value: str = settings.get("BearerToken", {}).get("value") or ""
         return value.strip()
+
+
+class Package(NamedTuple):
+    """The modules of the official package that are used; the same names in version 30 and in the newest."""
+
+    kube_config: ModuleType
+    configuration: ModuleType
+    rest: ModuleType
+
+
+def load_package() -> Package:
+    """Return the modules. Raises UsageError with the remedy if the package is not installed.
+
+    Rejected: a reader of kubeconfig files of our own, which lacked most of this one, and entries in `sys.modules` that
+    defer the parts nobody uses: 0.2 s of a command's start were not worth what only the import system understood.
+    """
+    try:
+        from kubernetes.client import configuration, rest  # type: ignore[import-untyped]  # noqa: PLC0415 (0.4 s)
+        from kubernetes.config import kube_config  # type: ignore[import-untyped]  # noqa: PLC0415
+    except ImportError as error:
+        missing = error.name.partition(".")[0] if error.name else error
+        raise UsageError(
+            f"a cluster on Kubernetes needs the Python package kubernetes, and {missing} is not "
+            "installed here; install it with: pip install 'kfp-gpuquota[kubernetes]'"
+        ) from error
+    return Package(kube_config, configuration, rest)
 
 
 def load_access(kubeconfig: str | None = None, context: str | None = None) -> Access:
@@ -118,7 +144,7 @@ def from_files(paths: str, context: str | None = None) -> Access:
     """Return the access of a context, by default the current one, of the kubeconfig files `paths`."""
     if not any(Path(part).expanduser().exists() for part in paths.split(os.pathsep) if part):
         raise NotFoundError(f"the kubeconfig {paths} does not exist; name another one in the variable KUBECONFIG")
-    parts = package.load()
+    parts = load_package()
     reader = parts.kube_config
     try:
         return _access(parts, reader.KubeConfigMerger(paths), context)
@@ -126,7 +152,7 @@ def from_files(paths: str, context: str | None = None) -> Access:
         raise UsageError(f"the kubeconfig {paths} cannot be used ({error}); see: kubectl config view") from error
 
 
-def _access(parts: package.Package, files: Any, context: str | None) -> Access:
+def _access(parts: Package, files: Any, context: str | None) -> Access:
     """Return the access of a context of merged files; `files` is the package's KubeConfigMerger."""
     chosen = context or _current_context(files)
     entry = _entry(files, "contexts", "context", chosen)

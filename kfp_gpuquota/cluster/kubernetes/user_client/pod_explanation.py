@@ -8,12 +8,13 @@ from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.resources import WHOLE_GPU, weighed
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import NOWHERE
-from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage, counted_view, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import counted_view, pod_job
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, labels
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 COMPONENT = "gpuquota-controller"

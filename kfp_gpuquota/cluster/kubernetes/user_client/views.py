@@ -18,9 +18,10 @@ from kfp_gpuquota.api.resources import plain_job, plain_node
 from kfp_gpuquota.api.validation import check_no_runtime_env
 from kfp_gpuquota.api.wire import NodeView, ProjectView, ResourceView
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
-from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as, type_label
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, resource_requests_of, whole_number
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     expected_start_of,
@@ -209,16 +210,16 @@ def queued_pods(pods: Iterable[Pod]) -> list[Queued]:
     found: dict[str, Queued] = {}
     for pod in pods:
         with suppress(InvalidFieldError):
-            view = translate.pod_view(pod)
-            if view.stage is translate.Stage.WAITING:
+            view = pod_view(pod)
+            if view.stage is Stage.WAITING:
                 owner, each = view.group or view.controller_uid or view.uid, _queued_pod(pod, view)
                 found[owner] = min(found.get(owner, each), each, key=lambda one: one.key)
     return list(found.values())
 
 
-def _queued_pod(pod: Pod, view: translate.PodView) -> Queued:
+def _queued_pod(pod: Pod, view: PodView) -> Queued:
     owner = next((o for o in pod.metadata.owner_references if o.controller), None)
-    spec = translate.pod_job(view)
+    spec = pod_job(view)
     return Queued(
         name=view.group or (owner.name if owner is not None else view.name),
         uid=view.uid,

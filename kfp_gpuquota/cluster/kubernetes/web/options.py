@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
-from kfp_gpuquota.web.setting import base_of, origin_of
+from kfp_gpuquota.web.site_config import base_of, origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

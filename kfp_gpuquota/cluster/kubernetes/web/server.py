@@ -18,17 +18,17 @@ from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credent
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import fields
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
-from kfp_gpuquota.cluster.kubernetes.web.entrance import Entrance
 from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
-from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
 from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
 from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
+from kfp_gpuquota.cluster.kubernetes.web.proxy_door import ProxyDoor
 from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
+from kfp_gpuquota.cluster.kubernetes.web.user_source import UserSource
 from kfp_gpuquota.server.audit import CLIENT_CLOSED
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.web.app import build_pages
-from kfp_gpuquota.web.setting import Setting
+from kfp_gpuquota.web.site_config import SiteConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def audited(entrance: Entrance) -> Middleware:
+def audited(door: ProxyDoor) -> Middleware:
     """Return a middleware around the one that renders errors. A user "" is one whom no trusted proxy named."""
 
     @web.middleware
@@ -51,16 +51,16 @@ def audited(entrance: Entrance) -> Middleware:
         try:
             answer = await handler(request)
         except asyncio.CancelledError:
-            _write(entrance, request, CLIENT_CLOSED, "")
+            _write(door, request, CLIENT_CLOSED, "")
             raise
-        _write(entrance, request, answer.status, str(answer.get("error", "")))
+        _write(door, request, answer.status, str(answer.get("error", "")))
         return answer
 
     return audit
 
 
-def _write(entrance: Entrance, request: web.Request, status: int, error: str) -> None:
-    user, asked = entrance.user_of(request), f"{request.method} {request.path}"
+def _write(door: ProxyDoor, request: web.Request, status: int, error: str) -> None:
+    user, asked = door.user_of(request), f"{request.method} {request.path}"
     line = {"user": user, "from": request.remote or "", "request": asked, "status": status, "error": error}
     log.info("audit: %r asked for %s: %d%s", user, asked, status, f", {error!r}" if error else "", extra=fields(**line))
 
@@ -100,32 +100,31 @@ async def serve(options: Options) -> None:
 @contextlib.asynccontextmanager
 async def serving(options: Options, objects: Objects, connection: Connection) -> AsyncIterator[None]:
     """Serve the pages."""
-    setting = Setting(
+    site = SiteConfig(
         options.base,
         frozenset(options.origin),
         framed=options.dashboard,
         resizable=False,
         what_if=bool(options.what_if),
         deletes="The job is stopped and deleted, with its logs; checkpoints in a volume stay.",
-        if_lost="not connected; trying again",
         run_page=options.run_page,
     )
     rights = Rights(connection, objects.bindings, objects.namespaces)
     logs, events = PodLogs(objects, connection), KubeEvents(connection)
     planner = Planner(options.what_if, options.what_if_files)
 
-    def pages_of(user: Identity) -> UserPages:
-        return UserPages(user, objects, rights, logs, events, planner, connection)
+    def source_of(user: Identity) -> UserSource:
+        return UserSource(user, objects, rights, logs, events, planner, connection)
 
-    entrance = Entrance(setting, pages_of, options)
-    application = build_pages(entrance, setting, outer=[audited(entrance)])
+    door = ProxyDoor(site, source_of, options)
+    application = build_pages(door, site, outer=[audited(door)])
     runner = LimitedRunner(
         application, LIMITS, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None
     )
     await runner.setup()
     try:
         await web.TCPSite(runner, options.host, options.port).start()
-        log.info("serving the web page on %s port %d below %s/", options.host, options.port, setting.base)
+        log.info("serving the web page on %s port %d below %s/", options.host, options.port, site.base)
         yield
     finally:
         await runner.cleanup()

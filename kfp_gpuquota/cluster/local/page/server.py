@@ -26,7 +26,7 @@ from kfp_gpuquota.cluster.local.page.peers import OwnUser
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, RunError
 from kfp_gpuquota.server.audit import audited
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
-from kfp_gpuquota.web.setting import Setting, base_of, origin_of
+from kfp_gpuquota.web.site_config import SiteConfig, base_of, origin_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
@@ -111,7 +111,7 @@ class PageServer:
     async def _serve(self, access: Access, location: _Location) -> None:
         from kfp_gpuquota.web.access import SessionDoor  # noqa: PLC0415
         from kfp_gpuquota.web.app import build_pages, entering  # noqa: PLC0415
-        from kfp_gpuquota.web.visit import Visit  # noqa: PLC0415
+        from kfp_gpuquota.web.user_site import UserSite  # noqa: PLC0415
 
         own = OwnUser()
 
@@ -125,11 +125,11 @@ class PageServer:
         self._write(location)
         local, base = f"http://{ADDRESS}:{port}", base_of(location.address.base_path.replace("{port}", str(port)))
         proxied = {origin_of(location.address.origin)} if location.address.origin else set()
-        setting = Setting(f"{base}/{location.word}", frozenset({local, f"http://localhost:{port}", *proxied}))
+        site = SiteConfig(f"{base}/{location.word}", frozenset({local, f"http://localhost:{port}", *proxied}))
         application = build_pages(
-            SessionDoor(access, Visit(self._source, setting), own.sent),
-            setting,
-            enter=entering(access, setting.base, setting.origins),
+            SessionDoor(access, UserSite(self._source, site), own.sent),
+            site,
+            enter=entering(access, site.base, site.origins),
             outer=[audited(self._audit, caller)],
         )
         self._runner = LimitedRunner(
@@ -137,7 +137,7 @@ class PageServer:
         )
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
-        self._url = f"{next(iter(proxied), local)}{setting.base}"
+        self._url = f"{next(iter(proxied), local)}{site.base}"
         log.info("serving the web page on %s port %d", ADDRESS, port)
 
     def _stored_access(self) -> Access:

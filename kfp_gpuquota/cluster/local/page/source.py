@@ -197,13 +197,9 @@ class LocalPages:
     def _log_size(self, project: str, name: str, worker: str) -> int:
         """Return the length of a log on this machine in bytes; 0 where it is on another one, or is not there."""
         job = self._state.job_named(project, name)
-        workers = self._state.workers_of(job.uid)
-        chosen = [record.worker.id for record in workers if worker in (record.worker.id, str(record.worker.index))]
-        if not worker:
-            attempt = [record.worker.id for record in workers if record.attempt == job.attempt]
-            chosen = [job.status.result_worker] if job.status.result_worker else attempt
+        chosen = self._cluster.logs.worker_id(job, worker)
         try:
-            return (self._home.worker(job.uid, chosen[0]) / "log").stat().st_size if chosen else 0
+            return (self._home.worker(job.uid, chosen) / "log").stat().st_size if chosen else 0
         except OSError:
             return 0
 

@@ -12,7 +12,6 @@ from kfp_gpuquota.errors import InvalidFieldError
 
 SHARED_HOME: Final = Path("/var/lib/gpuquota")
 SHARED_VARIABLE: Final = "GPUQUOTA_SHARED_SOCKET"
-DEFAULT_JOBS_PER_USER: Final = 1000
 MAX_ADDRESS: Final = 90
 """Of a socket's path: the kernel has 108 bytes for it, and the daemon makes it under a longer name."""
 SHARED_SOCKET: Final = Path("/run/gpuquota/socket")
@@ -28,7 +27,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str = str(SHARED_SOCKET)
     group: str = ""
     admin_group: str = ""
-    jobs_per_user: int = DEFAULT_JOBS_PER_USER
+    jobs_per_user: int = 1000
 
     def __post_init__(self) -> None:
         check_count("jobs_per_user", self.jobs_per_user, 1, "jobs")

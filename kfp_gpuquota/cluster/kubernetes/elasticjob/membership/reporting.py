@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import RESERVED_AT_ONCE
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import pod_builder
-from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
+from kfp_gpuquota.cluster.kubernetes.shards.sharded_membership import ShardedMembership
 from kfp_gpuquota.engine.memberships import Access, open_membership
 from kfp_gpuquota.engine.notices import MembershipNotices
 from kfp_gpuquota.membership import Limits

@@ -10,7 +10,7 @@ import msgspec
 from kfp_gpuquota.api import ExpectedStart, Phase, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of, worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import NO_RETRIES, RetryFields

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.engine.records import JobRecord
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
 from kfp_gpuquota.cluster.kubernetes.convert.pod_status import KILLED
-from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, with_rank, worker_record
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Worker
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.engine.records import JobRecord
@@ -58,7 +58,7 @@ class WorkerPods:
         reservations: Reservations,
         unpinned: UnpinnedPods,
         *,
-        rules: RulesBook,
+        rules: CurrentRules,
         written_pods: WrittenPods,
         statuses: StatusRequests,
         events: JobPartEvents,

@@ -33,7 +33,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.quantity import as_number, show_gpus
-from kfp_gpuquota.cluster.findings import fail, ok, warn
+from kfp_gpuquota.cluster.check_results import fail, ok, warn
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import whole_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -18,7 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import EXEMPT_PREFIXES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
     from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts
 
 Json = dict[str, Any]

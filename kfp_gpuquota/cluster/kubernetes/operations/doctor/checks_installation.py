@@ -8,15 +8,15 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.cluster.findings import fail, ok, warn
-from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.check_results import fail, ok, warn
+from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import seconds
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
     from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts
 
 Json = dict[str, Any]

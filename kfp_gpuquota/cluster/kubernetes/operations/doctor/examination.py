@@ -10,7 +10,7 @@ from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts, Reade
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kfp_gpuquota.cluster.findings import Finding
+    from kfp_gpuquota.cluster.check_results import Finding
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (

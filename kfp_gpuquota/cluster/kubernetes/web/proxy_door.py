@@ -14,10 +14,10 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
 from kfp_gpuquota.cluster.kubernetes.web.rights import Identity
+from kfp_gpuquota.cluster.kubernetes.web.user_source import UserSource
 from kfp_gpuquota.web.access import Refusal
-from kfp_gpuquota.web.visit import Visit
+from kfp_gpuquota.web.user_site import UserSite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from kfp_gpuquota.cluster.kubernetes.web.options import Network, Options
-    from kfp_gpuquota.web.setting import Setting
+    from kfp_gpuquota.web.site_config import SiteConfig
 
 MAX_USERS: Final = 1000
 KEPT_S: Final = 600.0
@@ -34,25 +34,25 @@ MAX_GROUPS: Final = 256
 _SYSTEM: Final = "system:"
 
 
-class Entrance:
+class ProxyDoor:
     """`web.access.Door` for users whom a proxy names in a header.
 
-    `pages_of(user)` makes what a user is shown, with what was rendered of it. That is kept for the last `MAX_USERS` of
+    `source_of(user)` makes what a user is shown; with what was rendered of it that is kept for the last `MAX_USERS` of
     them, and `KEPT_S` after a user's last request or message of an open stream: it may be some MB.
     """
 
     def __init__(
         self,
-        setting: Setting,
-        pages_of: Callable[[Identity], UserPages],
+        site: SiteConfig,
+        source_of: Callable[[Identity], UserSource],
         options: Options,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._setting, self._pages_of = setting, pages_of
+        self._site, self._source_of = site, source_of
         self._header, self._groups_header = options.user_header, options.groups_header
         self._proxies: Sequence[Network] = options.trusted_proxy
         self._key = secrets.token_bytes(32)
-        self._visits: dict[Identity, tuple[float, Visit]] = {}
+        self._sites: dict[Identity, tuple[float, UserSite]] = {}
         self._clock = clock
 
     async def refusal(self, request: web.Request) -> Refusal | None:
@@ -62,24 +62,24 @@ class Entrance:
         user = self.user_of(request)
         if not user:
             return Refusal(401, f"The proxy has not named a user (header {self._header}).")
-        source = self.visit(request).source
-        assert isinstance(source, UserPages)
+        source = self.site_for(request).source
+        assert isinstance(source, UserSource)
         await source.refresh()
         if source.sees_nothing:
             return Refusal(403, f"{user} may not list the ElasticJobs of any namespace.")
         return None
 
-    def visit(self, request: web.Request) -> Visit:
+    def site_for(self, request: web.Request) -> UserSite:
         """Return what the user is shown: the same as before, unless the user's groups have changed."""
         user = Identity(self.user_of(request), self._groups_of(request))
         now = self._clock()
-        known = self._visits.pop(user, None)
-        found = known[1] if known is not None else Visit(self._pages_of(user), self._setting)
-        self._visits[user] = now, found  # as the one that was used last
-        for other, (used_at, _) in [*self._visits.items()]:
-            if len(self._visits) <= MAX_USERS and used_at > now - KEPT_S:
+        known = self._sites.pop(user, None)
+        found = known[1] if known is not None else UserSite(self._source_of(user), self._site)
+        self._sites[user] = now, found  # as the one that was used last
+        for other, (used_at, _) in [*self._sites.items()]:
+            if len(self._sites) <= MAX_USERS and used_at > now - KEPT_S:
                 break
-            del self._visits[other]
+            del self._sites[other]
         return found
 
     def form_token(self, request: web.Request) -> str:

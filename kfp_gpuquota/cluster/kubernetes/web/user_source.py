@@ -59,7 +59,7 @@ class ForbiddenError(UsageError):
     code = "forbidden"
 
 
-class UserPages:
+class UserSource:
     """`web.source.Source` for one user. `refresh` has to be awaited before it is read."""
 
     def __init__(

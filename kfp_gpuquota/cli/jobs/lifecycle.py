@@ -10,10 +10,10 @@ import typer
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.label_selector import parse_selector, selects
 from kfp_gpuquota.api.wire import StopAction
-from kfp_gpuquota.cli.arguments.amounts import seconds
 from kfp_gpuquota.cli.arguments.completion import complete_job, complete_phase
 from kfp_gpuquota.cli.arguments.names import job_names
 from kfp_gpuquota.cli.arguments.options import DryRun, DryRunOption, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.arguments.parsers import seconds
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError

@@ -15,22 +15,16 @@ _NO_MORE: Final = (("", "", ""), ("/", "", ""))
 
 
 @dataclass(frozen=True)
-class Setting:
-    """`base` begins every path (no slash at its end); `origins` are those of the pages, such as "https://example.org".
+class SiteConfig:
+    """The site of one cluster."""
 
-    `framed`: Kubeflow's dashboard of the same origin shows the pages in a frame, and names the namespace. `resizable`:
-    the size bounds of a job can be changed. `what_if`: the cluster answers suppositions. `run_page` is the address of a
-    run in Kubeflow Pipelines, with {run} and {namespace}; "" where there is none.
-    """
-
-    base: str
-    origins: frozenset[str]
-    framed: bool = False
-    resizable: bool = True
-    what_if: bool = True
+    base: str  # begins every path; no slash at its end
+    origins: frozenset[str]  # of the pages, such as "https://example.org"
+    framed: bool = False  # Kubeflow's dashboard of the same origin shows the pages, and names the namespace
+    resizable: bool = True  # the size bounds of a job can be changed
+    what_if: bool = True  # the cluster answers suppositions
     deletes: str = "The job is stopped, and its logs and checkpoints are removed."
-    run_page: str = ""
-    if_lost: str = "not connected; trying again"
+    run_page: str = ""  # a run in Kubeflow Pipelines, with {run} and {namespace}; "" where there is none
 
     @property
     def path(self) -> str:

@@ -9,15 +9,15 @@ from kfp_gpuquota.web.live import Live
 from kfp_gpuquota.web.pages import Pages
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.web.setting import Setting
+    from kfp_gpuquota.web.site_config import SiteConfig
     from kfp_gpuquota.web.source import Source
 
 
-class Visit:
+class UserSite:
     """The parts of the site that depend on who looks. Users who see the same share one."""
 
-    def __init__(self, source: Source, setting: Setting) -> None:
+    def __init__(self, source: Source, site: SiteConfig) -> None:
         self.source = source
         self.live = Live(source)
-        self.pages = Pages(source, setting)
-        self.actions = Actions(source, setting.base)
+        self.pages = Pages(source, site)
+        self.actions = Actions(source, site.base)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
     from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger, Unit
 
 
 @dataclass
-class UnitSet:
+class UnitRegistry:
     """All units by uid. `stops`: the reasons why units of RayJobs are to be suspended, by the units' uid."""
 
     owners: Owners
