@@ -49,6 +49,8 @@ _JOB_FIELDS: Final = {
     "restartWindowSeconds": "Seconds without a restart after which restarts are counted from 0 again; default 21600.",
     "coolDownSeconds": "Seconds after a change of size in which the job does not grow.",
     "minRunTimeSeconds": "Seconds after its start in which the job is not preempted.",
+    "after": "Jobs of the namespace that have to succeed before the job is queued; any:NAME: that have to end.",
+    "array": "The place in an array of jobs, of which at most limit are queued or run at a time.",
     "nodePool": "The node pool to run in, within the project's quota there.",
     "requiredTopology": "A node label that must have the same value for all workers.",
     "preferredTopology": "A node label that has the same value for all workers if possible.",
@@ -194,6 +196,7 @@ def _elastic_job_spec() -> Schema:
         "gpuMemory": _memory("Guaranteed memory of each GPU, instead of a fraction, for example 4Gi."),
         "gpuMemoryLimit": _memory("The maximum memory of each GPU, used while no other job needs it."),
         "suspend": {"type": "boolean", "default": False, "description": "Release all GPUs and wait."},
+        "begin": {"type": "string", "format": "date-time", "description": "The job is not queued before this time."},
         "maxRuntimeSeconds": _seconds("Maximum total run time of all starts, after which the job fails.", least=1),
         "workersReadyTimeoutSeconds": _seconds(
             "Seconds after which workers that are not ready release their GPUs; overrides the controller's; 0: never."
