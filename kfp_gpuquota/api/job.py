@@ -367,7 +367,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     job's. `set_by` has the policy that set a field of its spec: {field: policy}. `last_failure` is when and why it
     last lost a worker; `eligible_at` is when the conditions of its start were met, from when its age counts; None
     without conditions, or before. `moves` counts how often the scheduler moved one of its workers to another place, of
-    which `last_move` is the last. `page` is the URL of the job on the web page of its cluster; "" where there is none.
+    which `last_move` is the last. `page` is the URL of the job on the cluster's web page; "" where there is none.
+    `spent` is how many seconds it did what until `counted_until`, by `Activity`; what it does since then is not in it
+    (`time_spent.time_spent` has both).
     """
 
     phase: Phase = Phase.PENDING
@@ -392,6 +394,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     set_by: dict[str, str] = {}
     page: str = ""
     expected_start: ExpectedStart | None = None
+    spent: dict[str, float] = {}
+    counted_until: float | None = None
 
     @property
     def queued_at(self) -> float:

@@ -14,6 +14,7 @@ from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.conditions import Conditions
+from tests.simulation.records import wrongly_accounted
 from tests.simulation.search import fits, free_devices, left_for
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ class Invariants:
         """Check the records as they are now."""
         self.commits += 1
         self.committed_at = self.cluster.loop.time()
+        for job in self.cluster.state.jobs.values():
+            if wrong := wrongly_accounted(job, self.cluster.state.clock()):
+                self.fail(wrong)
         if self.holders_changed:
             alive = list(self.cluster.alive_workers())
             self._check_devices(alive)

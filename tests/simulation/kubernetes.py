@@ -28,7 +28,7 @@ from tests.simulation.controller import SimulatedController
 from tests.simulation.invariants import EPSILON, ViolationError, contradictions
 from tests.simulation.kubelets import JobHistory, Kubelets, job_of
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.records import facts_of, only_in
+from tests.simulation.records import facts_of, only_in, wrongly_accounted
 from tests.simulation.running import no_tracebacks
 from tests.simulation.search import fits, free_devices, left_for
 from tests.simulation.trainings import TICK_S, Pace
@@ -327,6 +327,8 @@ class SimulatedKubernetes:
             self.fail(f"the cluster does not rest: {plan}")
         self._check_changes()
         for wrong in self.conditions.wrong_at_rest(_jobs(self.controller), EPOCH + self.loop.time()):
+            self.fail(wrong)
+        for wrong in filter(None, (wrongly_accounted(job, EPOCH + self.loop.time()) for job in _jobs(self.controller))):
             self.fail(wrong)
         free = free_devices(self._nodes(), self._shares())
         records = {job.spec.name: job for job in _jobs(self.controller)}

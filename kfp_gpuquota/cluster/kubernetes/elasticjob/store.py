@@ -15,6 +15,7 @@ from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store
 from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.start_conditions import hold, settle
+from kfp_gpuquota.engine.time_accounting import account, account_all
 from kfp_gpuquota.server.membership.service import NotStoredYetError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Book(Store):
         self.commit(Change(jobs={job.uid: job}))
 
     def _apply(self, change: Change) -> None:
+        account_all(self, change, self.clock())
         events = [event for event in self.scheduler_events(change) if self._listed or not self._ends_new_job(event)]
         changed = {record.worker.job_uid: True for record in change.workers.values()}
         changed |= {uid: _is_decision(self.jobs.get(uid), job) for uid, job in change.jobs.items()}
@@ -119,7 +121,7 @@ class Book(Store):
         if _is_same_cause(job.status.reason, reason) and 0 <= now - state.explained_at < EXPLAINED_AGAIN_S:
             return
         state.explained_at = now
-        self.jobs[uid] = with_status(job, reason=reason)
+        self.jobs[uid] = account(job, with_status(job, reason=reason), now)
         self.changed(uid)
 
     def promise(self, event: scheduler.PlacementsPromised) -> None:

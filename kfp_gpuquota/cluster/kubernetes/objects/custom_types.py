@@ -228,6 +228,8 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     training_gpus: int = 0
     ranks: tuple[int, ...] = ()
     resizes: tuple[SizeChange, ...] = ()
+    spent_seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    counted_until: datetime | None = None
     not_ready: tuple[NotReadyWorker, ...] = ()
     requeue_state: RetryState | None = None
     grow_state: RetryState | None = None

@@ -33,6 +33,7 @@ from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store as JobStore
 from kfp_gpuquota.engine.records import JobRecord, view, with_status
 from kfp_gpuquota.engine.start_conditions import settle
+from kfp_gpuquota.engine.time_accounting import account, account_all
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
 from kfp_gpuquota.garbage import collector_paused
 
@@ -226,7 +227,9 @@ class ClusterState(JobStore):
 
     def commit(self, change: Change, *, durable: bool = True) -> None:
         """Write it, and remember it. Raises StateFileError or ConflictError, and nothing has changed then."""
-        settle(self, change, self.clock())
+        now = self.clock()
+        settle(self, change, now)
+        account_all(self, change, now)
         try:
             self._commit(change, durable=durable)
         except StateFileError:
@@ -266,7 +269,7 @@ class ClusterState(JobStore):
         """Keep why a job waits in memory: nothing is written."""
         job = self.jobs[uid]
         if job.status.reason is not reason and job.status.reason != reason:
-            self.jobs[uid] = with_status(job, reason=reason)
+            self.jobs[uid] = account(job, with_status(job, reason=reason), self.clock())
             self.wake()
 
     def wake(self) -> None:

@@ -73,6 +73,10 @@ def _time(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC)
 
 
+def _exact(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
 def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
     return None if pod is None else worker_id(job_uid, bounded_number(pod.removeprefix(f"{job}-")) or 0)
 
@@ -161,7 +165,7 @@ def status_of(
         conditions=tuple(conditions),
         page=page,
         observed_generation=job.metadata.generation,
-        eligible_time=None if status.eligible_at is None else datetime.fromtimestamp(status.eligible_at, UTC),
+        eligible_time=_exact(status.eligible_at),
         awaited=tuple(custom_types.AwaitedJob(one.name, one.uid, one.met) for one in record.awaited),
         start_time=_time(status.started_at),
         completion_time=_time(status.finished_at),
@@ -190,6 +194,8 @@ def status_of(
         training_gpus=record.size,
         ranks=tuple(map(index_of, record.members)),
         resizes=size_changes(status.resizes),
+        spent_seconds=status.spent,
+        counted_until=_exact(status.counted_until),
         **retries,
     )
 

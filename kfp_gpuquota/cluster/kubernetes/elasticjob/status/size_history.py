@@ -41,6 +41,8 @@ def status_of_object(job: ElasticJob) -> JobStatus:
         result_worker=status.result_worker,
         progress=progress_of(status.progress),
         resizes=tuple(map(_resize, status.resizes)),
+        spent=status.spent_seconds,
+        counted_until=seconds(status.counted_until),
     )
 
 
