@@ -41,7 +41,7 @@ def main() -> None:
     violations, began = 0, time.perf_counter()
     played = {"embedded": 0, "kubernetes": 0}
     for seed in range(options.first, options.first + options.histories):
-        history = from_seed(seed)
+        history = from_seed(seed).with_conditions().with_reservations().with_kills()
         kinds: dict[str, Callable[[History], object]] = {"embedded": play}
         if options.kubernetes_every and seed % options.kubernetes_every == 0:
             kinds["kubernetes"] = kubernetes.play

@@ -12,6 +12,7 @@ from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_label_key, che
 from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
 from kfp_gpuquota.api.reason import Reason
 from kfp_gpuquota.api.share import check_share
+from kfp_gpuquota.api.start_conditions import ArrayTask, Dependencies, Time, check_start_conditions
 from kfp_gpuquota.api.validation import (
     MAX_COUNT,
     MAX_MIB,
@@ -96,6 +97,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     After it has grown, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
     When all its starts together have run for `max_runtime_s` its workers are asked to leave, and it fails.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
+
+    It is not queued before `begin_at` (seconds since the epoch), nor before the jobs `after` of its project have
+    succeeded ("prep") or ended in any way ("any:prep"), nor before its turn in its `array`.
     """
 
     name: Name
@@ -134,6 +138,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cool_down_s: Seconds = DEFAULT_COOL_DOWN_S
     min_run_time_s: Seconds = 0.0
     max_runtime_s: RunTime | None = None
+    begin_at: Time | None = None
+    after: Dependencies = ()
+    array: ArrayTask | None = None
     labels: dict[str, str] = {}
     runtime_env: dict[str, Any] = {}
 
@@ -147,6 +154,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             self._check_without_gpus()
         self._check_machine()
         self._check_scheduling()
+        check_start_conditions(self)
         self._check_process()
 
     @property
@@ -357,8 +365,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpus` is held now, where a share of a device counts as that; `result_worker` is the worker whose outputs are the
     job's. `set_by` has the policy that set a field of its spec: {field: policy}. `last_failure` is when and why it
-    last lost a worker; `moves` counts how often the scheduler moved one of its workers to another place, `last_move` is
-    the last of them. `page` is the URL of the job on the web page of its cluster; "" where there is none.
+    last lost a worker; `eligible_at` is when the conditions of its start were met, from when its age counts; None
+    without conditions, or before. `moves` counts how often the scheduler moved one of its workers to another place, of
+    which `last_move` is the last. `page` is the URL of the job on the cluster's web page; "" where there is none.
+    `spent` is how many seconds it did what until `counted_until`, by `Activity`; what it does since then is not in it
+    (`time_spent.time_spent` has both).
     """
 
     phase: Phase = Phase.PENDING
@@ -373,6 +384,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_move: Occurrence | None = None
     exit_code: int | None = None
     submitted_at: float = 0.0
+    eligible_at: float | None = None
     started_at: float | None = None
     finished_at: float | None = None
     result_worker: str | None = None
@@ -382,6 +394,13 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     set_by: dict[str, str] = {}
     page: str = ""
     expected_start: ExpectedStart | None = None
+    spent: dict[str, float] = {}
+    counted_until: float | None = None
+
+    @property
+    def queued_at(self) -> float:
+        """Since when its age counts in the queue."""
+        return self.submitted_at if self.eligible_at is None else self.eligible_at
 
     @property
     def leaving_gpus(self) -> int | float:

@@ -36,15 +36,15 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def queued(job: Job) -> Queued | None:
-    """The job as one that waits; None where it does not, be it that it rests after its workers did not come up."""
-    reason = job.status.reason
-    if job.status.phase is not Phase.PENDING or (reason is not None and reason.code is ReasonCode.PODS_NOT_READY):
+    """The job as one that waits; None where it is held, or rests after its workers did not come up."""
+    code = job.status.reason.code if job.status.reason else None
+    if job.status.phase is not Phase.PENDING or code is ReasonCode.PODS_NOT_READY or (code is not None and code.holds):
         return None
     return Queued(
         name=job.spec.name,
         uid=job.uid,
         priority=job.spec.effective_priority,
-        submitted_at=job.status.submitted_at,
+        submitted_at=job.status.queued_at,
         pool=job.spec.node_pool,
     )
 

@@ -41,6 +41,15 @@ class ReasonCode(StrEnum):
     GPU_MEMORY_RECLAIMED = "gpu-memory-reclaimed"
     OVER_GPU_MEMORY_LIMIT = "over-gpu-memory-limit"
     PODS_NOT_READY = "pods-not-ready"
+    BEGINS_LATER = "begins-later"
+    WAITS_FOR_JOBS = "waits-for-jobs"
+    ARRAY_LIMIT = "array-limit"
+    DEPENDENCY_FAILED = "dependency-failed"
+
+    @property
+    def holds(self) -> bool:
+        """Whether a condition of the job's start is not met, so that it is not in the queue."""
+        return self in {ReasonCode.BEGINS_LATER, ReasonCode.WAITS_FOR_JOBS, ReasonCode.ARRAY_LIMIT}
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):

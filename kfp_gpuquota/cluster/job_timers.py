@@ -1,4 +1,4 @@
-"""What becomes due for a job without an event: its lease ends, it has run for too long, it was kept long enough.
+"""What becomes due for a job without an event: its begin comes, its lease ends, it ran or was kept for long enough.
 
 A timer says when to look, and the records decide, so that one which fires early does no harm.
 """
@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.engine import requests
+from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import StateFileError
 
@@ -30,6 +31,7 @@ class Due(StrEnum):
 
     LEASE_ENDED = "its lease has ended"
     RAN_TOO_LONG = "it has run for its maximum run time"
+    BEGINS = "its begin has come"
     FORGET = "it was kept long enough after its end"
 
 
@@ -46,7 +48,7 @@ def next_deadline(job: JobRecord, *, lease_until: float | None, keep_s: float | 
         if keep_s is None or job.status.finished_at is None:
             return None
         return Deadline(job.status.finished_at + keep_s, Due.FORGET)
-    ends = ((lease_until, Due.LEASE_ENDED), (job.runs_until, Due.RAN_TOO_LONG))
+    ends = ((lease_until, Due.LEASE_ENDED), (job.runs_until, Due.RAN_TOO_LONG), (job.begins_at, Due.BEGINS))
     due = [Deadline(at, due) for at, due in ends if at is not None]
     return None if job.ending else min(due, default=None)
 
@@ -117,6 +119,9 @@ class JobTimers:
                     self.lease_ended(job)
                 case Due.RAN_TOO_LONG:
                     self._decisions.stop(job, Intent.FAIL, requests.ran_too_long(job))
+                case Due.BEGINS:
+                    self._store.commit(Change(jobs={uid: job}))
+                    self.set(uid)
                 case Due.FORGET:
                     self.kept_long_enough(job)
         except StateFileError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import JobStatus, Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.engine.lifecycle import after_worker_exited, settled
@@ -124,7 +124,7 @@ class ChangeRecorder:
 
     def record(self, job: JobRecord) -> None:
         """Replace the job's record; its end and changes of its size are added to the history."""
-        before = self.state.jobs[job.uid]
+        before = self.state.jobs.get(job.uid) or msgspec.structs.replace(job, status=JobStatus())  # a new job, else
         if len(job.status.resizes) > len(before.status.resizes):
             last = job.status.resizes[-1]
             self.note(job, EventKind.JOB_RESIZED, gpus=last.to_gpus - last.from_gpus, reason=last.reason)

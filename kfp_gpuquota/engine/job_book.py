@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.start_conditions import parse_after
 from kfp_gpuquota.engine.scheduling import job_announced, job_changed, run_recalled, worker_changed
 from kfp_gpuquota.scheduler.forecast import Accuracy
 
@@ -35,7 +36,8 @@ class JobBook:
     """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name, `promised` what jobs are promised.
 
     `expected_starts` are those of waiting jobs, as far as they are known: kept in memory, and shown by all views, as is
-    the `accuracy` of past ones.
+    the `accuracy` of past ones. `conditional` are the jobs whose starts have conditions that are not met, `dependents`
+    those of them that wait for a name in a project, `array_jobs` all of an array that have not ended.
     """
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
@@ -46,6 +48,14 @@ class JobBook:
         self.promised: dict[str, tuple[scheduler.Placement, ...]] = {}
         self.expected_starts: dict[str, ExpectedStart] = {}
         self.accuracy = Accuracy()
+        self.conditional: dict[str, None] = {}
+        self.dependents: dict[tuple[str, str], dict[str, None]] = {}
+        self.array_jobs: dict[tuple[str, str], dict[str, None]] = {}
+        self._uids: dict[tuple[str, str], str] = {}
+
+    def uid_of(self, project: str, name: str) -> str | None:
+        """Return the uid of the project's job of this name."""
+        return self._uids.get((project, name))
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
         """Return all stored workers of a job, oldest first."""
@@ -98,7 +108,10 @@ class JobBook:
 
     def put_job(self, job: JobRecord) -> None:
         """Add or replace the job's record."""
+        if job.uid not in self.jobs:
+            self._uids[job.spec.project, job.spec.name] = job.uid
         self.jobs[job.uid] = job
+        self._index_conditions(job)
         if job.status.phase is not Phase.PENDING:
             self.expected_starts.pop(job.uid, None)
             if job.status.started_at is not None:
@@ -107,6 +120,38 @@ class JobBook:
             self.promised[job.uid] = job.promised
         else:
             self.promised.pop(job.uid, None)
+
+    def _index_conditions(self, job: JobRecord) -> None:
+        if job.conditional:
+            self.conditional[job.uid] = None
+            for text in job.spec.after:
+                self.dependents.setdefault((job.spec.project, parse_after(text).name), {})[job.uid] = None
+        else:
+            self._leave_conditional(job)
+        if (array := job.spec.array) is not None:
+            members = self.array_jobs.setdefault((job.spec.project, array.name), {})
+            members[job.uid] = None
+            if job.status.phase.final:
+                self._leave_array(job)
+
+    def _leave_conditional(self, job: JobRecord) -> None:
+        if job.uid not in self.conditional:
+            return
+        del self.conditional[job.uid]
+        for key in {(job.spec.project, parse_after(text).name) for text in job.spec.after}:
+            waiting = self.dependents[key]
+            del waiting[job.uid]
+            if not waiting:
+                del self.dependents[key]
+
+    def _leave_array(self, job: JobRecord) -> None:
+        if (array := job.spec.array) is None:
+            return
+        key = job.spec.project, array.name
+        members = self.array_jobs.get(key, {})
+        members.pop(job.uid, None)
+        if not members:
+            self.array_jobs.pop(key, None)
 
     def put_worker(self, record: WorkerRecord) -> None:
         """Add or replace the worker's record."""
@@ -117,7 +162,11 @@ class JobBook:
 
     def remove_job(self, uid: str) -> list[str]:
         """Remove the job and its workers; return the workers' ids."""
-        self.jobs.pop(uid, None)
+        if (job := self.jobs.pop(uid, None)) is not None:
+            self._leave_array(job)
+            self._leave_conditional(job)
+            if self.uid_of(job.spec.project, job.spec.name) == uid:
+                del self._uids[job.spec.project, job.spec.name]
         self.promised.pop(uid, None)
         self.expected_starts.pop(uid, None)
         workers = self._workers_of.pop(uid, [])

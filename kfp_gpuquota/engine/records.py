@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from kfp_gpuquota.api import ExpectedStart, Job, JobSpec, JobStatus, Phase, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api import ExpectedStart, Job, JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.api.quantity import as_number
 
@@ -41,6 +41,14 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     limits: dict[str, tuple[int, int]] = {}
 
 
+class AwaitedJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job whose end is waited for, as it was found under its `name`; `met`: it has ended as it should."""
+
+    name: str
+    uid: str
+    met: bool = False
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The stored record of a job.
 
@@ -51,7 +59,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `growth_failed` is why it is not expanded again in this run. `promised` are the placements of its next workers, for
     which plans made room since `promised_at`, by asking the workers `victims` to leave. `updated_at` is when its
     sizes were last changed. `ran_s` is how long its earlier starts have run together. `owner`: None is the user of
-    the cluster itself.
+    the cluster itself. `held` is why its start's conditions are not met, `awaited` are those of the jobs that it waits
+    for that were found.
     """
 
     uid: str
@@ -77,6 +86,22 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     updated_at: float = 0.0
     ran_s: float = 0.0
     owner: Owner | None = None
+    held: Reason | None = None
+    awaited: tuple[AwaitedJob, ...] = ()
+
+    @property
+    def conditional(self) -> bool:
+        """Whether its start has conditions that are not met, or not examined yet."""
+        spec = self.spec
+        conditions = (
+            spec.begin_at is not None or spec.after or (spec.array is not None and spec.array.limit is not None)
+        )
+        return bool(conditions) and self.status.eligible_at is None and not self.attempt and not self.over
+
+    @property
+    def begins_at(self) -> float | None:
+        """When the job begins that is held until then, in seconds since the epoch."""
+        return self.spec.begin_at if self.held is not None and self.held.code is ReasonCode.BEGINS_LATER else None
 
     @property
     def runs_until(self) -> float | None:

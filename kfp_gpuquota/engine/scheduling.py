@@ -22,7 +22,7 @@ def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator
     Also for a job that is being stopped permanently when the cluster's process starts: its workers hold GPUs.
     """
     if before is None and after is not None and not after.status.phase.final:
-        yield scheduler.JobSubmitted(after.uid, after.spec, after.status.submitted_at)
+        yield scheduler.JobSubmitted(after.uid, after.spec, after.status.queued_at)
 
 
 def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
@@ -33,8 +33,7 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
     if after is None or after.over:
         yield scheduler.JobRemoved(job.uid)
         return
-    if after.suspended != (before is not None and before.suspended):
-        yield scheduler.JobSuspended(after.uid) if after.suspended else scheduler.JobResumed(after.uid)
+    yield from _kept_out(before, after)
     if before is not None and before.spec is not after.spec:
         yield from _spec_changed(before, after)
     if after.completing != (before is not None and before.completing):
@@ -43,6 +42,16 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
         yield scheduler.PlacementsPromised(after.uid, after.promised, after.promised_at, after.victims)
     yield from _growth(before, after)
     yield from _progress(before, after)
+
+
+def _kept_out(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
+    """Keep a job out of the queue that a user has suspended, or that is held."""
+    was = None if before is None or not (before.suspended or before.held) else (before.suspended, before.held)
+    if after.suspended or after.held:
+        if was != (after.suspended, after.held):
+            yield scheduler.JobSuspended(after.uid, None if after.suspended else after.held)
+    elif was is not None:
+        yield scheduler.JobResumed(after.uid, after.status.eligible_at)
 
 
 def _growth(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:

@@ -191,6 +191,7 @@ JOB_SPECS = maybe(
         **dict.fromkeys(("gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds"), NUMBERS),
         **dict.fromkeys(("maxRuntimeSeconds", "ttlSecondsAfterFinished", "workersReadyTimeoutSeconds"), NUMBERS),
         **dict.fromkeys(("kind", "nodePool", "requiredTopology", "preferredTopology"), TEXTS),
+        **dict.fromkeys(("begin", "after", "array"), ANY),
         "suspend": st.booleans(),
         "spread": st.booleans(),
         "checkpoint": maybe({"claimName": TEXTS}),
@@ -452,5 +453,27 @@ def test_a_claim_to_a_place_in_an_autoscaled_pool_makes_no_more_places_than_the_
         test.see(PODS, body)
         await test.start()
         assert set(test.controller.snapshot.emitted_nodes) == {"autoscaled.burst.0", "autoscaled.burst.1"}
+
+    run(scenario)
+
+
+def test_a_job_learns_nothing_of_a_job_in_another_namespace() -> None:
+    """It waits for a name of its own namespace, whether or not a job of another one has that name, or has ended."""
+
+    async def scenario(test: Detached) -> None:
+        test.node()
+        spec = {"template": {"spec": {"containers": [{"name": "main", "image": "x"}]}}}
+        ended = {"phase": "Failed"}
+        for namespace, name, after in (("b", "prep", []), ("a", "one", ["prep"]), ("a", "two", ["x"])):
+            meta = {"name": name, "namespace": namespace, "uid": name}
+            status = {} if after else ended
+            test.see(JOBS, {"metadata": meta, "spec": {**spec, "after": after}, "status": status})
+        meta = {"name": "up", "namespace": "a", "uid": "up"}
+        test.see(JOBS, {"metadata": meta, "spec": {**spec, "after": ["../b/prep"]}})
+        await test.start()
+        book = test.controller.elastic.book
+        sentences = {name: str(book.jobs[name].held).replace("prep", "x") for name in ("one", "two")}
+        assert sentences["one"] == sentences["two"] == "waits for job x, which does not exist yet (after)"
+        assert "up" not in book.jobs, "its name is no name"
 
     run(scenario)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobSpec
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_read, as_written
 
@@ -19,6 +20,8 @@ GIVEN: list[dict[str, Any]] = [
     {"gpu_fraction": 0.25, "gpu_fraction_limit": 0.5, "gpu_devices": 2},
     {"gpu_memory_mib": 4096, "gpu_memory_limit_mib": 8192, "gpu_compute": 0.5},
     {"node_pool": "a", "required_topology": "rack", "preferred_topology": "zone", "spread": True},
+    {"begin_at": 1.8e9 + 0.25, "after": ("prep", "any:clean")},
+    {"array": ArrayTask(name="sweep", index=3, limit=8)},
     {"grace_period_s": 5.0, "max_restarts": 0},
 ]
 

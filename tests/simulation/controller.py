@@ -11,6 +11,7 @@ from kfp_gpuquota.server.membership.listening import ListeningClock
 from kfp_gpuquota.server.membership.service import LONGEST_TICK_S, MembershipService
 from tests.kubernetes.detached import QUOTAS, Detached
 from tests.kubernetes.twin_world import EPOCH, Answering, World
+from tests.simulation.conditions import Conditions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,7 @@ class Mortal(Answering):
 class SimulatedController(Detached):
     """A controller in simulated time, whose requests the world answers."""
 
-    def __init__(self, world: World, fail: Callable[[str], None]) -> None:
+    def __init__(self, world: World, fail: Callable[[str], None], conditions: Conditions | None = None) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(clock=lambda: EPOCH + loop.time())
         self.connection: Mortal = Mortal(world)
@@ -52,10 +53,12 @@ class SimulatedController(Detached):
         self.membership._clock = ListeningClock(loop.time, LONGEST_TICK_S)
         self.book = self.controller.elastic.book
         self._apply, self.book.apply_change = self.book.apply_change, self._observed  # type: ignore[method-assign]
-        self._fail = fail
+        self._fail, self._conditions = fail, conditions or Conditions()
 
     def _observed(self, change: Change) -> None:
         """Apply a change, and check that all workers of a job that stops have been asked to leave."""
+        for wrong in self._conditions.observe(self.book.jobs, change, self.book.clock()):
+            self._fail(wrong)
         self._apply(change)
         for record in self.book.workers.values() if self.controller.snapshot.complete else ():
             job = self.book.jobs[record.worker.job_uid]

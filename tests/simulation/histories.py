@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
-from tests.simulation.trainings import ELASTIC, Pace
+from tests.simulation.trainings import ELASTIC, EPOCH, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,8 @@ KILLED = 0.2
 """Of the submissions and changes of quotas, the part at which the process ends between two requests."""
 TIMED = 0.5
 """Of the jobs that are no sessions, the part with a maximum run time."""
+CONDITIONAL = 0.4
+"""Of the jobs, the part whose start has a condition."""
 PROJECTS = ("a", "b", "c")
 
 
@@ -106,6 +109,22 @@ class History(msgspec.Struct, frozen=True):
                 found.append((wait_s, happening))
         return msgspec.structs.replace(self, reserve_after_s=after_s, happenings=tuple(found))
 
+    def with_conditions(self) -> History:
+        """Return the same history, in which some jobs begin later, wait for others, or have a turn in an array."""
+        chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
+        at, limit, earlier = 0.0, chance.randint(1, 2), list[JobSpec]()
+        for wait_s, happening in self.happenings:
+            at += wait_s
+            if not isinstance(happening, Submit):
+                found.append((wait_s, happening))
+                continue
+            spec = happening.spec
+            if chance.random() < CONDITIONAL:
+                spec = _with_condition(chance, spec, at, limit, [s.name for s in earlier if s.project == spec.project])
+            found.append((wait_s, msgspec.structs.replace(happening, spec=spec)))
+            earlier.append(spec)
+        return msgspec.structs.replace(self, happenings=tuple(found))
+
     def with_kills(self) -> History:
         """Return the same history, in which the process ends before some of its requests."""
         chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
@@ -132,6 +151,18 @@ def draw_history(draw: Draw, seed: int, *, most: int = 24) -> History:
         after_s = (0.0, 0.0, 0.5, 2.0, 5.0, 15.0, 40.0)[draw(0, 6)]
         found.append((after_s, _happening(draw, projects, nodes, number)))
     return History(nodes, projects, tuple(found), seed)
+
+
+def _with_condition(chance: random.Random, spec: JobSpec, at: float, limit: int, earlier: list[str]) -> JobSpec:
+    kind, changes = chance.randint(0, 4), dict[str, Any]()
+    if kind in {0, 1}:
+        changes["begin_at"] = EPOCH + at + chance.choice((0.0, 1.0, 10.0, 60.0))
+    if kind in {1, 2, 3} and earlier:
+        others = chance.sample(earlier, min(len(earlier), chance.randint(1, 2)))
+        changes["after"] = tuple(chance.choice(("", "any:")) + other for other in others)
+    if kind in {3, 4}:
+        changes["array"] = ArrayTask(name="sweep", index=int(spec.name[1:]), limit=limit)
+    return msgspec.structs.replace(spec, **changes)
 
 
 def _project(draw: Draw, name: str, gpus: int) -> Project:

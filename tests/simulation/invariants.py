@@ -13,10 +13,12 @@ from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
+from tests.simulation.conditions import Conditions
+from tests.simulation.records import wrongly_accounted
 from tests.simulation.search import fits, free_devices, left_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job, Resize
     from kfp_gpuquota.api.wire import ProjectView
@@ -79,6 +81,7 @@ class Invariants:
     changed_at: dict[str, float] = field(default_factory=dict)
     exceeded: set[str] = field(default_factory=set)  # jobs that have lost their core by an update
     violations: list[ViolationError] = field(default_factory=list)
+    conditions: Conditions = field(default_factory=Conditions)
     commits: int = 0
     holders_changed: bool = False  # by the change that is being applied
     committed_at: float = 0.0
@@ -99,6 +102,7 @@ class Invariants:
     def before(self, change: Change) -> None:
         """Compare a change with the records that it changes."""
         state = self.cluster.state
+        self._check_conditions(self.conditions.observe(state.jobs, change, state.clock()))
         self.holders_changed = bool(change.projects or change.workers) or any(
             job is None or uid not in state.jobs or _concerns(state.jobs[uid]) != _concerns(job)
             for uid, job in change.jobs.items()
@@ -123,12 +127,19 @@ class Invariants:
         """Check the records as they are now."""
         self.commits += 1
         self.committed_at = self.cluster.loop.time()
+        for job in self.cluster.state.jobs.values():
+            if wrong := wrongly_accounted(job, self.cluster.state.clock()):
+                self.fail(wrong)
         if self.holders_changed:
             alive = list(self.cluster.alive_workers())
             self._check_devices(alive)
             self._check_stops(alive)
             self._check_limits(alive)
             self._check_views()
+
+    def _check_conditions(self, wrong: Iterable[str]) -> None:
+        for what in wrong:
+            self.fail(what)
 
     def _check_promise(self, old: JobRecord, new: JobRecord, change: Change) -> None:
         """A promise is carried out, or revoked: by a lost node, a change of the job, or another job in its place."""
@@ -360,9 +371,11 @@ class Invariants:
             self.fail(f"the cluster does not rest: {plan}")
         held = [(r.worker.node, r.worker.devices, r.worker.share) for r in self.cluster.alive_workers()]
         free = free_devices(state.nodes, held)
+        self._check_conditions(self.conditions.wrong_at_rest(state.jobs.values(), state.clock()))
         for job in state.jobs.values():
             left = left_for(job.uid, free, plan.waiting)
-            if job.status.phase is Phase.PENDING and self._may_start(job) and fits(job.spec, left):
+            waits = job.status.phase is Phase.PENDING and job.held is None
+            if waits and self._may_start(job) and fits(job.spec, left):
                 self.fail(f"{job.spec.name} waits and could start: {job.status.reason}")
             if job.status.phase is Phase.RUNNING and self._may_grow(job) and fits(job.spec, left, workers=1):
                 self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")

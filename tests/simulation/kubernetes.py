@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Kind, Node, Phase
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -20,11 +22,13 @@ from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from tests.kubernetes import detached as watches
 from tests.kubernetes.twin_world import EPOCH, World, plan_of, records_of
 from tests.simulation import histories as h
+from tests.simulation import trainings
+from tests.simulation.conditions import Conditions
 from tests.simulation.controller import SimulatedController
 from tests.simulation.invariants import EPSILON, ViolationError, contradictions
 from tests.simulation.kubelets import JobHistory, Kubelets, job_of
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.records import facts_of, only_in
+from tests.simulation.records import facts_of, only_in, wrongly_accounted
 from tests.simulation.running import no_tracebacks
 from tests.simulation.search import fits, free_devices, left_for
 from tests.simulation.trainings import TICK_S, Pace
@@ -51,6 +55,7 @@ class SimulatedKubernetes:
     history: h.History
     happened: int = 0
     violations: list[ViolationError] = field(default_factory=list)
+    conditions: Conditions = field(default_factory=Conditions)
     records: dict[str, JobRecord] = field(default_factory=dict)  # at the end
 
     def __post_init__(self) -> None:
@@ -104,7 +109,9 @@ class SimulatedKubernetes:
             await asyncio.sleep(0.1)
 
     async def _start(self) -> None:
-        self.controller = SimulatedController(self.world, self.fail)
+        exist = {job["metadata"]["name"] for job in self.world.objects[watches.JOBS].values()}
+        self.conditions.deleted(self.jobs.keys() - exist)
+        self.controller = SimulatedController(self.world, self.fail, self.conditions)
         self.world.twin = self.controller  # type: ignore[assignment]
         await self.controller.list(self.world)
         self.kubelets.trainings.engine_started(self.controller.membership)
@@ -190,6 +197,8 @@ class SimulatedKubernetes:
         if int(spec.name[1:]) % UNPINNED_EVERY == 2:
             pod["topologySpreadConstraints"] = [{"whenUnsatisfiable": "DoNotSchedule"}]
         meta = {"name": spec.name, "namespace": spec.project, "uid": spec.name, "generation": 1}
+        if spec.begin_at is not None:
+            spec = msgspec.structs.replace(spec, begin_at=spec.begin_at - trainings.EPOCH + EPOCH)
         self.jobs[spec.name] = JobHistory(spec, pace)
         fields = {**as_written(spec), **lease, "template": {"spec": pod}}
         self.world.put(watches.JOBS, {"metadata": meta, "spec": fields})
@@ -317,7 +326,12 @@ class SimulatedKubernetes:
         if not plan.empty:
             self.fail(f"the cluster does not rest: {plan}")
         self._check_changes()
+        for wrong in self.conditions.wrong_at_rest(_jobs(self.controller), EPOCH + self.loop.time()):
+            self.fail(wrong)
+        for wrong in filter(None, (wrongly_accounted(job, EPOCH + self.loop.time()) for job in _jobs(self.controller))):
+            self.fail(wrong)
         free = free_devices(self._nodes(), self._shares())
+        records = {job.spec.name: job for job in _jobs(self.controller)}
         for key, job in self.world.objects[watches.JOBS].items():
             name, status = key.partition("/")[2], job.get("status", {})
             spec = self.jobs[name].spec
@@ -328,7 +342,8 @@ class SimulatedKubernetes:
                 self.fail(f"{name} holds {gpus} GPUs, its status says {status.get('gpus')}: {status.get('message')}")
             if (charged := status.get("restarts", 0)) > (failed := self.jobs[name].failures):
                 self.fail(f"{name} is charged {charged} restarts, and failed {failed} times")
-            if status.get("phase") == "Pending" and self._may_start(spec) and fits(spec, left):
+            waits = status.get("phase") == "Pending" and records[name].held is None
+            if waits and self._may_start(spec) and fits(spec, left):
                 self.fail(f"{name} waits and could start: {status.get('message')}")
             if status.get("phase") == "Running" and self._may_grow(name, gpus) and fits(spec, left, workers=1):
                 self.fail(f"{name} could have one more worker: {status.get('message')}")

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.time_spent import time_spent
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import Occurrence
     from kfp_gpuquota.engine.records import JobRecord
+
+
+EXACT_S = 1e-4
+"""Times in an object's status are in microseconds."""
 
 
 def facts_of(jobs: Iterable[JobRecord], *, of_a_cluster: bool = True) -> list[str]:
@@ -61,6 +67,21 @@ def _occurred(occurrence: object) -> tuple[object, str] | None:
 
 def _whole(at: float | None) -> int | None:
     return None if at is None else int(at)
+
+
+def wrongly_accounted(job: JobRecord, now: float) -> str:
+    """Return what is wrong with where the job's time went: its parts add up to its life; "" if nothing.
+
+    The end of a job is in whole seconds in an object's status, for a restarted controller.
+    """
+    status = job.status
+    end = now if status.finished_at is None or status.counted_until is None else status.counted_until
+    parts, life = time_spent(status, now), end - status.submitted_at
+    if status.finished_at is not None and not 0 <= end - status.finished_at <= 1 + EXACT_S:
+        return f"{job.spec.name} has ended at {status.finished_at}, and is counted until {end}"
+    if any(seconds < -EXACT_S for seconds in parts.values()) or abs(sum(parts.values()) - life) > EXACT_S:
+        return f"{job.spec.name} has lived for {life:.3f} s, and spent {parts}"
+    return ""
 
 
 def only_in(these: list[str] | dict[str, list[str]], those: list[str] | dict[str, list[str]]) -> str:

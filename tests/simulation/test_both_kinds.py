@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.api.start_conditions import ArrayTask
 from tests.simulation import kubernetes
 from tests.simulation.histories import (
     Any_,
     Crash,
+    Delete,
     History,
     LoseNode,
     Restart,
@@ -23,7 +25,7 @@ from tests.simulation.histories import (
 )
 from tests.simulation.records import facts_of
 from tests.simulation.running import play
-from tests.simulation.trainings import ELASTIC
+from tests.simulation.trainings import ELASTIC, EPOCH
 
 
 def submit(name: str, gpus: int, command: str = "works", *, works_s: float | None = None, **more: Any) -> Submit:
@@ -74,6 +76,35 @@ HISTORIES: dict[str, tuple[tuple[float, Any_], ...]] = {
         (0.0, submit("j03", 4, project="b", works_s=60.0)),
         (0.5, submit("j01", 4, lease_s=30.0)),
         (20.0, Restart(1.0)),
+    ),
+    "a job starts after the success of another one": (
+        (0.0, submit("j01", 2, works_s=20.0)),
+        (1.0, submit("j02", 1, after=("j01",), works_s=5.0)),
+        (0.5, submit("j03", 1, after=("any:j01", "j02"), works_s=5.0)),
+    ),
+    "a job fails with the one that it waits for, and so does the one that waits for it": (
+        (0.0, submit("j01", 2)),
+        (1.0, submit("j02", 1, after=("j01",))),
+        (0.5, submit("j03", 1, after=("j02",))),
+        (0.5, submit("j04", 1, after=("any:j03",), works_s=5.0)),
+        (20.0, Crash(0, 1)),
+    ),
+    "a job that is waited for is deleted while the engine restarts": (
+        (0.0, submit("j01", 2)),
+        (1.0, submit("j02", 1, after=("j01",))),
+        (0.5, submit("j03", 1, after=("any:j01",), works_s=5.0)),
+        (20.0, Delete((0,))),
+        (0.05, Restart(1.0)),
+    ),
+    "a job begins later, and its age counts from then": (
+        (0.0, submit("j01", 4, works_s=60.0)),
+        (1.0, submit("j02", 4, begin_at=EPOCH + 30.0, works_s=20.0)),
+        (10.0, submit("j03", 4, works_s=20.0)),
+        (5.0, Restart(0.0)),
+    ),
+    "an array has two jobs at a time": (
+        *((0.5, submit(f"j0{i}", 1, array=ArrayTask(name="sweep", index=i, limit=2), works_s=20.0)) for i in (1, 2, 3)),
+        (10.0, Restart(1.0)),
     ),
     "a quota grows": (
         (0.0, submit("j01", 2, kind=Kind.BUILD, project="b")),

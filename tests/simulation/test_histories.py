@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds:
         try:
-            play(from_seed(seed).with_reservations().with_kills())
+            play(from_seed(seed).with_conditions().with_reservations().with_kills())
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
@@ -41,7 +41,7 @@ def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> No
 def test_the_controller_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds[::KUBERNETES_EVERY]:
         try:
-            kubernetes.play(from_seed(seed).with_reservations().with_kills())
+            kubernetes.play(from_seed(seed).with_conditions().with_reservations().with_kills())
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
@@ -110,7 +110,7 @@ def test_another_process_asks_those_to_leave_that_the_one_before_did_not_ask() -
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, report_multiple_bugs=False)
 def test_the_engine_keeps_its_invariants_through_histories_that_can_be_shrunk(data: st.DataObject) -> None:
-    play(draw_history(lambda low, high: data.draw(st.integers(low, high)), seed=0, most=10))
+    play(draw_history(lambda low, high: data.draw(st.integers(low, high)), seed=0, most=10).with_conditions())
 
 
 def test_a_job_is_moved_once_for_a_job_that_needs_its_whole_node() -> None:

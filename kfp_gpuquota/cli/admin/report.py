@@ -1,10 +1,11 @@
-"""`gpuquota report`: GPU-hours of each project."""
+"""`gpuquota report`: GPU-hours of each project, or where the time of its jobs went."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
+import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -12,6 +13,7 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api.durations import UNITS_S
+from kfp_gpuquota.cli.admin.time_report import as_csv, as_table, time_rows
 from kfp_gpuquota.cli.arguments.options import client
 from kfp_gpuquota.cli.display.output import in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
@@ -40,10 +42,15 @@ def register(app: typer.Typer) -> None:
 
 def report(
     since: Annotated[str, typer.Option("--since", metavar="TIME", help="How far back: 12h, 30d, 4w.")] = "30d",
+    *,
     prometheus: Annotated[
         str,
         typer.Option("--prometheus", metavar="URL", envvar="GPUQUOTA_PROMETHEUS", help="Prometheus' address."),
     ] = "",
+    time_spent: Annotated[
+        bool,
+        typer.Option("--time-spent", help="Instead: where the time of the jobs went that were submitted since then."),
+    ] = False,
     output: Annotated[ReportFormat, typer.Option("--output", "-o", help="How to show it.")] = ReportFormat.TABLE,
 ) -> None:
     """Show how many GPU-hours each project held, within its guarantee and borrowed.
@@ -52,11 +59,18 @@ def report(
     are a row as well. If it scrapes NVIDIA's dcgm-exporter, too, UNUSED are the GPU-hours in which a project held GPUs
     that did nothing. The embedded cluster keeps 400 days.
 
+    With --time-spent: how long the projects' jobs waited and for what, started, ran and changed their sizes, of those
+    that the cluster still has.
+
     Examples:
       gpuquota report --since 7d
+      gpuquota report --since 7d --time-spent
       kubectl -n monitoring port-forward service/prometheus 9090 &
       gpuquota --context NAME report --since 30d --prometheus http://localhost:9090 -o csv
     """
+    if time_spent:
+        _report_time_spent(time.time() - _seconds(since), output)
+        return
     rows = client().gpu_hours(_seconds(since), prometheus=prometheus)
     if output is ReportFormat.JSON:
         echo_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
@@ -65,6 +79,16 @@ def report(
     else:
         columns = _COLUMNS if any(row.unused is not None for row in rows) else _COLUMNS[:-1]
         echo(table(columns, (_row(row)[: len(columns)] for row in rows)))
+
+
+def _report_time_spent(since: float, output: ReportFormat) -> None:
+    rows = time_rows(client().list_jobs("").jobs, since, time.time())
+    if output is ReportFormat.JSON:
+        echo_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
+    elif output is ReportFormat.CSV:
+        echo_data(as_csv(rows))
+    else:
+        echo(as_table(rows))
 
 
 def _row(row: GpuHours) -> tuple[str, float, float, float, float | None]:

@@ -110,7 +110,7 @@ def reworded(
 
 def _parameter_name(field: str, by_name: Mapping[str, object]) -> str:
     """The parameter that a field is set by; the field where there is none."""
-    for name in (_PARAMETERS.get(field, ""), field, field.removesuffix("_mib"), field.removesuffix("_s")):
+    for name in (_PARAMETERS.get(field, ""), field, *(field.removesuffix(unit) for unit in ("_mib", "_s", "_at"))):
         if name in by_name:
             return name
     return field

@@ -149,7 +149,12 @@ def age(since: float | None, until: float | None = None) -> str:
     """A duration as kubectl shows it: 45s, 12m, 3h5m, 2d4h; '' when there is none."""
     if since is None:
         return ""
-    seconds = int(max(0.0, (until or time.time()) - since))
+    return duration((until or time.time()) - since)
+
+
+def duration(seconds: float) -> str:
+    """Return a number of seconds as kubectl shows it: 45s, 12m, 3h5m, 2d4h."""
+    seconds = int(max(0.0, seconds))
     if seconds < 120:
         return f"{seconds}s"
     if seconds < 7200:

@@ -11,7 +11,7 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cli.display.output import Format, age, table, timestamp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota.api import Job, Worker
     from kfp_gpuquota.api.wire import Event, NodeView
@@ -27,20 +27,22 @@ def job_table(
     width: int | None = None,
     headers: bool = True,
     labels: bool = False,
+    grouped: bool = True,
 ) -> str:
     """Return a line for each job; with more columns in the wide form, which is never cut, as with `labels`.
 
-    With the users of jobs that have one: they run as different users.
+    With the users of jobs that have one: they run as different users. If `grouped`, and without these columns, jobs of
+    an array that are in the same phase, and do not run, are one line.
     """
     wide, users = output is Format.WIDE, any(job.owner for job in jobs)
     rows = (
         [
-            *([job.owner] if users else []),
-            *_job_row(job),
-            *(_wide_row(job) if wide else []),
-            *([_labels(job)] if labels else []),
+            *([group[0].owner] if users else []),
+            *(_job_row(group[0]) if len(group) == 1 else _group_row(group)),
+            *(_wide_row(group[0]) if wide else []),
+            *([_labels(group[0])] if labels else []),
         ]
-        for job in jobs
+        for group in (_groups(jobs) if grouped and not (wide or labels) else ([job] for job in jobs))
     )
     columns = _JOB_COLUMNS + (_MORE_COLUMNS if wide else ()) + (("LABELS",) if labels else ())
     columns = ("USER", *columns) if users else columns
@@ -94,11 +96,11 @@ def progress_text(job: Job) -> str:
 
 
 def expected_start_text(job: Job, *, accuracy: bool = True) -> str:
-    """Return when a waiting job is expected to start, "unknown" where it cannot be known; "" for any other job.
+    """Return when a job in the queue is expected to start, "unknown" where it cannot be known; "" for any other job.
 
     With `accuracy` also how right past estimates were.
     """
-    if job.status.phase is not Phase.PENDING:
+    if job.status.phase is not Phase.PENDING or (job.status.reason is not None and job.status.reason.code.holds):
         return ""
     expected = job.status.expected_start
     return "unknown" if expected is None else expected_start_of(expected, time.time(), accuracy=accuracy)
@@ -134,6 +136,39 @@ def _job_row(job: Job) -> list[object]:
         age(status.submitted_at),
         status.reason.message if status.reason is not None and status.phase is not Phase.RUNNING else "",
     ]
+
+
+def _groups(jobs: Sequence[Job]) -> Iterable[list[Job]]:
+    """Return the jobs in their order; those of an array in one phase are together where the first of them is."""
+    found: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        array, phase = job.spec.array, job.status.phase
+        together = array is not None and (phase is Phase.PENDING or phase.final)
+        key = (job.spec.project, array.name if array else "", phase.value, job.owner) if together else (job.uid,)
+        found.setdefault(key, []).append(job)
+    return found.values()
+
+
+def _group_row(group: Sequence[Job]) -> list[object]:
+    name, project, kind, phase, *_ = _job_row(group[0])
+    arrays = [job.spec.array for job in group]
+    indices = sorted(array.index for array in arrays if array is not None)
+    name = f"{arrays[0].name}-[{_ranges(indices)}]" if arrays[0] is not None else name
+    gpus = as_number(sum(job.status.gpus for job in group))
+    reason = next((reason for job in group if (reason := _job_row(job)[-1])), "")
+    submitted = min(job.status.submitted_at for job in group)
+    return [name, project, kind, phase, gpus, f"{len(group)} x {group[0].spec.asks}", "", age(submitted), reason]
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """Return ordered numbers as Slurm writes them: "0-3,7"."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] + 1 == index:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _wide_row(job: Job) -> list[object]:

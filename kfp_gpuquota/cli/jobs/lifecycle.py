@@ -16,6 +16,7 @@ from kfp_gpuquota.cli.arguments.options import DryRun, DryRunOption, ProjectOpti
 from kfp_gpuquota.cli.arguments.parsers import seconds
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text
 from kfp_gpuquota.cli.display.terminal import echo
+from kfp_gpuquota.cli.jobs.arrays import arrays_in, with_members
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
       gpuquota suspend train1 train2
     """
     reached, project = client(), project_or_configured(project)
-    reached.stop_jobs(project, job_names(jobs), StopAction.SUSPEND)
-    for name in job_names(jobs):
+    names = with_members(reached, project, job_names(jobs))
+    reached.stop_jobs(project, names, StopAction.SUSPEND)
+    for name in names:
         echo(f"job {name} suspended")
 
 
@@ -54,7 +56,7 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
       gpuquota resume train1
     """
     reached, project = client(), project_or_configured(project)
-    for name in job_names(jobs):
+    for name in with_members(reached, project, job_names(jobs)):
         reached.resume_job(project, name)
         echo(f"job {name} resumed")
 
@@ -65,7 +67,8 @@ def cancel(jobs: JobsArgument, project: ProjectOption = "") -> None:
     Example:
       gpuquota cancel train1
     """
-    reached, project, names = client(), project_or_configured(project), job_names(jobs)
+    reached, project = client(), project_or_configured(project)
+    names = with_members(reached, project, job_names(jobs))
     reached.stop_jobs(project, names, StopAction.CANCEL)
     for name in names:
         echo(f"job {name} cancelled")
@@ -129,6 +132,7 @@ def delete(
 
     Examples:
       gpuquota delete elastic1 filler1
+      gpuquota delete sweep
       gpuquota delete job/train1
       gpuquota delete --ended
       gpuquota delete jobs -l 'team in (vision, speech)'
@@ -140,7 +144,8 @@ def delete(
         raise UsageError("name the jobs, or give --ended for all that have ended: gpuquota delete JOB...")
     reached, project = client(), project_or_configured(project)
     listed = reached.list_jobs(project).jobs
-    uids = {job.spec.name: job.uid for job in listed}
+    uids, arrays = {job.spec.name: job.uid for job in listed}, arrays_in(listed)
+    jobs = [each for name in jobs for each in ([name] if name in uids else arrays.get(name, [name]))]
     jobs = jobs or [
         job.spec.name for job in listed if selects(wanted, job.spec.labels) and (job.status.phase.final or not ended)
     ]

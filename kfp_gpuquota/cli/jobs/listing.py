@@ -52,10 +52,13 @@ class Look:
     output: str
     headers: bool
     labels: bool
+    grouped: bool = True
 
     def table(self, jobs: Sequence[Job], *, headers: bool) -> str:
         """Return the table of jobs, cut to the terminal."""
-        return job_table(jobs, self.output, width=terminal_width(), headers=headers, labels=self.labels)
+        return job_table(
+            jobs, self.output, width=terminal_width(), headers=headers, labels=self.labels, grouped=self.grouped
+        )
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def list_things(
     """List jobs (of the project, or of all), projects, or nodes.
 
     On a terminal, lines are cut to its width; `-o wide`, `describe` and `explain` show whole sentences.
+    Jobs of an array that wait or have ended are one line; `-o wide` and `--show-labels` show each.
 
     Examples:
       gpuquota list
@@ -195,7 +199,7 @@ def get(
             output=output,
         )
         return
-    look = Look(output, headers=not no_headers, labels=show_labels)
+    look = Look(output, headers=not no_headers, labels=show_labels, grouped=False)
     reached = client()
     if watch:
         changes = reached.watch_jobs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from kfp_gpuquota.api.job_sentences import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
+from kfp_gpuquota.api.time_spent import time_spent
 from kfp_gpuquota.cli.arguments.completion import complete_job, complete_named
 from kfp_gpuquota.cli.arguments.names import job_name, kind_and_name
 from kfp_gpuquota.cli.arguments.options import (
@@ -22,7 +24,7 @@ from kfp_gpuquota.cli.arguments.options import (
 )
 from kfp_gpuquota.cli.display.descriptions import described_node, described_project
 from kfp_gpuquota.cli.display.gpus import gibibytes
-from kfp_gpuquota.cli.display.output import Format, age, is_tabular, show, table
+from kfp_gpuquota.cli.display.output import Format, age, duration, is_tabular, show, table
 from kfp_gpuquota.cli.display.tables import expected_start_text, output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import last_lines
@@ -86,6 +88,8 @@ def _describe_job(reached: ClusterApi, project: str, name: str, output: str) -> 
         parts.append(table(("DEVICE", "NODE", "USED", "REQUEST", "LIMIT", "MAY USE NOW"), shares))
     if found.status.resizes:
         parts.append(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
+    if spent := list(_spent_rows(found, time.time())):
+        parts.append(table(("TIME SPENT", "FOR", "PART"), spent))
     echo("\n\n".join(parts))
 
 
@@ -248,6 +252,14 @@ def _worker_rows(job: Job) -> Iterator[list[object]]:
     for worker in job.status.workers:
         devices = ",".join(str(index) for index in worker.devices)
         yield [worker.index, worker.rank, worker.node, devices, worker.phase.value, worker.pid, worker.exit_code]
+
+
+def _spent_rows(job: Job, now: float) -> Iterator[list[object]]:
+    """Yield where the job's time went, and its parts of the job's life."""
+    parts = time_spent(job.status, now)
+    life = sum(parts.values())
+    for activity, seconds in parts.items():
+        yield [activity.label, duration(seconds), f"{seconds / life:.0%}" if life else ""]
 
 
 def _resize_rows(job: Job) -> Iterator[list[object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -28,8 +29,10 @@ from kfp_gpuquota.cli.arguments.options import (
     project_or_configured,
 )
 from kfp_gpuquota.cli.arguments.parsers import gpus_or_fraction, pairs, seconds, toleration_of, whole_number
+from kfp_gpuquota.cli.arguments.start_conditions import array_of, begin_time, dependencies
 from kfp_gpuquota.cli.display.output import Format, is_tabular, show
 from kfp_gpuquota.cli.display.terminal import echo
+from kfp_gpuquota.cli.jobs.arrays import arrays_in, specs_of, submit_all
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.cli.jobs.rehearsal import rehearse_here
 from kfp_gpuquota.cluster.submission import forwarded_environment, most_gpus, with_absolute_paths
@@ -159,7 +162,25 @@ MinRunTimeOption = Annotated[
 ]
 MaxRuntimeOption = Annotated[
     str | None,
-    typer.Option("--max-runtime", metavar="TIME", help="It ends with a failure after it has run this long, as 2h."),
+    typer.Option(
+        "--max-runtime", "--time", metavar="TIME", help="It ends with a failure after it has run this long, as 2h."
+    ),
+]
+BeginOption = Annotated[
+    str | None,
+    typer.Option("--begin", metavar="TIME", help="Not queued before: +2h, 22:00, or 2027-01-31T22:00."),
+]
+AfterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--after",
+        metavar="JOB[,JOB]",
+        help="Not queued before these have succeeded; any:JOB: have ended; an array: all of its jobs.",
+    ),
+]
+ArrayOption = Annotated[
+    str | None,
+    typer.Option("--array", metavar="0-99[%8]", help="A job for each index, at most 8 queued or running at a time."),
 ]
 FollowOption = Annotated[
     bool,
@@ -253,6 +274,9 @@ def submit(
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     min_run_time: MinRunTimeOption = 0.0,
     max_runtime: MaxRuntimeOption = None,
+    begin: BeginOption = None,
+    after: AfterOption = None,
+    array: ArrayOption = None,
     follow: FollowOption = False,
     label: LabelOption = None,
     rehearse: RehearseOption = False,
@@ -276,13 +300,17 @@ def submit(
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
       gpuquota submit overnight -g 1 --max-runtime 8h -- python train.py
+      gpuquota submit tonight -g 1 --begin 22:00 -- python train.py
+      gpuquota submit train4 -g 1 --after prepare -- python train.py
+      gpuquota submit sweep -g 1 --array 0-99%8 -- python train.py
+      gpuquota submit report -g 0 --after any:sweep -- python report.py
       gpuquota submit bounded -g 1 --cpu-limit 4 --memory-limit 16Gi -- python train.py
       gpuquota submit piped -g 1 --runtime-env-json '{"pip": ["einops"]}' -- python train.py
       gpuquota submit sleeper -g 1 --command sleep --args infinity
       gpuquota submit train3 -g 1 --dry-run=server -o yaml -- python train.py
     """
-    if follow and not is_tabular(output):
-        raise UsageError(f"--follow shows the job's log where -o {output} shows its record; choose one of them")
+    if follow:
+        _check_follow(output, array)
     if rehearse:
         rehearse_here(
             list(whole_command(command or [], program, args or [])),
@@ -336,11 +364,16 @@ def submit(
         cool_down_s=cool_down,
         min_run_time_s=min_run_time,
         max_runtime_s=None if max_runtime is None else seconds("max_runtime", max_runtime),
+        begin_at=None if begin is None else begin_time(begin, time.time()),
+        after=dependencies(after, arrays_in(reached.list_jobs(project).jobs)) if after else (),
         labels=pairs("label", label or [], "a label is given as KEY=VALUE"),
         runtime_env=_runtime_env(runtime_env, runtime_env_json),
     )
     if here and not _is_found(spec):
         echo(f"warning: this machine has no program {spec.command[0]!r}", err=True)  # a node of a Ray cluster may
+    if array is not None:
+        _submit_array(reached, specs_of(spec, array_of(array)), dry_run, output)
+        return
     if dry_run is not DryRun.NONE:
         _show_dry_run(reached, spec, dry_run, output)
         return
@@ -355,6 +388,26 @@ def submit(
     show(job, output)
     if follow:
         raise typer.Exit(follow_to_the_end(reached, project, name))
+
+
+def _check_follow(output: str, array: str | None) -> None:
+    if not is_tabular(output):
+        raise UsageError(f"--follow shows the job's log where -o {output} shows its record; choose one of them")
+    if array is not None:
+        raise UsageError("--follow shows the log of one job, and --array submits several; leave one of them out")
+
+
+def _submit_array(reached: ClusterApi, specs: Sequence[JobSpec], dry_run: DryRun, output: str) -> None:
+    if dry_run is not DryRun.NONE:
+        for spec in specs:
+            _show_dry_run(reached, spec, dry_run, output)
+        return
+    jobs = submit_all(reached, specs)
+    if output is Format.TABLE:
+        name, project = specs[0].array.name if specs[0].array else "", specs[0].project
+        see = f"see them with: gpuquota list -p {project}"
+        echo(f"{len(jobs)} jobs submitted to project {project} as array {name}; {see}")
+    show(tuple(jobs), output)
 
 
 def _show_dry_run(reached: ClusterApi, spec: JobSpec, dry_run: DryRun, output: str) -> None:

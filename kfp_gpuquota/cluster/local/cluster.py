@@ -15,6 +15,7 @@ from kfp_gpuquota.api.annotations import with_limit_variable
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.project import check_parents, version_of
 from kfp_gpuquota.api.quantity import as_number, show_gpus
+from kfp_gpuquota.api.start_conditions import parse_after
 from kfp_gpuquota.api.wire import (
     Event,
     EventKind,
@@ -213,7 +214,8 @@ class LocalCluster:
     def submit(self, request: SubmitJob, owner: Owner | None = None) -> Job:
         """Queue a job that runs as `owner`; the same request again answers with the same job.
 
-        Raises NotFoundError for the project, AlreadyExistsError for the name, InvalidFieldError for what never fits.
+        Raises NotFoundError for the project or a job that it waits for, AlreadyExistsError for the name, and
+        InvalidFieldError for what never fits.
         """
         if made := self._state.job_of_request(request.request_id):
             return self._state.view(made.uid)
@@ -225,6 +227,8 @@ class LocalCluster:
                 f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it first: "
                 f"gpuquota delete -p {spec.project} {spec.name}"
             )
+        for after in map(parse_after, spec.after):
+            self._state.job_named(spec.project, after.name)
         job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by, owner)
         if request.dry_run:
             return Job(uid="", spec=job.spec, status=job.status, owner=owner.name if owner else "")

@@ -143,6 +143,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     victims: tuple[str, ...] = ()
     submitted_at: Number = 0.0
     suspended: bool = False
+    suspended_for: Reason | None = None
     completing: bool = False
     removed: bool = False
     next_index: int = 0

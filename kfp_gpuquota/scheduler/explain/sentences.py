@@ -116,6 +116,8 @@ def reserved(reason: Reason, nodes: Sequence[str], starts_by: float) -> Reason:
 
 def suspended(job: Job) -> Reason:
     """Return why a suspended job waits."""
+    if job.suspended_for is not None:
+        return job.suspended_for
     return Reason(code=ReasonCode.SUSPENDED, message="suspended by a user", project=job.queue.name)
 
 

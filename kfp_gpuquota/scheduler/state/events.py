@@ -90,15 +90,17 @@ class JobCompleting(Event, frozen=True, tag=True):
 
 
 class JobSuspended(Event, frozen=True, tag=True):
-    """The job is not considered until it is resumed."""
+    """The job is not considered until it is resumed, for `reason`; None: a user has suspended it."""
 
     uid: str
+    reason: Reason | None = None
 
 
 class JobResumed(Event, frozen=True, tag=True):
-    """The job is considered again, with its submission time."""
+    """The job is considered again, with its submission time; with `at`, as if it were submitted at that time."""
 
     uid: str
+    at: float | None = None
 
 
 class JobDeferred(Event, frozen=True, tag=True):

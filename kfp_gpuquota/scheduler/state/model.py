@@ -266,7 +266,8 @@ class Job:
     moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the
     placements for which room was made, at `promised_at`, by asking the workers `victims` to leave. `exceeds`: its size
     was updated while it ran, to a gang beyond the guarantee, so it has no core until this run ends. Before
-    `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`.
+    `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`. `suspended_for` is why it is
+    not considered; None: a user has suspended it.
     """
 
     uid: str
@@ -285,6 +286,7 @@ class Job:
     overlapping: bool = False
     submitted_at: float = 0.0
     suspended: bool = False
+    suspended_for: Reason | None = None
     completing: bool = False
     removed: bool = False
     promised: tuple[Placement, ...] = ()

@@ -164,13 +164,14 @@ class State:
     @_apply.register
     def _(self, event: events.JobSuspended) -> None:
         job = self._job(event.uid)
-        job.suspended = True
+        job.suspended, job.suspended_for = True, event.reason
         self._changed(job)
 
     @_apply.register
     def _(self, event: events.JobResumed) -> None:
         job = self._job(event.uid)
-        job.suspended = False
+        job.suspended, job.suspended_for = False, None
+        job.submitted_at = job.submitted_at if event.at is None else event.at
         self._changed(job)
 
     @_apply.register

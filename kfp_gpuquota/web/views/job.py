@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.job_sentences import preemption_of, request_of
 from kfp_gpuquota.api.quantity import show_gpus
+from kfp_gpuquota.api.time_spent import activity_of, time_spent
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError
 from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.live import Elements
@@ -141,6 +142,12 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
         yield "Step", f"{status.progress.step:,}{total}, epoch {status.progress.epoch:,}"
     if status.started_at is not None and status.finished_at is not None:
         yield "Ran for", duration(status.finished_at - status.started_at)
+    if spent := time_spent(status, status.counted_until or 0.0):
+        parts = ", ".join(
+            f"{activity.label} {duration(seconds)}" for activity, seconds in spent.items() if seconds >= 1
+        )
+        doing = activity_of(status)
+        yield "Time spent", parts + (f"; now {doing.label}" if doing else "")
     for word, count in (("Restarts", status.restarts), ("Preempted", status.evictions), ("Moved", status.moves)):
         if count:
             yield word, "once" if count == 1 else f"{count} times"

@@ -112,6 +112,7 @@ class ElasticJobs:
         """Continue the work of an earlier controller, after all objects have been listed."""
         self.book.listed()
         self.pod_events.start()
+        self.book.examine_conditions()
         self.membership.begin_epoch()
         for uid, job in list(self.book.jobs.items()):
             alive = self.book.alive_of(uid)
@@ -268,8 +269,7 @@ class ElasticJobs:
             with self.decisions.decide() as recorder:
                 recorder.update(before, spec)
             return
-        self.book.commit(Change(jobs={uid: None}))
-        self.book.commit(Change(jobs={uid: msgspec.structs.replace(before, spec=spec)}))
+        self.book.submit_again(msgspec.structs.replace(before, spec=spec))
         self.readiness.announce(uid)
         if self.book.runtime_states[uid].excluded_nodes:
             self._emit_excluded_nodes(uid)

@@ -14,6 +14,8 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store
 from kfp_gpuquota.engine.records import with_status
+from kfp_gpuquota.engine.start_conditions import hold, settle
+from kfp_gpuquota.engine.time_accounting import account, account_all
 from kfp_gpuquota.server.membership.service import NotStoredYetError
 
 if TYPE_CHECKING:
@@ -58,6 +60,19 @@ class Book(Store):
 
     def commit(self, change: Change, *, durable: bool = True) -> None:  # noqa: ARG002 (the status is written soon)
         """Apply a change, and emit its events to the scheduler; a job of None is removed with its workers."""
+        if self._listed:
+            settle(self, change, self.clock())
+        else:
+            hold(change)
+        self._apply(change)
+
+    def submit_again(self, job: JobRecord) -> None:
+        """Replace a waiting job by one with another specification: nobody that waits for it takes it for deleted."""
+        self._apply(Change(jobs={job.uid: None}))
+        self.commit(Change(jobs={job.uid: job}))
+
+    def _apply(self, change: Change) -> None:
+        account_all(self, change, self.clock())
         events = [event for event in self.scheduler_events(change) if self._listed or not self._ends_new_job(event)]
         changed = {record.worker.job_uid: True for record in change.workers.values()}
         changed |= {uid: _is_decision(self.jobs.get(uid), job) for uid, job in change.jobs.items()}
@@ -79,6 +94,13 @@ class Book(Store):
             if job.ending and not job.status.phase.final:
                 self.emit(scheduler.JobRemoved(uid))
 
+    def examine_conditions(self) -> None:
+        """Examine the conditions of all starts, after all jobs were listed and those with pods count as started.
+
+        Not earlier: a job that was not listed yet would count as deleted.
+        """
+        self.commit(Change(jobs={uid: self.jobs[uid] for uid in self.conditional}))
+
     def _ends_new_job(self, event: scheduler.Event) -> bool:
         return isinstance(event, scheduler.JobRemoved) and event.uid not in self.jobs
 
@@ -99,7 +121,7 @@ class Book(Store):
         if _is_same_cause(job.status.reason, reason) and 0 <= now - state.explained_at < EXPLAINED_AGAIN_S:
             return
         state.explained_at = now
-        self.jobs[uid] = with_status(job, reason=reason)
+        self.jobs[uid] = account(job, with_status(job, reason=reason), now)
         self.changed(uid)
 
     def promise(self, event: scheduler.PlacementsPromised) -> None:

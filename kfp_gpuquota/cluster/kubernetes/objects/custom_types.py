@@ -79,6 +79,14 @@ class JobLease(Struct, frozen=True):
     reason: str = ""
 
 
+class AwaitedJob(Struct, frozen=True):
+    """A job whose end is waited for, as it was found under its name; `met`: it has ended as it should."""
+
+    name: str
+    uid: str
+    met: bool = False
+
+
 class ElasticJobSpec(Struct, frozen=True):
     """The specification of an ElasticJob; the pod template is kept as raw JSON."""
 
@@ -98,6 +106,9 @@ class ElasticJobSpec(Struct, frozen=True):
     preemptible: bool | None = None
     suspend: bool = False
     max_runtime_seconds: float | None = None
+    begin: Any = None
+    after: Any = None
+    array: Any = None
     workers_ready_timeout_seconds: float | None = None
     grace_period_seconds: float | None = None
     max_restarts: int | None = None
@@ -188,6 +199,8 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     conditions: tuple[Condition, ...] = ()
     page: str | None = None
     observed_generation: int = 0
+    eligible_time: datetime | None = None
+    awaited: tuple[AwaitedJob, ...] = ()
     start_time: datetime | None = None
     completion_time: datetime | None = None
     exit_code: int | None = None
@@ -215,6 +228,8 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     training_gpus: int = 0
     ranks: tuple[int, ...] = ()
     resizes: tuple[SizeChange, ...] = ()
+    spent_seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    counted_until: datetime | None = None
     not_ready: tuple[NotReadyWorker, ...] = ()
     requeue_state: RetryState | None = None
     grow_state: RetryState | None = None

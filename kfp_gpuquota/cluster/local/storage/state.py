@@ -32,6 +32,8 @@ from kfp_gpuquota.cluster.usage import recalled
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store as JobStore
 from kfp_gpuquota.engine.records import JobRecord, view, with_status
+from kfp_gpuquota.engine.start_conditions import settle
+from kfp_gpuquota.engine.time_accounting import account, account_all
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
 from kfp_gpuquota.garbage import collector_paused
 
@@ -77,7 +79,6 @@ class ClusterState(JobStore):
         self.projects: dict[str, Project] = {}
         self._usage_half_life_s = usage_half_life_s
         self.scheduler = self._new_scheduler()
-        self._uids: dict[tuple[str, str], str] = {}
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
@@ -96,7 +97,7 @@ class ClusterState(JobStore):
 
     def job_named(self, project: str, name: str) -> JobRecord:
         """One job. Raises NotFoundError."""
-        uid = self._uids.get((project, name))
+        uid = self.uid_of(project, name)
         if uid is None:
             raise NotFoundError(
                 f"project {project!r} has no job {name!r}; see what it has with: gpuquota list -p {project}"
@@ -110,7 +111,7 @@ class ClusterState(JobStore):
 
     def has_name(self, project: str, name: str) -> bool:
         """Return whether the project has a job of this name."""
-        return (project, name) in self._uids
+        return self.uid_of(project, name) is not None
 
     def project(self, name: str) -> Project:
         """One project. Raises NotFoundError."""
@@ -226,6 +227,9 @@ class ClusterState(JobStore):
 
     def commit(self, change: Change, *, durable: bool = True) -> None:
         """Write it, and remember it. Raises StateFileError or ConflictError, and nothing has changed then."""
+        now = self.clock()
+        settle(self, change, now)
+        account_all(self, change, now)
         try:
             self._commit(change, durable=durable)
         except StateFileError:
@@ -265,7 +269,7 @@ class ClusterState(JobStore):
         """Keep why a job waits in memory: nothing is written."""
         job = self.jobs[uid]
         if job.status.reason is not reason and job.status.reason != reason:
-            self.jobs[uid] = with_status(job, reason=reason)
+            self.jobs[uid] = account(job, with_status(job, reason=reason), self.clock())
             self.wake()
 
     def wake(self) -> None:
@@ -338,16 +342,13 @@ class ClusterState(JobStore):
         super().apply_change(change)
 
     def put_job(self, job: JobRecord) -> None:
-        """The job as given from now on, also by its name and by the request that made it."""
+        """The job as given from now on, also by the request that made it."""
         super().put_job(job)
-        self._uids[job.spec.project, job.spec.name] = job.uid
         self._by_request[job.request_id] = job.uid
 
     def remove_job(self, uid: str) -> list[str]:
-        """Delete the job, its name and its workers."""
-        job = self.jobs[uid]
-        del self._uids[job.spec.project, job.spec.name]
-        self._by_request.pop(job.request_id, None)
+        """Delete the job and its workers."""
+        self._by_request.pop(self.jobs[uid].request_id, None)
         return super().remove_job(uid)
 
     def _load(self) -> None:

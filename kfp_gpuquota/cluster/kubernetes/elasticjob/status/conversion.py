@@ -23,8 +23,9 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     stored_occurrence,
 )
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import pod_name
+from kfp_gpuquota.cluster.kubernetes.objects import custom_types
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, TrainingProgress
-from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, leaving, with_status
+from kfp_gpuquota.engine.records import AwaitedJob, Intent, JobRecord, WorkerRecord, leaving, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,11 +65,16 @@ def record_of(
         generation_high=status.generation_reserved,
         generation=status.generation,
         members=tuple(worker_id(meta.uid, index) for index in status.ranks),
+        awaited=tuple(AwaitedJob(one.name, one.uid, one.met) for one in status.awaited),
     )
 
 
 def _time(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC)
+
+
+def _exact(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 
 def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
@@ -159,6 +165,8 @@ def status_of(
         conditions=tuple(conditions),
         page=page,
         observed_generation=job.metadata.generation,
+        eligible_time=_exact(status.eligible_at),
+        awaited=tuple(custom_types.AwaitedJob(one.name, one.uid, one.met) for one in record.awaited),
         start_time=_time(status.started_at),
         completion_time=_time(status.finished_at),
         exit_code=status.exit_code,
@@ -186,6 +194,8 @@ def status_of(
         training_gpus=record.size,
         ranks=tuple(map(index_of, record.members)),
         resizes=size_changes(status.resizes),
+        spent_seconds=status.spent,
+        counted_until=_exact(status.counted_until),
         **retries,
     )
 

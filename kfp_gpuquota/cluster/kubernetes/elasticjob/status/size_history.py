@@ -35,11 +35,14 @@ def status_of_object(job: ElasticJob) -> JobStatus:
         last_move=occurrence_of(status.last_move),
         exit_code=status.exit_code,
         submitted_at=seconds(meta.creation_timestamp) or 0.0,
+        eligible_at=seconds(status.eligible_time),
         started_at=seconds(status.start_time),
         finished_at=seconds(status.completion_time),
         result_worker=status.result_worker,
         progress=progress_of(status.progress),
         resizes=tuple(map(_resize, status.resizes)),
+        spent=status.spent_seconds,
+        counted_until=seconds(status.counted_until),
     )
 
 

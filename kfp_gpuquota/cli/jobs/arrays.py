@@ -1,0 +1,67 @@
+"""Arrays of jobs: `gpuquota submit --array`, and commands that name an array instead of its jobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.api.start_conditions import INDEX_VARIABLE, ArrayTask
+from kfp_gpuquota.api.wire import StopAction
+from kfp_gpuquota.errors import GpuQuotaError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.api import Job, JobSpec
+    from kfp_gpuquota.cli.arguments.start_conditions import Array
+    from kfp_gpuquota.server.cluster_api import ClusterApi
+
+
+def specs_of(spec: JobSpec, array: Array) -> list[JobSpec]:
+    """Return the jobs of an array: each has its index in its name and in its environment."""
+    return [
+        msgspec.structs.replace(
+            spec,
+            name=f"{spec.name}-{index}",
+            environment={**spec.environment, INDEX_VARIABLE: str(index)},
+            array=ArrayTask(name=spec.name, index=index, limit=array.limit),
+        )
+        for index in array.indices
+    ]
+
+
+def submit_all(reached: ClusterApi, specs: Sequence[JobSpec]) -> list[Job]:
+    """Submit the jobs; if one is refused, those before it are deleted again. Raises what the cluster answered."""
+    made: list[Job] = []
+    try:
+        for spec in specs:
+            made.append(reached.submit(spec))  # noqa: PERF401 (those that were made are needed after an error)
+    except GpuQuotaError:
+        if made:
+            reached.stop_jobs(specs[0].project, [job.spec.name for job in made], StopAction.DELETE)
+        raise
+    return made
+
+
+def arrays_in(jobs: Iterable[Job]) -> dict[str, list[str]]:
+    """Return the names of each array's jobs, in the order of their indices."""
+    members: dict[str, list[tuple[int, str]]] = {}
+    for job in jobs:
+        if (array := job.spec.array) is not None:
+            members.setdefault(array.name, []).append((array.index, job.spec.name))
+    return {name: [job for _, job in sorted(of)] for name, of in members.items()}
+
+
+def with_members(reached: ClusterApi, project: str, names: Iterable[str]) -> list[str]:
+    """Return the names with the jobs of an array in the place of its name; jobs are listed only if one is no job's."""
+    found: list[str] = []
+    arrays: dict[str, list[str]] | None = None
+    for name in names:
+        try:
+            reached.get_job(project, name)
+            found.append(name)
+        except NotFoundError:
+            arrays = arrays_in(reached.list_jobs(project).jobs) if arrays is None else arrays
+            found += arrays.get(name, [name])
+    return list(dict.fromkeys(found))

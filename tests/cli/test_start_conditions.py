@@ -1,0 +1,107 @@
+"""Jobs that begin later, after others, or in their turn of an array."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import TYPE_CHECKING
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from kfp_gpuquota.cli.arguments.start_conditions import array_of, begin_time, dependencies
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Cli
+
+NOW = datetime(2027, 1, 31, 21, 30, tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("+2h", "2027-01-31T23:30:00+00:00"),
+        ("+90", "2027-01-31T21:31:30+00:00"),
+        ("22:00", "2027-01-31T22:00:00+00:00"),
+        ("21:30", "2027-02-01T21:30:00+00:00"),
+        ("2027-03-01T08:00", "2027-03-01T08:00:00+00:00"),
+        ("2027-03-01 08:00", "2027-03-01T08:00:00+00:00"),
+        ("2027-03-01T08:00+02:00", "2027-03-01T06:00:00+00:00"),
+    ],
+)
+def test_a_begin_is_written_as_a_wait_a_time_of_day_or_a_date(text: str, expected: str) -> None:
+    assert datetime.fromtimestamp(begin_time(text, NOW, UTC), UTC).isoformat() == expected
+
+
+def test_a_time_of_day_is_that_of_the_users_time_zone() -> None:
+    found = datetime.fromtimestamp(begin_time("22:00", NOW, ZoneInfo("Europe/Berlin")), UTC)
+    assert found.isoformat() == "2027-02-01T21:00:00+00:00"
+
+
+@pytest.mark.parametrize("text", ["", "tomorrow", "25:00", "22:60", "+", "-2h", "0000-00-00", "9" * 40])
+def test_another_begin_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(InvalidFieldError, match=r"\+2h, 22:00"):
+        begin_time(text, NOW, UTC)
+
+
+@pytest.mark.parametrize(
+    ("text", "indices", "limit"),
+    [("0-3%2", (0, 1, 2, 3), 2), ("1,5,7", (1, 5, 7), None), ("0-30:10,3%1", (0, 10, 20, 30, 3), 1), ("4", (4,), None)],
+)
+def test_an_array_is_written_as_in_slurm(text: str, indices: tuple[int, ...], limit: int | None) -> None:
+    assert array_of(text) == (indices, limit)
+
+
+@pytest.mark.parametrize("text", ["", "3-1", "0-3%", "0-3%0", "0-3%x", "1,1", "a", "0-1000", "-1", "0--3", "0-9999999"])
+def test_another_array_is_refused(text: str) -> None:
+    with pytest.raises(InvalidFieldError):
+        array_of(text)
+
+
+def test_an_array_in_after_means_all_of_its_jobs() -> None:
+    arrays = {"sweep": ["sweep-0", "sweep-1"]}
+    found = dependencies(["prep,any:sweep", "job/prep"], arrays)
+    assert found == ("prep", "any:sweep-0", "any:sweep-1")
+
+
+def test_an_array_is_submitted_listed_awaited_and_deleted_by_its_name(cli: Cli) -> None:
+    cli("project create team-a --guaranteed 2")
+    cli("config project team-a")
+    submitted = cli(
+        "submit", "sweep", "-g", "1", "--array", "0-3%1", "--", "sh", "-c", "echo I am $GPUQUOTA_ARRAY_INDEX"
+    )
+    assert "4 jobs submitted to project team-a as array sweep" in submitted
+    refused = cli.run("submit", "sweep", "--array", "4,0", "--", "true")
+    assert "already has a job 'sweep-0'" in refused.err
+    assert "sweep-4" not in cli("list -o name"), "those that were submitted before are deleted"
+    cli("submit", "summary", "-g", "0", "--after", "any:sweep", "--", "true")
+    cli("wait sweep-0 sweep-1 sweep-2 sweep-3 summary --timeout 60s")
+    assert cli("logs sweep-2") == "I am 2\n"
+    (line,) = (line for line in cli("list").splitlines() if "sweep" in line)
+    assert line.split()[:7] == ["sweep-[0-3]", "team-a", "train", "Succeeded", "0", "4", "x"]
+    jobs = {job["spec"]["name"]: job["status"] for job in json.loads(cli("list -o json"))}
+    ends = [jobs[f"sweep-{index}"] for index in range(4)]
+    for before, after in pairwise(ends):
+        assert after["started_at"] >= before["finished_at"], "one at a time, in the order of their indices"
+    assert jobs["summary"]["started_at"] >= ends[-1]["finished_at"]
+    cli("delete sweep")
+    assert "sweep" not in cli("list -o name")
+
+
+def test_a_job_says_what_it_waits_for_and_why_it_cannot_start(cli: Cli) -> None:
+    cli("project create team-a --guaranteed 2")
+    cli("config project team-a")
+    refused = cli.run("submit", "early", "--after", "prep", "--", "true")
+    assert "project 'team-a' has no job 'prep'" in refused.err
+    cli("submit", "prep", "-g", "1", "--", "sleep", "infinity")
+    cli("submit", "train", "-g", "1", "--after", "prep", "--", "true")
+    cli("submit", "report", "-g", "1", "--after", "any:train", "--begin", "+1d", "--", "true")
+    assert cli("explain train") == "train is pending with 0 GPUs: waits for the success of job prep (after)\n"
+    assert "report is pending with 0 GPUs: waits until " in cli("explain report")
+    cli("delete prep")
+    cli.run("wait train")
+    failed = "train has failed: job prep was deleted, and this one starts only after its success (after)\n"
+    assert cli("explain train") == failed
+    assert cli.run("submit", "x", "--after", "x", "--", "true").err.startswith("Error: ")
