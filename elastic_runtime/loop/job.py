@@ -33,9 +33,10 @@ from elastic_runtime.validation.carried_state import CarriedState
 from elastic_runtime.validation.changed_parameters import ChangedParameters, OptimizerAttributes
 from elastic_runtime.validation.new_parameters import NewParameters
 from elastic_runtime.validation.prepare_checks import (
-    check_gradients,
+    check_embeddings,
     check_kinds,
     check_parameters,
+    check_sparse,
     check_synchronized,
 )
 from elastic_runtime.validation.unprepared import LoaderWatch, find_schedulers
@@ -223,7 +224,8 @@ class Job:
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
         whole = uncompiled(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(uncompiled, models))
-        check_gradients(whole)
+        check_embeddings(whole)
+        check_sparse(whole, optimizers, exact=self._options.exact, sharded=shard is not None)
         check_parameters(whole, optimizers)
         _take_from_others(whole)
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)

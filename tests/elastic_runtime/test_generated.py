@@ -47,6 +47,12 @@ def test_a_script_trains_the_same_through_stops_joins_and_losses(recipe: str, re
     assert verdict.startswith("passed"), verdict
 
 
+@pytest.mark.parametrize("script", ["tables_with_sparse_gradients", "word_vectors_of_sparse_gradients_only"])
+def test_sparse_gradients_are_summed_through_stops_joins_and_losses(script: str) -> None:
+    verdict = judge(Case(script, "fast", ("join:5 kill:10:0", "with:2 kill:9:1", "stop:5 join:9")))
+    assert verdict.result == "passed", verdict
+
+
 REFUSED = [
     ("layer_replaced_before", "stop:5", "refused: alone: parameter '2.weight' .* created after prepare"),
     ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
