@@ -61,10 +61,17 @@ REFUSED = [
     ("stream_with_a_buffer", "stop:5", "refused: alone: .*its state leaves something out"),
     ("plateau_of_a_local_loss", "with:2", "refused: with:2: attribute 'best' of ReduceLROnPlateau of rank 1 differs"),
     ("momentum_by_a_counter_of_steps", "join:6", "refused: join:6: 'weight_decay' of group 0 of SGD of rank 1 differs"),
+    (
+        "momentum_by_a_counter_of_steps",
+        "join:6 stop_before:4",
+        "refused: join:6 stop_before:4: 'weight_decay' of group 0",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "history", "words"), REFUSED, ids=[recipe for recipe, *_ in REFUSED])
+@pytest.mark.parametrize(
+    ("recipe", "history", "words"), REFUSED, ids=[f"{recipe} {history}" for recipe, history, _ in REFUSED]
+)
 def test_what_cannot_be_right_is_refused_by_name_on_every_worker(recipe: str, history: str, words: str) -> None:
     assert re.match(words, of(recipe, "fast", history))
 
