@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 import elastic_runtime
 from kfp_gpuquota.server.membership.service import MembershipService
 from tests.standalone_coordinator import StandaloneCoordinator
+from tools.devcluster.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,17 @@ def train(task: Task, environment: dict[str, str], stop: Any) -> None:
             log.write(f"{job.step} {job.world_size} {time.monotonic()}\n")
             if stop.value:
                 os._exit(0)
+
+
+def run_body(body: Callable[..., None], *arguments: Any) -> None:
+    """Run a worker's body, until the server that has forked this process ends.
+
+    It ends with the benchmark; and at a signal for the process group it ends before the workers, of whose ends
+    multiprocessing hears by it: they would be taken for ended, and train on.
+    """
+    die_with_parent()
+    if os.getppid() != 1:
+        body(*arguments)
 
 
 @dataclass(frozen=True)
@@ -190,9 +202,8 @@ class Bench:
                 "ELASTIC_WORKER_ID": worker,
                 "BENCH_STEPS": str(self._directory / f"steps-{worker}"),
             }
-            process = context.Process(
-                target=body, args=(self._task, environment, *(arguments or (self._stop,))), daemon=True
-            )
+            given = (body, self._task, environment, *(arguments or (self._stop,)))
+            process = context.Process(target=run_body, args=given, daemon=True)
             process.start()
             self._processes[worker] = process
 

@@ -264,7 +264,10 @@ class IndexedLoader(ElasticLoader):
 def check(loader: DataLoader[Any]) -> None:
     """UsageError for a loader that cannot be shared out."""
     if type(loader).__name__ == "_FabricDataLoader":
-        raise UsageError("the loader was wrapped by fabric.setup_dataloaders; leave that out, and give the plain one")
+        raise UsageError(
+            "the loader was wrapped by fabric.setup_dataloaders; leave that out, and give the plain one, or use an "
+            "ElasticFabric (elastic_runtime.integrations.lightning) for the whole loop"
+        )
     if not isinstance(loader, DataLoader):
         raise UsageError(f"prepare was given a {type(loader).__name__} as loader; it needs a torch DataLoader")
     samplers = (getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None))

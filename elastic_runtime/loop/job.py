@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import logging
 import sys
-import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,28 +16,34 @@ from torch.utils.data import IterableDataset
 from elastic_runtime.data.loader import check
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.loop.error_notes import note_on_lightning
 from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.job_builder import JobBuilder
+from elastic_runtime.loop.job_collectives import JobCollectives
+from elastic_runtime.loop.job_events import JobEvents
 from elastic_runtime.loop.member import Member
-from elastic_runtime.loop.optimizer_guards import guard_class, guard_method, watch_unprepared_optimizers
+from elastic_runtime.loop.optimizer_guards import guard_class
+from elastic_runtime.loop.prepared_objects import PreparedObjects, take_schedulers
+from elastic_runtime.loop.trainings_of_process import (
+    check_only_one,
+    fail_untrained,
+    note_coordinated,
+    note_session,
+    note_training,
+    take_from_others,
+)
 from elastic_runtime.plan.position import Position
-from elastic_runtime.process.process_exit import end_with, failed, note_exit_codes, report_errors
-from elastic_runtime.process.reporting import MetricRows
+from elastic_runtime.process.process_exit import note_exit_codes, report_errors
 from elastic_runtime.reduction.backward_pass import Loss
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.torch_internals.modules import uncompiled
-from elastic_runtime.validation.carried_state import CarriedState
-from elastic_runtime.validation.changed_parameters import ChangedParameters, OptimizerAttributes
-from elastic_runtime.validation.new_parameters import NewParameters
 from elastic_runtime.validation.prepare_checks import (
-    check_gradients,
+    check_embeddings,
     check_kinds,
     check_parameters,
+    check_sparse,
     check_synchronized,
 )
-from elastic_runtime.validation.unprepared import LoaderWatch, find_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,18 +62,10 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_coordinated: list[Job] = []  # the newest job that has a coordinator: what the process is for
-_trained: list[Job] = []  # the first job of this process whose loop began, if a coordinator manages it
-UNTRAINED = (
-    "the script called elastic_runtime.init() and ended without a step of job.epochs(...) or job.steps(...): nothing "
-    "was shared, each worker did the same work by itself, and job.is_leader was False on all of them; write: model, "
-    "optimizer, loader = job.prepare(model, optimizer, loader), iterate over job.epochs(N), and call job.backward(loss)"
-)
 _log = logging.getLogger("elastic_runtime")
 
 
-class Job:
+class Job(JobEvents, JobCollectives):
     """One elastic training job, as this worker takes part in it. Made by `elastic_runtime.init`."""
 
     def __init__(
@@ -76,9 +73,10 @@ class Job:
         environment: Environment,
         options: TrainingOptions,
     ) -> None:
+        super().__init__()
         self._environment, self._options = environment, options
         if environment.rehearse:
-            self._check_only_one()  # before it begins a second rehearsal
+            check_only_one(self)  # before it begins a second rehearsal
         self._member = Member(
             environment,
             options.seed,
@@ -90,67 +88,9 @@ class Job:
             report_errors(environment.error_file)
             note_exit_codes()
             atexit.register(self._check_trained)
-        self._on_leader: list[Callable[[], None]] = []
-        self._session: Session | None = None
         self._state: TrainingState | None = None
         if environment.coordinator:
-            _coordinated[:] = [self]
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank now; it may change at each step. LoopError before the loop begins."""
-        return self._member.rank_and_size[0]
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers that train now. LoopError before the loop begins."""
-        return self._member.rank_and_size[1]
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker is rank 0, which prints and saves. False before the loop, when ranks are undetermined."""
-        return self._member.placed and self.rank == 0
-
-    @property
-    def placed(self) -> bool:
-        """Whether this worker has a rank: from the loop's beginning on."""
-        return self._member.placed
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The ids of the workers that train now, by rank; empty before the loop, and without a coordinator."""
-        return self._member.members
-
-    @property
-    def leaving(self) -> bool:
-        """Whether this worker is leaving the job."""
-        return self._member.leaving
-
-    @property
-    def step(self) -> int:
-        """Global steps applied so far, over all epochs and all sizes; within an iteration: before it."""
-        return self._prepared.steps_before
-
-    @property
-    def applied(self) -> bool:
-        """Whether this iteration completes a global step, so that the optimizer acts in it."""
-        return self._prepared.applied
-
-    @property
-    def samples(self) -> int:
-        """The number of samples of this iteration; 0 where they are copies, of a worker without one in a small step."""
-        micro = self._prepared.micro_batch
-        return micro.size if micro else 0
-
-    @property
-    def begins_step(self) -> bool:
-        """Whether this iteration is the first one of a global step, or of its repetition; before job.backward."""
-        return self._prepared.begins_step
-
-    @property
-    def position(self) -> Position:
-        """The training's position after this iteration: epoch, steps of it, total steps."""
-        return self._prepared.reached
+            note_coordinated(self)
 
     def begin_at(self, position: Position) -> None:
         """Begin there, unless a peer or a checkpoint is further. After `prepare`, before the loop: else LoopError."""
@@ -223,9 +163,10 @@ class Job:
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
         whole = uncompiled(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(uncompiled, models))
-        check_gradients(whole)
+        check_embeddings(whole)
+        check_sparse(whole, optimizers, exact=self._options.exact, sharded=shard is not None)
         check_parameters(whole, optimizers)
-        _take_from_others(whole)
+        take_from_others(whole)
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)
         builder = JobBuilder(self._options, self._member, self._environment.memory_dir)
         if shard is not None:
@@ -233,26 +174,13 @@ class Job:
         else:
             session, plan = builder.session(state, scaler)
         session.loader = builder.loader(loaders, session, batch, plan, state)
-        for each in optimizers:
-            around = partial(self._at_lr, each, batch) if batch.bounds else None
-            guard_method(each, "step", session.may_step, around, session.closure_steps.step)
-        for part in schedulers:
-            guard_class(part, ("step",), session.may_act)
-        if scaler is not None:
-            guard_class(scaler, ("update", "unscale_"), session.may_act)
-            guard_class(scaler, ("step",), session.may_scale)
-        watch_unprepared_optimizers(session, optimizers)
-        session.structure = NewParameters(whole, optimizers) if shard is None else None
-        session.watches.append(LoaderWatch(models))
-        session.watches.append(OptimizerAttributes(optimizers))
-        if shard is None and all(each is uncompiled(each) for each in models):
-            session.watches.append(CarriedState(models))
-        if shard is None:
-            session.watches.append(ChangedParameters(models))
+        prepared = PreparedObjects(models, optimizers, schedulers, scaler)
+        prepared.guard(session, partial(self._at_lr, batch) if batch.bounds else None)
+        prepared.watch(session, whole, sharded=shard is not None)
         if self._member.rehearsed:
             self._rehearse(session, state, models, loaders[0].num_workers)
         self._session, self._state = session, state
-        _sessions.add(session)
+        note_session(session)
         several = isinstance(loader, list | tuple)
         found = (model, optimizer, [session.loader, *session.loader.seconds] if several else session.loader)
         return found if scheduler is None else (*found, scheduler)
@@ -430,106 +358,6 @@ class Job:
         session.warm_up = forward
         return forward
 
-    def repeat(self, work: Callable[[], Result]) -> Result:
-        """`work()`, done by all workers together (an evaluation that adds up over them), and again where one is lost in
-        the middle of it; returns what it returned. It starts again each time it is called, talks to the others by
-        `job.all_reduce` and `job.all_gather` only, and asks there for `job.rank` and `job.world_size`, which change.
-
-        After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
-        With shard= the shards are copied to other workers before it. Where one is lost meanwhile, `work` runs with the
-        state of before the last step, which is trained again.
-        """
-        return self._prepared.repeat(work)
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
-        lost, which `job.repeat` ensures.
-        """
-        return self._prepared.synchronized_calls.all_reduce(tensor)
-
-    def all_gather(self, value: Result) -> list[Result]:
-        """Return copies of each worker's `value`, by rank: any object that can be pickled. Tensors may have any shapes
-        and arrive on the CPU. CollectiveError if a worker is lost, which `job.repeat` handles.
-        """
-        return self._prepared.synchronized_calls.all_gather(value)
-
-    def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the step's whole global batch, in its order; gradients flow back to each row's worker.
-
-        For losses that compare all samples of a batch (contrastive ones): `rows` has one row for each sample of this
-        iteration, shape (samples, ...), and the result is (global batch, ...) at every size. This iteration's own rows
-        begin at `job.batch_start`. The loss is the mean over the own rows, as always, and job.backward sums up.
-
-        In every iteration, before job.backward, and equally often on all workers. It needs a step's whole share in one
-        iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=: UsageError. Rows of integers
-        have no gradient.
-        """
-        return self._prepared.gather_batch(rows)
-
-    @property
-    def batch_start(self) -> int:
-        """The index of this iteration's first sample in the step's global batch: 0 with one worker."""
-        return self._prepared.batch_start
-
-    def mean(self, value: torch.Tensor | float, *, weight: float = 1.0) -> float:
-        """Return the mean over all workers of one number of each, weighted by each one's `weight`; the same on all.
-
-        At a place that all workers reach, as for `job.repeat`: after an epoch's loop, or in an iteration after
-        `optimizer.step()` where `job.applied`; LoopError elsewhere.
-        """
-
-        def work() -> float:
-            total = torch.tensor([float(value) * weight, weight], dtype=torch.float64)
-            summed, weights = self.all_reduce(total).tolist()
-            return float(summed / weights)
-
-        return self._prepared.repeat(work, copies=False)
-
-    def report(self, **metrics: float) -> None:
-        """Write the script's own figures (loss, accuracy) to the report file; send them with the next progress."""
-        self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
-
-    def on_report(self, callback: Callable[..., object]) -> Callable[..., object]:
-        """Call `callback(metrics, step=step)` on rank 0 with the figures of each step that `report` got, once.
-
-        So `job.on_report(run.log)` of Weights & Biases, or `job.on_report(mlflow.log_metrics)`, log one row for each
-        step through changes of size: of a step that was repeated the last figures, and the rows of a lost rank 0 by
-        the worker that becomes rank 0. An exception is logged, and training continues.
-        """
-        rows = MetricRows(lambda: self.is_leader, callback)
-        reporter = self._member.reporter
-        reporter.listen("metrics", lambda line: rows.add(line["step"], _figures(line)))
-        for event in ("left", "finished"):
-            reporter.listen(event, rows.flush)
-        return callback
-
-    def on_resize(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-        """Call it in the loop after each change of the membership; the report file's line for it is its argument."""
-        return self._member.reporter.listen("resize", callback)
-
-    def on_leader(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call it once, in the loop, where this worker is rank 0: when the loop begins, or when it becomes rank 0."""
-        self._on_leader.append(callback)
-        self._member.reporter.listen("resize", lambda _line: self._call_leader())
-        if self._session is not None and self._session.started:
-            self._call_leader()
-        return callback
-
-    def _call_leader(self) -> None:
-        if not self.is_leader:
-            return
-        callbacks, self._on_leader = self._on_leader, []
-        for callback in callbacks:
-            callback()
-
-    def on_preempt(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-        """Call `callback` in the loop when this worker must leave, before it exits."""
-        return self._member.reporter.listen("left", callback)
-
-    def on_checkpoint(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-        """Call it, in the thread that wrote it, when a checkpoint of this worker's is durable."""
-        return self._member.reporter.listen("checkpoint", callback)
-
     def close(self) -> None:
         """End a training whose loop was left by `break`, and send all events to the coordinator.
 
@@ -539,50 +367,19 @@ class Job:
             self._session.finish_early()
         self._member.close()
 
-    @property
-    def _prepared(self) -> Session:
-        if self._session is None:
-            raise LoopError("job.prepare(model, optimizer, loader) comes before this")
-        return self._session
-
     def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
         if not self._prepared.started:
             if self._member.coordinated:
-                self._check_only_one()
-                _trained[:] = [self]
-            self._take_schedulers()
+                note_training(self)
+            assert self._state is not None
+            take_schedulers(self._prepared, self._state)
         self._prepared.start(total_steps=total_steps, last_step=last_step)
         self._call_leader()
 
     def _check_trained(self) -> None:
-        """Fail at the exit of a cluster's worker whose loop never began, for each worker would have done all
-        the work by itself, and none would have been the one that saves.
-        """
         began = self._session is not None and self._session.started
-        if began or self.leaving or failed() or _trained:
-            return
-        print(f"{UsageError.__name__}: {UNTRAINED}{note_on_lightning()}", file=sys.stderr, flush=True)  # noqa: T201  (there is no caller)
-        end_with(UsageError.exit_code)
-
-    def _check_only_one(self) -> None:
-        """Raise UsageError for a second training in a cluster's process: the job has ended with the first one."""
-        if _trained and _trained[0] is not self:
-            raise UsageError(
-                "this process has trained another job already: a cluster runs one training for each process, and ends "
-                "the job with it; submit a job for each training (fold, seed), as gpuquota submit fold-1 --elastic -- "
-                "python train.py --fold 1"
-            )
-
-    def _take_schedulers(self) -> None:
-        """Carry schedulers along that `prepare` was not given; UsageError for several of one optimizer."""
-        assert self._state is not None
-        session, parts = self._prepared, self._state.parts
-        optimizers = [part for _, part in parts if isinstance(part, torch.optim.Optimizer)]
-        for index, scheduler in find_schedulers(optimizers, [part for _, part in parts]):
-            parts.append((f"scheduler of optimizer{index + 1}", scheduler))
-            session.compare(scheduler)
-            guard_class(scheduler, ("step",), session.may_act)
-            _log.info("%s was not given to prepare, and is carried along", type(scheduler).__name__)
+        if not began and not self.leaving:
+            fail_untrained()
 
     def _batch(self, loader: DataLoader[Any]) -> GlobalBatch:
         per_worker = getattr(loader, "batch_size", None) or 1
@@ -591,7 +388,7 @@ class Job:
         return self._options.batch(samples, per_worker)
 
     @contextmanager
-    def _at_lr(self, optimizer: torch.optim.Optimizer, batch: GlobalBatch) -> Iterator[None]:
+    def _at_lr(self, batch: GlobalBatch, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Set the learning rates that suit the size, while the optimizer steps; schedulers see those of the script."""
         factor = batch.lr_factor(self.world_size)
         if factor == 1.0:
@@ -622,27 +419,10 @@ class Retrying:
         return self._session.out_of_memory(error)
 
 
-def current_job() -> Job | None:
-    """Return the job that this process is a worker of, for integrations that do not make it; None without one."""
-    return _coordinated[0] if _coordinated else None
-
-
-def _figures(line: dict[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a line of the report file."""
-    return {name: value for name, value in line.items() if isinstance(value, float)}
-
-
 def _several(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _take_from_others(model: torch.nn.Module) -> None:
-    """Release the model from an earlier job: a notebook makes a job again for the same model."""
-    for session in list(_sessions):
-        if session.owns(model.parameters()):
-            session.release()
 
 
 def _named(name: str, parts: list[Any]) -> list[tuple[str, Stateful]]:

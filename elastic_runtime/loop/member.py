@@ -28,6 +28,7 @@ from elastic_runtime.process.process_exit import leave
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
 from elastic_runtime.process.stall_watch import StallWatch
+from elastic_runtime.process.stopped_peers import StoppedPeers
 from elastic_runtime.sharded.checkpoint_schedule import Checkpoints, ReplicatedCheckpoints, ShardedCheckpoints
 from elastic_runtime.state.join_exchange import exchange
 from elastic_runtime.state.packing import pack
@@ -99,6 +100,7 @@ class Member:
         self.stable_state = StableState()
         watched = environment.coordinator and not environment.rehearse
         self._stall_watch = StallWatch(environment.stall_s if watched else 0.0, self._generations.interrupt)
+        self._stopped_peers = StoppedPeers(environment.stopped_s if watched else 0.0, self._generations.interrupt)
         self._preemption: Preemption | None = None
         if not environment.checkpoint_dir and (environment.coordinator or environment.static):
             _log.warning(
@@ -431,6 +433,7 @@ class Member:
             generation.group.publish()
         self._generations.adopt(generation)
         self._stall_watch.restart()
+        self._stopped_peers.watch(self.group if self.group is not None and self.group.size > 1 else None)
         if received and not self._holds_state:
             self.streams.reseed(mix_seed(self._seed, state.position.step, self.rank_and_size[0]))
         self._holds_state = True

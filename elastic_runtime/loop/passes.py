@@ -36,6 +36,18 @@ if TYPE_CHECKING:
     from elastic_runtime.state.training_state import TrainingState
 
 
+_MORE = (
+    "job.backward(more=True)",
+    "use the fast reduction; or, if all optimizers may act on the same gradients (a GAN whose networks step together), "
+    "add the losses up, call job.backward(loss) once, and step them after it",
+)
+_CLOSURE = ("optimizer.step(closure)", "use the fast reduction, or an optimizer that needs no closure")
+_WHY = {
+    "exact": "each of its steps is computed in shards, an iteration for each, and optimizers act after the last one",
+    "sharded": "its gradients are summed within the backward pass, once in a step",
+}
+
+
 class SummedPasses:
     """The backward passes of the current iteration that are summed, with others to come; `done` is their number."""
 
@@ -48,12 +60,13 @@ class SummedPasses:
         self._before: Any = None
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
-    def check(self, micro: MicroBatch, mode: Mode, *, first: bool) -> None:
-        """Raise UsageError or LoopError if an iteration cannot have several."""
+    def check(self, micro: MicroBatch, mode: Mode, *, first: bool, evaluation: bool) -> None:
+        """Raise UsageError or LoopError if an iteration cannot have several. `evaluation`: the pass is a closure's."""
         if mode.name != "fast":
+            call, instead = _CLOSURE if evaluation else _MORE
             raise UsageError(
-                f"job.backward(more=True) and optimizer.step(closure) need reduction='fast' without shard=, and this "
-                f"training is {mode.name}: add the losses up, or train one of the models in a job of its own"
+                f"{call} needs reduction='fast' without shard=, and this training is {mode.name}: {_WHY[mode.name]}; "
+                f"{instead}"
             )
         if not micro.last or not (first or self.done):
             raise LoopError(

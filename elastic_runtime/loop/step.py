@@ -137,7 +137,7 @@ class GlobalStep:
         if self.state is StepState.REPEATED:
             return  # an earlier pass of the iteration failed
         if more:
-            self._earlier.check(micro, self._mode, first=self.first)
+            self._earlier.check(micro, self._mode, first=self.first, evaluation=evaluation)
         self._losses.check(loss)
         begun = self._begin_pass(micro, last=not more)
         factor = self._losses.factor(micro, loss, passive=self._mode.reducer.passive)

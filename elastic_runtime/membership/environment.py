@@ -35,6 +35,7 @@ class Environment:
     memory_dir: str = ""
     mirror: int = 1  # with shard=: after so many steps a worker's shards are copied to another one; 0: never
     stall_s: float | None = None  # after so long a worker that keeps others waiting ends; None: learned; 0: never
+    stopped_s: float | None = None  # so long a process of another worker may be stopped; None: the default; 0: never
     static: tuple[int, int] | None = None  # (rank, world size) where torchrun fixed them
     rehearse: str = ""  # ELASTIC_REHEARSE, where it is not "0": everything else is as if it were not set
 
@@ -58,7 +59,8 @@ class Environment:
             ca_file=given.get("ELASTIC_CA_FILE", ""),
             memory_dir=given.get("ELASTIC_MEMORY_DIR", ""),
             mirror=_mirror(given.get("ELASTIC_MIRROR", "1")),
-            stall_s=_stall_s(given.get("ELASTIC_STALL_S", "auto")),
+            stall_s=_bound_s(given, "ELASTIC_STALL_S"),
+            stopped_s=_bound_s(given, "ELASTIC_STOPPED_S"),
             static=_static(given),
         )
         if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
@@ -151,11 +153,13 @@ def _mirror(value: str) -> int:
     return int(value)
 
 
-def _stall_s(value: str) -> float | None:
+def _bound_s(given: Mapping[str, str], name: str) -> float | None:
+    """Return a number of seconds; None for "auto", 0 for "off"."""
+    value = given.get(name, "auto")
     if value in {"auto", "off"}:
         return None if value == "auto" else 0.0
     if not value.isdecimal() or value == "0":
-        raise SettingsError(f"ELASTIC_STALL_S is {value!r}, but it must be a number of seconds, auto, or off")
+        raise SettingsError(f"{name} is {value!r}, but it must be a number of seconds, auto, or off")
     return float(value)
 
 

@@ -146,6 +146,19 @@ class Group:
         """Return whether a worker has reported that it waits in the step; from any thread."""
         return self._store is not None and self._store.check([f"waits/{step}"])
 
+    def leave_process(self, text: str) -> None:
+        """Leave what others need to recognize this process with the coordinator. RuntimeError if it is away."""
+        if self._store is not None:
+            self._store.set(f"process/{self.rank}", text)
+
+    def processes(self) -> dict[int, str]:
+        """Return what the other ranks have left of their processes; from any thread."""
+        ranks = [rank for rank in range(self.size) if rank != self.rank]
+        if self._store is None or not self._store.check([f"process/{rank}" for rank in ranks]):
+            return {}
+        found = self._store.multi_get([f"process/{rank}" for rank in ranks])
+        return {rank: text.decode() for rank, text in zip(ranks, found, strict=True)}
+
     def publish(self) -> None:
         """Make it torch's default group."""
         make_default(self._group)

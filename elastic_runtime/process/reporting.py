@@ -75,15 +75,13 @@ class Reporter:
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append the script's own metrics; the newest are sent with the next progress.
 
-        JSON has neither NaN nor infinity: such a value is a string in the file, logged as a warning and not sent.
+        JSON has neither NaN nor infinity: such a value is a string in the file, sent as one, and logged as a warning.
         """
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        strange = {name: str(value) for name, value in metrics.items() if name not in finite}
-        for name, value in strange.items():
+        finite, not_finite = _divided(metrics)
+        for name, value in not_finite.items():
             _log.warning("job.report: %s is %s at step %d", name, value, step)
-            self._metrics.pop(name, None)
-        self._metrics.update(finite)
-        self.line("metrics", step=step, **finite, **strange)
+        self._metrics.update(metrics)
+        self.line("metrics", step=step, **finite, **not_finite)
 
     def note_step(self, samples: int, workers: int) -> None:
         """Count a step of `samples` samples with `workers` workers. The first one after a resize starts the clock."""
@@ -120,17 +118,25 @@ class Reporter:
         if not force and now - self._sent_at < PROGRESS_EVERY_S:
             return
         self._sent_at = now
+        finite, not_finite = _divided(self._metrics)
         self._send(
             "ProgressReported",
             step=step,
             epoch=epoch,
             total_steps=total_steps,
-            metrics=dict(self._metrics),
+            metrics=finite,
+            not_finite=not_finite,
             checkpoint_at=self.checkpoint_at,
             throughput=self._throughput(),
             step_ms=None if self._times is None else self._times.step_ms,
             workers=self._workers or None,
         )
+
+
+def _divided(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the finite metrics, and the others as text: "nan", "inf" or "-inf"."""
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return finite, {name: str(value) for name, value in metrics.items() if name not in finite}
 
 
 def _opened(path: str) -> TextIOWrapper | None:

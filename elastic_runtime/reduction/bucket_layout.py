@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.state.sparse_parameters import no_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -30,16 +31,34 @@ PADDING = 1024
 class Slot:
     """One parameter's place: bucket and element range; in which iteration it got its last gradient, and in which step.
 
-    Numbers rather than flags: nothing has to be reset for each iteration.
+    Numbers rather than flags: nothing has to be reset for each iteration. A `sparse` one has no place in a bucket, but
+    `rows`: this worker's sum, then that of all.
     """
 
     name: str
     parameter: torch.nn.Parameter
     bucket: int
     start: int
+    sparse: bool = False
+    rows: torch.Tensor | None = None
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     touched: int = 0
     fired: int = 0
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The type in which its gradients are summed."""
+        return sum_dtype(self.parameter.dtype)
+
+    def zeros(self) -> torch.Tensor:
+        """Return a gradient of zeros."""
+        return no_rows(self.parameter) if self.sparse else torch.zeros_like(self.parameter)
+
+    def sum(self) -> torch.Tensor:
+        """Return the step's gradient."""
+        if not self.sparse:
+            return self.view.to(self.parameter.dtype)
+        return self.zeros() if self.rows is None else self.rows.to(self.parameter.dtype)
 
 
 @dataclass
@@ -79,12 +98,18 @@ class Layout:
     metadata: torch.Tensor
     used: torch.Tensor
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        metadata_size: int,
+        sparse: frozenset[torch.nn.Parameter] = frozenset(),
+    ) -> None:
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = []
         self.on_gradient: Callable[[Slot, torch.Tensor], None] | None = None
         self._trained = self._trainable()
-        self.slots = [Slot(name, p, 0, 0) for name, p in self._parameters if p.requires_grad]
+        self.slots = [Slot(name, p, 0, 0, p in sparse) for name, p in self._parameters if p.requires_grad]
+        self.sparse = [slot for slot in self.slots if slot.sparse]
         if not self.slots:
             raise UsageError("the model has no parameter that requires a gradient; there is nothing to train")
         self._metadata_size = metadata_size + len(self.slots)
@@ -109,7 +134,7 @@ class Layout:
                 slot.view = view_of(bucket.whole, slot)
         whole_metadata = self.metadata_of(self.buckets[-1].whole)
         self.metadata, self.used = whole_metadata[: -len(self.slots)], whole_metadata[-len(self.slots) :]
-        self._same_dtype = all(slot.view.dtype == slot.parameter.dtype for slot in self.slots)
+        self._same_dtype = all(slot.sum_dtype == slot.parameter.dtype for slot in self.slots) and not self.sparse
 
     def metadata_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the caller's numbers, then one for each slot, at the end of the last bucket's buffer."""
@@ -148,7 +173,7 @@ class Layout:
         """Set zeros where a parameter had a gradient before, and got none."""
         for slot in self.kept:
             if slot.parameter.grad is None:
-                slot.parameter.grad = torch.zeros_like(slot.parameter)
+                slot.parameter.grad = slot.zeros()
 
     def present(self, touched: list[bool]) -> torch.Tensor:
         """Return which slots have a gradient after this step: they got one, or kept one. Shape: (slots,)."""
@@ -163,18 +188,20 @@ class Layout:
         """Set each `grad` to `factor` times its view, or to None if no worker used it (`all_used`: all are used)."""
         if factor != 1.0:
             torch._foreach_mul_([slot.view for slot in self.slots], factor)
+            for slot in self.sparse:
+                slot.rows = None if slot.rows is None else slot.rows * factor
         if self._same_dtype and (all_used or bool(self.used.min() > 0)):
             for slot in self.slots:
                 slot.parameter.grad = slot.view
             return
         for slot, count in zip(self.slots, self.used.tolist(), strict=True):
-            slot.parameter.grad = slot.view.to(slot.parameter.dtype) if count > 0 else None
+            slot.parameter.grad = slot.sum() if count > 0 else None
 
     def forget(self) -> None:
         """Drop all gradients and allocate new memory."""
         self.allocate()
         for slot in self.slots:
-            slot.touched = 0
+            slot.touched, slot.rows = 0, None
             slot.parameter.grad = None
 
 
@@ -206,7 +233,9 @@ def _lay_out(slots: list[Slot], metadata_size: int) -> list[Bucket]:
     open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     buckets: list[Bucket] = []
     for slot in reversed(slots):
-        kind = (sum_dtype(slot.parameter.dtype), slot.parameter.device)
+        kind = (slot.sum_dtype, slot.parameter.device)
+        if slot.sparse:
+            continue
         bucket = open_buckets.get(kind)
         if bucket is None or bucket.size * kind[0].itemsize >= BUCKET_BYTES:
             bucket = open_buckets[kind] = Bucket(*kind)
@@ -218,6 +247,8 @@ def _lay_out(slots: list[Slot], metadata_size: int) -> list[Bucket]:
     for index, bucket in enumerate(buckets):
         for slot in bucket.slots:
             slot.bucket = index
+    if not buckets:
+        buckets.append(Bucket(torch.float32, slots[-1].parameter.device))
     buckets[-1].size += metadata_size
     return buckets
 

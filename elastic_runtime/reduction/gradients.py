@@ -16,6 +16,7 @@ import torch
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.reduction.backward_pass import NO_PASS, Pass
 from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
+from elastic_runtime.reduction.sparse_rows import add_rows, check_kind, sum_rows
 from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
 
 if TYPE_CHECKING:
@@ -95,9 +96,14 @@ class BucketReducer(GradientReducer):
     _launched = 0  # buckets whose sum was started
     _uncleared: frozenset[str] = frozenset()
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        metadata_size: int,
+        sparse: frozenset[torch.nn.Parameter] = frozenset(),
+    ) -> None:
         super().__init__()
-        self._parameters, self._metadata_size = list(parameters), metadata_size
+        self._parameters, self._metadata_size, self._sparse = list(parameters), metadata_size, sparse
         self._lay_out()
 
     def attach(self) -> None:
@@ -139,7 +145,7 @@ class BucketReducer(GradientReducer):
         self._layout.keep()
 
     def _lay_out(self) -> None:
-        self._layout = Layout(self._parameters, self._metadata_size)
+        self._layout = Layout(self._parameters, self._metadata_size, self._sparse)
         self._layout.hook(self._receive)
 
     def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -154,6 +160,7 @@ class BucketReducer(GradientReducer):
                 f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per iteration, "
                 "and use torch.utils.checkpoint with use_reentrant=False"
             )
+        check_kind(slot, gradient)
         self._on_gradient(slot, gradient.detach())  # with create_graph=True it has a graph
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -204,8 +211,13 @@ class BucketReducer(GradientReducer):
 class FastReducer(BucketReducer):
     """Sums by all-reduce: equal to one worker's sum within rounding."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], metadata_size: int) -> None:
-        super().__init__(parameters, metadata_size)
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        metadata_size: int,
+        sparse: frozenset[torch.nn.Parameter] = frozenset(),
+    ) -> None:
+        super().__init__(parameters, metadata_size, sparse)
         self._works: list[Pending] = []
         self._all_used = False  # by this worker, in this step: no other worker's flags are needed
 
@@ -225,13 +237,15 @@ class FastReducer(BucketReducer):
         if self.passive:
             return
         used = self._layout.used.fill_(1)
-        touched = [] if all(bucket.complete for bucket in self._layout.buckets) else self._layout.touched()
+        complete = not self._layout.sparse and all(bucket.complete for bucket in self._layout.buckets)
+        touched = [] if complete else self._layout.touched()
         self._all_used = all(touched)
         if not self._all_used:
             used.copy_(self._layout.present(touched))
             for slot, was_touched in zip(self._layout.slots, touched, strict=True):
                 if not was_touched:
                     slot.view.zero_()
+                    slot.rows = None
         if self._group is not None:
             self._sum_over(self._group)
 
@@ -250,7 +264,19 @@ class FastReducer(BucketReducer):
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         if not self.passive:
             slot.fired = self._layout.iteration
-            self._collect(slot, gradient)
+            if slot.sparse:
+                self._collect_rows(slot, gradient)
+            else:
+                self._collect(slot, gradient)
+
+    def _collect_rows(self, slot: Slot, gradient: torch.Tensor) -> None:
+        first, padding = slot.touched != self._layout.step, self.current.micro.padding
+        if not padding:
+            add_rows(slot, gradient, scale=self.current.scale, first=first)
+        elif first:
+            slot.rows = None
+        slot.touched = self._layout.step
+        slot.parameter.grad = None
 
     def _gather(self, bucket: Bucket) -> None:
         """Write the bucket's gradients into it: copied if they are the step's first, else added."""
@@ -275,5 +301,7 @@ class FastReducer(BucketReducer):
         self._works.append(group.all_reduce(self._layout.buckets[index].flat))
 
     def _finish(self, group: Group) -> None:
+        if self._layout.sparse:
+            sum_rows(self._layout.sparse, group)
         group.wait(self._works)
         self._works, self._launched = [], 0

@@ -20,6 +20,7 @@ from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.reduction.exact import ExactReducer
 from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import StepMetadata
+from elastic_runtime.state.sparse_parameters import sparse_parameters
 from elastic_runtime.validation.agreement import Agreement
 from elastic_runtime.validation.compared_numbers import scheduled
 
@@ -117,7 +118,8 @@ class FastMode(Mode):
     name = "fast"
 
     def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams) -> None:
-        super().__init__(buffers, streams, partial(FastReducer, state.parameters()), agreement_of(state))
+        reducer = partial(FastReducer, state.parameters(), sparse=sparse_parameters(state.model))
+        super().__init__(buffers, streams, reducer, agreement_of(state))
 
 
 class ExactMode(Mode):

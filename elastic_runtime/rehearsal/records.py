@@ -41,7 +41,7 @@ class Records:
 
 def fingerprint_of(tensor: torch.Tensor) -> list[float]:
     """[norm, projection] of a tensor of any type; of a large one, of about 2**20 elements."""
-    flat = tensor.detach().resolve_conj()
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().resolve_conj()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
     flat = flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].to("cpu", torch.float64)
     weights = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) * math.e)

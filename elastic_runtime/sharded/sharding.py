@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,15 @@ from elastic_runtime.errors import CheckpointError, CollectiveError
 from elastic_runtime.sharded import files, mirror
 from elastic_runtime.sharded.collectives import Link
 from elastic_runtime.sharded.files import Saved
+from elastic_runtime.sharded.holdings import (
+    Holding,
+    complete,
+    exchange,
+    free_for_copies,
+    new_number,
+    others_wait_in_round,
+    round_of,
+)
 from elastic_runtime.sharded.shared_memory import Address, open_segment
 from elastic_runtime.sharded.state import Parts, own_parts, places, received_parts, shared_parts, take_apart
 from elastic_runtime.sharded.transfer import Resharding
@@ -46,38 +53,6 @@ if TYPE_CHECKING:
 _NOTHING = Saved(-1, 0, 0)
 
 _log = logging.getLogger("elastic_runtime")
-
-
-@dataclass(frozen=True)
-class _Holding:
-    """The state that one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: none.
-
-    `bridged`: the old group is complete, and leaving workers send their parts. `whole`: no trained state, but the
-    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0. `every`: how
-    many steps lie between copies, 0: it wants none; `mirrors`: it has memory for them. `node`: a number of its machine,
-    with the bytes of memory that are free there, and within the worker's own limit. `rounds`: of work beside the
-    training that are complete; `in_round`: it is in the next one. `pid` and so on: where others may map its memory.
-    """
-
-    step: int
-    fingerprint: int
-    number: int
-    old: int
-    ranks: int
-    bridged: int
-    whole: int
-    began: int
-    save: int
-    every: int
-    mirrors: int
-    node: int
-    free_on_node: int
-    free_in_limit: int
-    rounds: int
-    in_round: int
-    pid: int
-    descriptor: int
-    token: int
 
 
 @dataclass
@@ -131,7 +106,7 @@ class Sharding:
 
     def due(self) -> int:
         """Rank 0: the number of the checkpoint that is to be made after this step; 0: none."""
-        return _new_number() if self.checkpoints.due() else 0
+        return new_number() if self.checkpoints.due() else 0
 
     def agreed(self, *, save: int, preempted: bool) -> None:
         """Record what the workers agreed on in the sum at a step's end."""
@@ -171,17 +146,17 @@ class Sharding:
         self._start_mirror(group, number, holdings)
         return received
 
-    def _enter(self, group: Group, number: int, holdings: list[_Holding], old_group: Group | None) -> bool:
+    def _enter(self, group: Group, number: int, holdings: list[Holding], old_group: Group | None) -> bool:
         newest = max(each.number for each in holdings)
         held = [each.old if each.number == newest > 0 else -1 for each in holdings]
-        if _complete(holdings, held):
+        if complete(holdings, held):
             ranks = max(each.ranks for each in holdings if each.number == newest)
             self._initial = None
             fresh = held[group.rank] < 0
             self._move(group, number, _Move(held, ranks, None if fresh else self._state.capture()), old_group)
             return fresh
         fresh, before = not any(each.began for each in holdings), holdings[group.rank].step
-        if not fresh and (source := self._copies(group, _round_of(holdings))) is not None:
+        if not fresh and (source := self._copies(group, round_of(holdings))) is not None:
             return self._restore_copies(group, number, source, before)
         saved = self._restore(group, number)
         if saved is not None:
@@ -197,13 +172,13 @@ class Sharding:
         self._move(group, number, _Move([0] + [-1] * (group.size - 1), 1, first, whole=True), None)
         return group.rank > 0
 
-    def _exchange_holdings(self, group: Group, *, bridged: bool) -> list[_Holding]:
+    def _exchange_holdings(self, group: Group, *, bridged: bool) -> list[Holding]:
         number, old, ranks = self._held or (0, -1, 0)
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
         probe = self._mirror.probe
         copies = (self._mirror.every, self._mirror.nbytes > 0, mirror.node_number(), *mirror.free_memory())
-        mine = _Holding(
+        mine = Holding(
             step,
             self._fingerprint,
             number,
@@ -212,7 +187,7 @@ class Sharding:
             bridged,
             whole,
             self._began,
-            _new_number(),
+            new_number(),
             *copies,
             self._state.rounds,
             self._state.in_round,
@@ -220,13 +195,12 @@ class Sharding:
             probe.descriptor,
             probe.token,
         )
-        rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
-        holdings = [_Holding(*row) for row in rows]
+        holdings = exchange(group, mine)
         self._save_in_time, self._saved_in_time = holdings[0].save, -1
         source = max(range(group.size), key=lambda rank: (holdings[rank].number, -rank))
         check_same(group, source, [each.fingerprint for each in holdings], OTHER_MODEL)
         self._state.rounds = max(each.rounds for each in holdings)
-        self._state.awaited = self._began and not mine.in_round and _others_wait_in_round(holdings)
+        self._state.awaited = self._began and not mine.in_round and others_wait_in_round(holdings)
         in_rounds = {each.rounds for each in holdings if each.in_round}
         reached = all(each.in_round for each in holdings) or self._state.position.index > 0  # in the epoch of the step
         self._state.round_is_shared = len(in_rounds) <= 1 and reached and all(each.began for each in holdings)
@@ -312,7 +286,7 @@ class Sharding:
         """Drop these copies: all workers have completed the work."""
         self._mirror.end_round()
 
-    def _start_mirror(self, group: Group, number: int, holdings: list[_Holding]) -> None:
+    def _start_mirror(self, group: Group, number: int, holdings: list[Holding]) -> None:
         """Have copies made in this generation, if all workers want them and have memory. All decide alike, by what they
         have exchanged only: a worker that made copies alone would wait for the others without end.
         """
@@ -321,9 +295,7 @@ class Sharding:
             return
         size = sum(parameter.numel() * parameter.element_size() for parameter in self.wrapping.parameters().values())
         need = mirror.needed(size, group.size)
-        new = [each for each in holdings if not each.mirrors]  # what is in use for copies is not free
-        workers = Counter(each.node for each in new)
-        free = min((min(each.free_on_node // workers[each.node], each.free_in_limit) for each in new), default=need)
+        free = free_for_copies(holdings, need)
         has_room = free >= need
         if has_room != self._mirrors and group.rank == 0:
             self._report_mirror(every, need, free, has_room=has_room)
@@ -385,7 +357,7 @@ class Sharding:
         """Write all parts before returning; all workers call this at the same step."""
         group = self.link.group
         try:
-            number = int(group.all_gather(torch.tensor([_new_number()]))[0])
+            number = int(group.all_gather(torch.tensor([new_number()]))[0])
         except CollectiveError as error:
             _log.warning("the steps since the last checkpoint are lost with a worker: %s", error)
             return
@@ -466,29 +438,5 @@ class Sharding:
         self.checkpoints.note_restored(saved.step)
 
 
-def _complete(holdings: list[_Holding], held: list[int]) -> bool:
-    """Return whether all parts of the newest layout are available, all of one step."""
-    holders = [each for each, old in zip(holdings, held, strict=True) if old >= 0]
-    if not holders or len({each.step for each in holders}) > 1:
-        return False
-    return len(holders) == holders[0].ranks or all(each.bridged for each in holders)
-
-
-def _round_of(holdings: list[_Holding]) -> int:
-    """Return the round of work in which all of these workers are; -1: they are not in one together."""
-    rounds = {each.rounds if each.in_round else -1 for each in holdings}
-    return rounds.pop() if len(rounds) == 1 else -1
-
-
-def _others_wait_in_round(holdings: list[_Holding]) -> bool:
-    """Return whether one of these workers is in the round of work that comes next."""
-    return any(each.in_round and each.rounds == max(other.rounds for other in holdings) for each in holdings)
-
-
 def _mib(size: int) -> str:
     return f"{size >> 20} MiB"
-
-
-def _new_number() -> int:
-    """Return a random number above 0 that a 32-bit float represents exactly."""
-    return 1 + secrets.randbelow((1 << 24) - 1)

@@ -13,6 +13,7 @@ from elastic_runtime.errors import StateError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.plan.position import Position
 from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
+from elastic_runtime.state.sparse_parameters import no_rows, sparse_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,9 +168,9 @@ class TrainingState:
 
     def _rehearse(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        saved = [p.detach().clone() for p in parameters]
+        saved, sparse = [p.detach().clone() for p in parameters], sparse_parameters(self.model)
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = no_rows(parameter) if parameter in sparse else torch.zeros_like(parameter)
         step = getattr(type(optimizer).step, "__wrapped__", None)  # without the script's own hooks
         if step is not None and not isinstance(optimizer, torch.optim.LBFGS):
             step(optimizer)

@@ -36,7 +36,7 @@ class Leftovers:
 def _any(gradient: torch.Tensor) -> bool:
     """Whether an element is not zero; of a shard, among this worker's own, without a collective."""
     own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return bool(own.any())
+    return bool((own.coalesce().values() if own.is_sparse else own).any())
 
 
 def uncleared(name: str) -> LoopError:
@@ -71,7 +71,7 @@ class UnappliedSteps:
         At once if the script has called `optimizer.step()` before, in the third step if it never has.
         """
         step, self._step = self._step, None
-        if step is None or all(p.grad is None or not bool(p.grad.any()) for _, p in parameters):
+        if step is None or all(p.grad is None or not _any(p.grad) for _, p in parameters):
             self._in_a_row = 0
             return
         self._in_a_row += 1

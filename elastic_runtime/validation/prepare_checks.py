@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.state.sparse_parameters import sparse_parameters
 
 DISTRIBUTING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
@@ -45,9 +46,9 @@ def _check_plain(part: torch.nn.Module) -> None:
     """
     if type(part).__name__ == "_FabricModule":
         raise UsageError(
-            "the model was wrapped by Lightning Fabric's setup, which sums gradients over workers by itself; leave "
-            "fabric.setup and fabric.setup_dataloaders out, give prepare the plain model, optimizer and loader, and "
-            "call job.backward in place of fabric.backward"
+            "the model was wrapped by Lightning Fabric's setup, which sums gradients over workers by itself; make an "
+            "ElasticFabric (elastic_runtime.integrations.lightning) in place of the Fabric, or give prepare the plain "
+            "model, optimizer and loader, and call job.backward in place of fabric.backward"
         )
     for kind in type(part).__mro__:
         if kind.__name__ in DISTRIBUTING and kind.__module__.startswith("torch."):
@@ -57,17 +58,35 @@ def _check_plain(part: torch.nn.Module) -> None:
             )
 
 
-def check_gradients(model: torch.nn.Module) -> None:
-    """UsageError for gradients that cannot be added up in flat buffers."""
+def check_embeddings(model: torch.nn.Module) -> None:
+    """UsageError for embeddings that change rows in the forward pass."""
     for name, part in model.named_modules():
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
-            raise UsageError(f"{name or type(part).__name__} has sparse gradients; leave sparse=True out")
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
             raise UsageError(
                 f"{name or type(part).__name__} has max_norm, which changes rows of its weight in the forward pass: "
                 "those of this worker's samples only; leave max_norm out, and after optimizer.step(), under `if "
                 "job.applied:`, call, within torch.no_grad(), weight.copy_(weight.renorm(2, 0, max_norm))"
             )
+
+
+def check_sparse(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *, exact: bool, sharded: bool
+) -> None:
+    """UsageError for sparse gradients if they cannot be summed, or an optimizer keeps a sparse state of them."""
+    sparse = sparse_parameters(model)
+    if sparse and (exact or sharded):
+        raise UsageError(
+            "the model has an embedding with sparse=True, whose gradients are summed with reduction='fast' only, "
+            f"without shard=; leave sparse=True out{', or use the fast reduction' if exact and not sharded else ''}"
+        )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and sparse.intersection(group["params"]):
+                raise UsageError(
+                    "SGD with momentum keeps the momentum of an embedding with sparse=True as a sparse tensor, which "
+                    "no joining worker could be sent; use SparseAdam, Adagrad or momentum=0 for it, or leave "
+                    "sparse=True out"
+                )
 
 
 def check_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -13,7 +13,10 @@ _HOUR_S: Final = 3600.0
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """One report of a training; `at` and `checkpoint_at` are in seconds since the epoch, `throughput` in samples/s."""
+    """One report of a training; `at` and `checkpoint_at` are in seconds since the epoch, `throughput` in samples/s.
+
+    `not_finite` has the metrics for which JSON has no number: "nan", "inf" or "-inf".
+    """
 
     at: float
     step: int
@@ -21,6 +24,12 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     throughput: float | None = None
     workers: int | None = None
     checkpoint_at: float | None = None
+    not_finite: dict[str, str] = {}
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All metrics as numbers, those that are not finite included."""
+        return self.metrics | {name: float(value) for name, value in self.not_finite.items()}
 
 
 class GpuHours(msgspec.Struct, frozen=True, kw_only=True):

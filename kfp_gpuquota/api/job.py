@@ -312,7 +312,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, over
     all the time since it has had its `workers`; `step_ms` is the recent mean duration of a step. `stragglers` are
-    workers that the others wait for: how many times the mean their own part of a step takes.
+    workers that the others wait for: how many times the mean their own part of a step takes. `not_finite` has the
+    metrics for which JSON has no number: "nan", "inf" or "-inf".
     """
 
     step: int = 0
@@ -325,6 +326,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     workers: int | None = None
     stragglers: dict[str, float] = {}
+    not_finite: dict[str, str] = {}
+
+    @property
+    def metric_texts(self) -> list[str]:
+        """Each metric with its value, such as "loss 0.25"; first those that are not finite."""
+        found = [f"{name} {value}" for name, value in self.not_finite.items()]
+        return found + [f"{name} {value:.4g}" for name, value in self.metrics.items()]
 
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True):

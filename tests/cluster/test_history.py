@@ -79,11 +79,18 @@ def test_of_a_job_that_has_ended_fewer_reports_are_kept_and_of_a_short_one_all(s
 def test_what_a_training_reports_is_bounded(store: Store) -> None:
     history = ReportHistory(store)
     metrics = {f"{i:03}" + "x" * 500: float("nan") if i == 0 else 1.0 for i in range(100)}
-    report(history, store, job(), 1, metrics=metrics)
+    report(history, store, job(), 1, metrics=metrics, not_finite={"loss": "nan"})
     (kept,) = ReportHistory(store).of("u")
     assert len(kept.metrics) == 8
+    assert not kept.not_finite
     assert max(map(len, kept.metrics)) == 60
     assert not any(name.startswith("000") for name in kept.metrics)
+
+
+def test_a_metric_that_is_not_finite_is_kept(store: Store) -> None:
+    report(ReportHistory(store), store, job(), 1, metrics={"accuracy": 0.5}, not_finite={"loss": "-inf"})
+    (kept,) = ReportHistory(store).of("u")
+    assert kept.figures == {"accuracy": 0.5, "loss": float("-inf")}
 
 
 def test_the_reports_of_a_deleted_job_are_deleted(store: Store) -> None:

@@ -176,6 +176,11 @@ def test_progress_is_shown_as_steps_of_steps_where_both_are_known() -> None:
     assert progress_of(_job(Phase.RUNNING, gpus=1)) is None
 
 
+def test_a_metric_that_is_no_number_is_named_first() -> None:
+    progress = Progress(metrics={"accuracy": 0.25}, not_finite={"loss": "nan"})
+    assert progress.metric_texts == ["loss nan", "accuracy 0.25"]
+
+
 def test_a_step_that_joins_at_last_is_not_warned() -> None:
     apart, joined = (_job(Phase.RUNNING, gpus=2, workers=_workers(*ranks)) for ranks in ((None, None), (0, None)))
     late = _job(Phase.RUNNING, gpus=2, workers=_workers(None, None))  # preempted, and started again

@@ -47,6 +47,12 @@ def test_a_script_trains_the_same_through_stops_joins_and_losses(recipe: str, re
     assert verdict.startswith("passed"), verdict
 
 
+@pytest.mark.parametrize("script", ["tables_with_sparse_gradients", "word_vectors_of_sparse_gradients_only"])
+def test_sparse_gradients_are_summed_through_stops_joins_and_losses(script: str) -> None:
+    verdict = judge(Case(script, "fast", ("join:5 kill:10:0", "with:2 kill:9:1", "stop:5 join:9")))
+    assert verdict.result == "passed", verdict
+
+
 REFUSED = [
     ("layer_replaced_before", "stop:5", "refused: alone: parameter '2.weight' .* created after prepare"),
     ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
@@ -55,10 +61,17 @@ REFUSED = [
     ("stream_with_a_buffer", "stop:5", "refused: alone: .*its state leaves something out"),
     ("plateau_of_a_local_loss", "with:2", "refused: with:2: attribute 'best' of ReduceLROnPlateau of rank 1 differs"),
     ("momentum_by_a_counter_of_steps", "join:6", "refused: join:6: 'weight_decay' of group 0 of SGD of rank 1 differs"),
+    (
+        "momentum_by_a_counter_of_steps",
+        "join:6 stop_before:4",
+        "refused: join:6 stop_before:4: 'weight_decay' of group 0",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "history", "words"), REFUSED, ids=[recipe for recipe, *_ in REFUSED])
+@pytest.mark.parametrize(
+    ("recipe", "history", "words"), REFUSED, ids=[f"{recipe} {history}" for recipe, history, _ in REFUSED]
+)
 def test_what_cannot_be_right_is_refused_by_name_on_every_worker(recipe: str, history: str, words: str) -> None:
     assert re.match(words, of(recipe, "fast", history))
 

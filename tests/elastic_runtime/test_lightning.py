@@ -1,4 +1,4 @@
-"""Lightning's Trainer: as without elastic_runtime alone, and the same through every history."""
+"""Lightning's Trainer and Fabric: as without elastic_runtime alone, and the same through every history."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torchmetrics
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
-from elastic_runtime.errors import SettingsError, UsageError
-from elastic_runtime.integrations.lightning import ElasticStrategy
+from elastic_runtime.errors import LoopError, SettingsError, UsageError
+from elastic_runtime.integrations.lightning import ElasticFabric, ElasticStrategy
 from tests.elastic_runtime.zoo import trainers
 from tests.elastic_runtime.zoo.generated.drawing import Case
 from tests.elastic_runtime.zoo.generated.verdicts import HISTORIES, judge_several
 from tests.elastic_runtime.zoo.parts import SCRIPTS, Samples, vector
 from tests.polling import TIMEOUT_S
 
-NAMES = [name for name in SCRIPTS if name.startswith("trainer_")]
+NAMES = [name for name, script in SCRIPTS.items() if script.body.__module__ == trainers.__name__]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "fast" in SCRIPTS[name].modes])
@@ -50,7 +50,7 @@ IN_SAMPLE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_trainer_trains_the_same_through_a_history(name: str) -> None:
+def test_a_script_trains_the_same_through_a_history(name: str) -> None:
     """ELASTIC_HISTORIES=all: through all 31."""
     modes = SCRIPTS[name].modes
     everything = os.environ.get("ELASTIC_HISTORIES") == "all"
@@ -126,6 +126,73 @@ def test_a_checkpoint_of_lightnings_is_refused() -> None:
         trainer.fit(trainers.Classifier(), DataLoader(Samples(vector), batch_size=12), ckpt_path="last.ckpt")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"strategy": "ddp"}, "ElasticFabric\\(strategy='ddp'\\)"),
+        ({"devices": 2}, "ElasticFabric\\(devices=2\\)"),
+        ({"num_nodes": 2}, "ElasticFabric\\(num_nodes=2\\)"),
+    ],
+)
+def test_fabric_is_refused_what_distributes_by_itself(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        ElasticFabric(accelerator="cpu", **arguments)
+
+
+class FabricLoop:
+    """A model, its optimizer and a loader, set up, and where the loop is."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.fabric = ElasticFabric(accelerator="cpu", **arguments)
+        self.fabric.launch()
+        model = torch.nn.Linear(8, 3)
+        self.model, self.optimizer = self.fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.loader = self.fabric.setup_dataloaders(DataLoader(Samples(vector), batch_size=12))
+
+    def backward(self, batch: Any) -> None:
+        self.fabric.backward(torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1]))
+
+
+def test_fabrics_loader_is_iterated_within_its_epochs() -> None:
+    with pytest.raises(LoopError, match=r"for epoch in fabric\.epochs"):
+        iter(FabricLoop().loader)
+
+
+def test_what_joiners_would_lack_is_refused_in_fabrics_loop() -> None:
+    loop = FabricLoop()
+    for call, given in (
+        (loop.fabric.setup, torch.nn.Linear(1, 1)),
+        (loop.fabric.setup_module, torch.nn.Linear(1, 1)),
+        (loop.fabric.setup_optimizers, loop.optimizer),
+    ):
+        next(iter(loop.fabric.epochs(1)))
+        with pytest.raises(LoopError, match=r"comes before fabric\.epochs"):
+            call(given)
+
+
+def test_fabrics_collectives_within_a_step_are_refused_and_so_is_a_loop_without_fabrics_backward() -> None:
+    loop = FabricLoop()
+    with pytest.raises(LoopError, match=r"after optimizer\.step"):  # noqa: PT012
+        for batch in loop.fabric.steps(2):
+            loop.backward(batch)
+            loop.fabric.all_reduce(torch.zeros(1))
+
+
+def test_fabrics_callbacks_see_each_step_once_if_it_is_cut_into_micro_batches() -> None:
+    seen: list[object] = []
+
+    class Counting:
+        def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+            seen.append(optimizer)
+
+    loop = FabricLoop(elastic={"max_batch_per_gpu": 5}, callbacks=[Counting()])
+    for batch in loop.fabric.steps(3):
+        loop.optimizer.zero_grad()
+        loop.backward(batch)
+        loop.optimizer.step()
+    assert seen == [loop.optimizer] * 3
+
+
 # Micro-batches
 
 
@@ -141,9 +208,10 @@ def test_a_step_cut_into_micro_batches_counts_and_logs_as_one() -> None:
 # The guide
 
 
-def test_the_guide_can_be_typed_as_it_stands(forked_python: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["# Lightning", "## Fabric"])
+def test_the_guide_can_be_typed_as_it_stands(part: str, forked_python: tuple[str, ...], tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "guides" / "lightning.md").read_text()
-    code = text.partition("\n\n")[2].partition("\nThree lines are new")[0]
+    code = text.partition(part)[2].partition("\n\n")[2].partition("\nThree lines are new")[0]
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(code))
     command = [*forked_python, str(script)]

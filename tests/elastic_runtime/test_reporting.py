@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +36,21 @@ def test_progress_carries_the_throughput_of_the_size_the_job_has_now() -> None:
         (2, False),
     ]
     assert received[3]["throughput"] > 0
+
+
+def test_a_figure_that_is_no_number_is_sent_as_text_until_it_is_one_again() -> None:
+    received: list[dict[str, Any]] = []
+    reporter = Reporter("", "worker", lambda _, **output: received.append(output), Progress(io.StringIO()))
+    for loss in (1.0, math.nan, -math.inf, 2.0):
+        reporter.metrics(1, {"loss": loss, "accuracy": 0.5})
+        reporter.progress(1, 0, None, force=True)
+    assert [(output["metrics"].get("loss"), output["not_finite"]) for output in received] == [
+        (1.0, {}),
+        (None, {"loss": "nan"}),
+        (None, {"loss": "-inf"}),
+        (2.0, {}),
+    ]
+    assert all(output["metrics"]["accuracy"] == 0.5 for output in received)
 
 
 def test_progress_says_when_the_last_checkpoint_was_captured(tmp_path: Path) -> None:

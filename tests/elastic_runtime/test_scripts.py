@@ -19,6 +19,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     random_split,
 )
@@ -142,10 +143,51 @@ def test_a_parameter_that_is_none_of_the_models_is_named() -> None:
         made(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
 
 
-def test_sparse_gradients_are_refused() -> None:
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
-    with pytest.raises(UsageError, match="0 has sparse gradients; leave sparse=True out"):
-        made(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def sparse_table() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(10, 4, sparse=True))
+
+
+def test_sparse_gradients_are_refused_if_they_are_not_summed_or_an_optimizer_keeps_them() -> None:
+    model = sparse_table()
+    with pytest.raises(UsageError, match="sparse=True, whose gradients are summed with reduction='fast'"):
+        made(model, torch.optim.SGD(model.parameters(), lr=0.1), reduction="exact")
+    with pytest.raises(UsageError, match="SGD with momentum keeps the momentum of an embedding"):
+        made(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_a_step_in_micro_batches_has_torchs_own_sparse_gradients() -> None:
+    words = torch.randint(0, 30, (40, 3), generator=torch.Generator().manual_seed(1))
+    given = DataLoader(TensorDataset(words), batch_size=8)
+    found = []
+    for cut in (None, 3):
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(30, 4, mode="sum", sparse=True)
+        optimizer: Any = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        if cut is None:
+            for (batch,) in given:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+        else:
+            job = elastic_runtime.init(global_batch_size=8, max_batch_per_gpu=cut)
+            job.prepare(model, optimizer, given)
+            for (batch,) in job.steps(5):
+                job.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(model.weight.detach())
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_dense_gradient_of_a_sparse_embedding_is_refused_and_a_sparse_one_of_another_parameter() -> None:
+    for sparse in (True, False):
+        model = nn.Embedding(10, 4, sparse=sparse)
+        job, _ = made(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        wanted = "dense" if sparse else "sparse"
+        indices = torch.tensor([1, 2])
+        with pytest.raises(UsageError, match=f"'weight' got a {wanted} gradient"):  # noqa: PT012
+            for _ in job.steps(1):
+                job.backward(nn.functional.embedding(indices, model.weight, sparse=not sparse).sum())
 
 
 def test_an_optimizer_that_was_not_prepared_is_named_when_it_steps() -> None:

@@ -174,7 +174,7 @@ def test_a_worker_is_told_its_generation_and_the_number_was_reserved_before() ->
         assert bench.recorder.rows == [("reserved", 1)]
         a.send("GenerationAdopted", generation=1, step=0)
         await bench.recorder.until("committed", 1, "by all")
-        a.send("ProgressReported", step=5, metrics={"loss": 0.5})
+        a.send("ProgressReported", step=5, metrics={"loss": 0.5}, not_finite={"accuracy": "nan"})
         await bench.recorder.until("progress", "a", 5)
 
     run(scenario)

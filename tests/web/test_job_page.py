@@ -80,7 +80,7 @@ def test_charts_have_a_line_for_each_run_over_steps_or_time() -> None:
 
 
 def test_a_figure_that_is_no_longer_reported_is_a_gap() -> None:
-    """The library does not send a figure that has become NaN, and goes on with the others."""
+    """A library of an earlier release does not send a figure that has become NaN, and goes on with the others."""
     reports = [Report(float(i), i, {"loss": 1.0, "acc": 0.1} if i < 3 else {"acc": 0.2}) for i in range(6)]
     loss, *_ = figure_charts([Run(job("a"), reports)], View())
     assert loss.note == "no number now: 3 of 6 reports"
@@ -90,6 +90,12 @@ def test_a_figure_that_is_no_longer_reported_is_a_gap() -> None:
     )
     assert late == [(1.0, 1.0)]
     assert math.isnan(Run(job("a"), reports).points(lambda r: r.metrics.get("loss"), "step")[-1][1])
+
+
+def test_a_figure_that_is_no_number_from_the_beginning_has_a_chart_that_says_so() -> None:
+    reports = [Report(float(i), i, {"acc": 0.1}, not_finite={"loss": "inf" if i else "nan"}) for i in range(3)]
+    charts = {chart.title: chart for chart in figure_charts([Run(job("a"), reports)], View())}
+    assert charts["loss"].note == "inf now: 3 of 3 reports"
 
 
 def test_a_log_that_may_not_be_read_leaves_out_the_last_lines() -> None:

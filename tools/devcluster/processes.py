@@ -41,7 +41,7 @@ def start(program: Program, layout: Layout) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509  the supervisor has one thread
+            preexec_fn=die_with_parent,  # noqa: PLW1509  the supervisor has one thread
         )
     write_pid(layout.pid_file(program.name), process.pid)
     return process
@@ -91,5 +91,6 @@ def _started(pid: int) -> str:
         return stat.read().rpartition(")")[2].split()[19]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have this process killed by SIGKILL when the thread that started it ends."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, elastic: `strategy=ElasticStrategy()`.
+"""Lightning, elastic: Trainer by `strategy=ElasticStrategy()`, Fabric by `ElasticFabric()`.
 
     import lightning
     from elastic_runtime.integrations.lightning import ElasticStrategy
@@ -11,6 +11,7 @@ every size, so that `global_step`, `val_check_interval` and `max_steps` count th
 step is the mean over all workers. A training resumes from the job's checkpoints (`ELASTIC_CHECKPOINT_DIR`).
 """
 
+from elastic_runtime.integrations.lightning.fabric import ElasticFabric
 from elastic_runtime.integrations.lightning.strategy import ElasticStrategy
 
-__all__ = ["ElasticStrategy"]
+__all__ = ["ElasticFabric", "ElasticStrategy"]

@@ -13,9 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities import rank_zero
 from lightning.pytorch import LightningModule, callbacks
-from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -24,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import elastic_runtime
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.integrations.lightning.fit_loop import ElasticFitLoop, StepLoader, one_loader
+from elastic_runtime.integrations.lightning.ranks import device_of, follow_rank
 from elastic_runtime.integrations.lightning.results import StepResults
 from elastic_runtime.integrations.lightning.tracked_state import TrackedState
 
@@ -150,11 +149,7 @@ class ElasticStrategy(SingleDeviceStrategy):
     @property
     def root_device(self) -> torch.device:
         """The device of this worker."""
-        if isinstance(self.accelerator, CPUAccelerator) or self.accelerator is None:
-            return torch.device("cpu")
-        if isinstance(self.accelerator, MPSAccelerator):
-            return torch.device("mps")
-        return torch.device("cuda", torch.cuda.current_device())
+        return device_of(self.accelerator)
 
     @property
     def is_global_zero(self) -> bool:
@@ -272,8 +267,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         self.job.on_resize(lambda _: self._set_rank())
 
     def _set_rank(self) -> None:
-        only: Any = rank_zero.rank_zero_only
-        only.rank = self.global_rank
+        follow_rank(self.job)
         bar = self._trainer.progress_bar_callback if self._trainer is not None else None
         if bar is not None:
             (bar.enable if self.is_global_zero else bar.disable)()

@@ -27,10 +27,12 @@ from elastic_runtime.integrations.ray.ray_internals import (
 from elastic_runtime.integrations.ray.reports import Point
 from elastic_runtime.integrations.ray.unmodified.driver import LoopDriver, LoopOptions, Others
 from elastic_runtime.integrations.ray.unmodified.names import replace_names
-from elastic_runtime.loop.job import Job, current_job
+from elastic_runtime.loop.trainings_of_process import current_job
 
 if TYPE_CHECKING:
     from typing import NoReturn
+
+    from elastic_runtime.loop.job import Job
 
 
 class BackgroundErrors:

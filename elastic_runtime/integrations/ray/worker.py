@@ -15,10 +15,12 @@ import ray
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray.loop_api import ActorChannel, ElasticTrainContext
 from elastic_runtime.integrations.ray.unmodified.driver import PREPARE, LoopOptions
-from elastic_runtime.loop.job import Job, current_job
+from elastic_runtime.loop.trainings_of_process import current_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from elastic_runtime.loop.job import Job
 
 FINISHED = "finished"
 LEFT = "left"

@@ -188,9 +188,7 @@ def _queue_lines(reached: ClusterApi, job: Job) -> Iterator[str]:
 
 def _facts(job: Job, place: str) -> list[tuple[str, object]]:
     spec, status = job.spec, job.status
-    metrics = (
-        ", ".join(f"{name} {value:.4g}" for name, value in status.progress.metrics.items()) if status.progress else ""
-    )
+    metrics = ", ".join(status.progress.metric_texts) if status.progress else ""
     facts: list[tuple[str, object]] = [
         ("project", spec.project),
         ("uid", job.uid),

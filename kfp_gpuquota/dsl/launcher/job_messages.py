@@ -211,8 +211,7 @@ def _resized(resize: Resize) -> str:
 
 def _progressed(progress: Progress) -> str:
     of = "" if progress.total_steps is None else f"/{progress.total_steps}"
-    metrics = [f"{name} {value:.4g}" for name, value in list(progress.metrics.items())[:_SHOWN_METRICS]]
-    return ", ".join([f"step {progress.step}{of}", *metrics])
+    return ", ".join([f"step {progress.step}{of}", *progress.metric_texts[:_SHOWN_METRICS]])
 
 
 def _reason(job: Job | None) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 
 from kfp_gpuquota.api import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
+
+Value = TypeVar("Value")
 
 MAX_METRICS: Final = 100
 MAX_METRIC_LENGTH: Final = 200
@@ -31,6 +33,7 @@ class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event")
     throughput: float | None = None
     step_ms: float | None = None
     workers: int | None = None
+    not_finite: dict[str, Literal["nan", "inf", "-inf"]] = {}
 
 
 class StepsTimed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
@@ -59,14 +62,19 @@ class TrainingReports:
             total_steps=report.total_steps,
             epoch=report.epoch,
             at=at,
-            metrics={name[:MAX_METRIC_LENGTH]: value for name, value in islice(report.metrics.items(), MAX_METRICS)},
+            metrics=_bounded(report.metrics),
             checkpoint_at=report.checkpoint_at,
             throughput=report.throughput,
             step_ms=report.step_ms,
             workers=report.workers,
             stragglers=self._stragglers(members),
+            not_finite=_bounded(report.not_finite),
         )
 
     def _stragglers(self, members: Collection[str]) -> dict[str, float]:
         self._slowness = {worker: slowness for worker, slowness in self._slowness.items() if worker in members}
         return {worker: round(s, 2) for worker, s in sorted(self._slowness.items()) if s >= STRAGGLES_FROM}
+
+
+def _bounded(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    return {name[:MAX_METRIC_LENGTH]: value for name, value in islice(metrics.items(), MAX_METRICS)}

@@ -85,7 +85,7 @@ def figure_charts(runs: Sequence[Run], view: View) -> Iterator[Chart]:
     begin, end = _ends(runs, view.x)
     first = runs[0].reports[0].at
     marks = [change.at - first for change in runs[0].job.status.resizes] if view.x == "time" else []
-    names = dict.fromkeys(name for run in runs for report in run.reports for name in report.metrics)
+    names = dict.fromkeys(name for run in runs for report in run.reports for name in report.figures)
     figures: list[tuple[str, Callable[[Report], float | None]]] = [(name, _metric(name)) for name in names]
     figures[MAX_FIGURES:] = []
     if view.x == "time":
@@ -99,7 +99,7 @@ def figure_charts(runs: Sequence[Run], view: View) -> Iterator[Chart]:
 
 
 def _metric(name: str) -> Callable[[Report], float | None]:
-    return lambda report: report.metrics.get(name)
+    return lambda report: report.figures.get(name)
 
 
 def _ends(runs: Sequence[Run], axis: str) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, RandomSampler
 
 import elastic_runtime
-from tests.elastic_runtime.zoo.classic import quasi_newton_steps
+from tests.elastic_runtime.zoo.classic import quasi_newton_steps, sharpness_aware
 from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, Samples, script, vector, vectors
 
 
@@ -285,9 +285,60 @@ def closure_of_the_optimizer(**init: Any) -> None:
             optimizer.step(partial(model, x))
 
 
-@script(refused="optimizer.step\\(closure\\) need reduction='fast'", modes=("exact",))
+@script(refused="optimizer.step\\(closure\\) needs reduction='fast' .* needs no closure", modes=("exact",))
 def quasi_newton_in_shards(**init: Any) -> None:
     quasi_newton_steps(**init)
+
+
+@script(refused="more=True\\) needs reduction='fast' .* add the losses up", modes=("exact",))
+def sharpness_aware_in_shards(**init: Any) -> None:
+    sharpness_aware(init, always=False)
+
+
+def adversarial_networks(init: dict[str, Any], *, more: bool) -> Any:
+    """Two networks, two optimizers, two losses in an iteration."""
+    job = elastic_runtime.init(**init)
+    made, judge = nn.Linear(2, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (made, judge)]
+    _, _, loader = job.prepare([made, judge], optimizers, vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for x, _y in loader:
+            optimizers[1].zero_grad()
+            job.backward(judge(made(x[:, :2]).detach()).mean() - judge(x).mean(), more=more)
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            job.backward(-judge(made(x[:, :2])).mean())
+            optimizers[0].step()
+    return made, judge
+
+
+@script(refused="called twice in one iteration; .* pass more=True to all calls but the last")
+def adversarial_networks_with_two_backward_passes(**init: Any) -> None:
+    adversarial_networks(init, more=False)
+
+
+@script(refused="more=True\\) needs reduction='fast' .* add the losses up", modes=("exact",))
+def adversarial_networks_in_shards(**init: Any) -> None:
+    adversarial_networks(init, more=True)
+
+
+@script()
+def adversarial_networks_that_step_together(**init: Any) -> Any:
+    """Both losses in one backward pass: each network's gradients are those of its own loss."""
+    job = elastic_runtime.init(**init)
+    made, judge = nn.Linear(2, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (made, judge)]
+    _, _, loader = job.prepare([made, judge], optimizers, vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for x, _y in loader:
+            fake = made(x[:, :2])
+            frozen = {name: value.detach() for name, value in judge.named_parameters()}
+            of_judge = judge(fake.detach()).mean() - judge(x).mean()
+            job.backward(of_judge - torch.func.functional_call(judge, frozen, (fake,)).mean())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return made, judge
 
 
 @script(refused="gave one batch in each of several iterations")

@@ -443,3 +443,50 @@ def unused_experts_whose_gradients_are_zeros(**init: Any) -> Any:
             job.backward(cross_entropy(model(x), y))
             optimizer.step()
     return model
+
+
+class Interactions(nn.Module):
+    """A recommender's: tables with sparse gradients, of which a step uses some rows, beside dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.tags = nn.Embedding(30, 4, sparse=True), nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
+        self.head = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        places = (x * 10).long().abs()
+        return self.head(torch.cat([self.items(places[:, 0] % 30), self.tags(places[:, 1:4] % 20), x], 1))
+
+
+@script(modes=("fast",))
+def tables_with_sparse_gradients(**init: Any) -> Any:
+    """SparseAdam for the tables, which acts on the rows of the global batch only, and Adam for the rest."""
+    job = elastic_runtime.init(**init)
+    model = Interactions()
+    optimizers = [
+        torch.optim.SparseAdam([*model.items.parameters(), *model.tags.parameters()], lr=0.05),
+        torch.optim.Adam(model.head.parameters(), lr=0.02),
+    ]
+    model, _, loader = job.prepare(model, optimizers, vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+@script(modes=("fast",))
+def word_vectors_of_sparse_gradients_only(**init: Any) -> Any:
+    """No parameter is dense; gradients are zeroed and not removed."""
+    job = elastic_runtime.init(**init)
+    model = nn.ModuleList([nn.Embedding(30, 4, sparse=True) for _ in range(2)])
+    model, optimizer, loader = job.prepare(model, torch.optim.Adagrad(model.parameters(), lr=0.3), vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for x, _y in loader:
+            center, other = ((x[:, at] * 10).long().abs() % 30 for at in (0, 1))
+            job.backward(-nn.functional.logsigmoid((model[0](center) * model[1](other)).sum(1)).mean())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return model

@@ -1,4 +1,4 @@
-"""Scripts with Lightning's Trainer. They are no part of the catalogue, whose processes would import Lightning."""
+"""Scripts with Lightning's Trainer and Fabric. No part of the catalogue: its processes would import Lightning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from elastic_runtime.integrations.lightning import ElasticStrategy
+from elastic_runtime.integrations.lightning import ElasticFabric, ElasticStrategy
 from tests.elastic_runtime.zoo.generated import verdicts
 from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, Samples, script, vector
 from tests.forked import preload
@@ -134,6 +134,69 @@ def trainer_of_steps(**init: Any) -> Any:
 def strategy_of(init: dict[str, Any]) -> Any:
     """Return the strategy; a plain one if there are no options."""
     return ElasticStrategy(**init) if init else "auto"
+
+
+class Figures(nn.Module):
+    """A net, and a figure of each epoch, which is a part of what is compared."""
+
+    figures: torch.Tensor
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 3))
+        self.register_buffer("figures", torch.zeros(EPOCHS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        return found
+
+
+def with_fabric(init: dict[str, Any], model: Figures, optimizer: Any, after_epoch: Any = lambda _fabric: None) -> Any:
+    """Train by a loop with Fabric: plain if there are no options."""
+    given: dict[str, Any] = {"accelerator": "cpu"}
+    fabric: Any = ElasticFabric(elastic=init, **given) if init else lightning.Fabric(**given)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    training, held_out = fabric.setup_dataloaders(
+        DataLoader(Samples(vector), batch_size=GLOBAL_BATCH), DataLoader(Samples(vector, 20), batch_size=7)
+    )
+    assert len(training) == len(Samples(vector)) // GLOBAL_BATCH
+    for epoch in fabric.epochs(EPOCHS) if init else range(EPOCHS):
+        model.train()
+        for x, y in training:
+            optimizer.zero_grad()
+            fabric.backward(cross_entropy(model(x), y))
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            losses = torch.stack([cross_entropy(model(x), y) for x, y in held_out])
+        together = fabric.all_reduce(losses) + fabric.broadcast(losses) + fabric.all_gather(losses).reshape(-1, 3)[-1]
+        model.figures[epoch] = together.mean()
+        after_epoch(fabric)
+    return model
+
+
+@script()
+def fabric_with_a_scheduler(**init: Any) -> Any:
+    """Clipping, evaluation, collectives, a scheduler of epochs and a rate that the loop sets."""
+    model = Figures()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    return with_fabric(init, model, optimizer, lambda _fabric: scheduler.step())
+
+
+@script(modes=("exact",))
+def fabric_with_dropout(**init: Any) -> Any:
+    """Random numbers in a step, an optimizer with state, and a file that rank 0 saves in each epoch."""
+    model = Figures(dropout=0.3)
+    with tempfile.TemporaryDirectory() as directory:
+        return with_fabric(
+            init,
+            model,
+            torch.optim.Adam(model.parameters(), lr=0.01),
+            lambda fabric: fabric.save(f"{directory}/last.ckpt", {"model": model}),
+        )
 
 
 def judge(chosen: list[Case], directory: str) -> None:

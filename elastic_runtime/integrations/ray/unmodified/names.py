@@ -27,7 +27,7 @@ from elastic_runtime.integrations.ray.unmodified.loaders import (
     check_sampler,
     iterate,
 )
-from elastic_runtime.loop.job import current_job
+from elastic_runtime.loop.trainings_of_process import current_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable

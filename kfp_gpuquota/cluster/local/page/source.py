@@ -146,7 +146,14 @@ class LocalPages:
         progress = job.status.progress if job is not None else None
         if progress is None or (stored and stored[-1].at >= progress.at):
             return tuple(stored)
-        last = Report(progress.at, progress.step, progress.metrics, progress.throughput, progress.workers)
+        last = Report(
+            progress.at,
+            progress.step,
+            progress.metrics,
+            progress.throughput,
+            progress.workers,
+            not_finite=progress.not_finite,
+        )
         return (*stored, last)
 
     def usage(self, width_s: int, since: float) -> Sequence[Usage]:

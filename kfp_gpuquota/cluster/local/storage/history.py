@@ -181,6 +181,7 @@ class MemoryHistory:
 
 def _report(progress: Progress) -> Report:
     named = [(name, value) for name, value in progress.metrics.items() if math.isfinite(value)][:MOST_METRICS]
+    strange = list(progress.not_finite.items())[: MOST_METRICS - len(named)]
     return Report(
         at=progress.at,
         step=progress.step,
@@ -188,4 +189,5 @@ def _report(progress: Progress) -> Report:
         throughput=progress.throughput,
         workers=progress.workers,
         checkpoint_at=progress.checkpoint_at,
+        not_finite={name[:LONGEST_NAME]: value for name, value in strange},
     )

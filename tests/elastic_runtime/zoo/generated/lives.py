@@ -271,7 +271,8 @@ class Events:
     def _change(self, session: Session, generation: int) -> None:
         change = self._life.changes[generation - 1]
         if change.kind == "agreed":
-            self._propose(session, generation + 1)
+            _coordinator_of(session).propose(generation + 1)
+            _wait_for_vote(session)
         elif self._worker not in change.members:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -285,16 +286,18 @@ class Events:
         if self._life.alone:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            self._propose(session, len(self._life.changes) + 2)
+            _coordinator_of(session).propose_end(session._member.generation)
+            _wait_for_vote(session)
 
-    def _propose(self, session: Session, generation: int) -> None:
-        coordinator: Any = session._member._coordinator
-        assert isinstance(coordinator, ScriptedCoordinator)
-        coordinator.propose(generation)
-        _wait_for_vote(session)
+
+def _coordinator_of(session: Session) -> ScriptedCoordinator:
+    coordinator: Any = session._member._coordinator
+    assert isinstance(coordinator, ScriptedCoordinator)
+    return coordinator
 
 
 def _wait_for_vote(session: Session) -> None:
     until = time.monotonic() + TIMEOUT_S
-    while session._member.vote() is None and not session._member.must_recover and time.monotonic() < until:
+    while session._member.vote() is None and not session._member.must_recover:
+        assert time.monotonic() < until, "the generation that was proposed could not be built"
         time.sleep(0.001)

@@ -73,6 +73,10 @@ class ScriptedCoordinator:
         """Propose the generation that follows the one in force."""
         self._on_order(Order("Propose", generation, self.members(generation), base=generation - 1))
 
+    def propose_end(self, generation: int) -> None:
+        """Propose that all leave, after the generation in force, which may be one that is not on the list."""
+        self._on_order(Order("Propose", generation + 1, (), base=generation))
+
     def _recover(self, generation: int, members: tuple[str, ...]) -> None:
         following = self.changes[generation - 1] if generation <= len(self.changes) else None
         if following and following.kind == "killed" and not (self._ended(members) - self._killed(generation)):
