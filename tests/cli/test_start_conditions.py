@@ -79,6 +79,8 @@ def test_an_array_is_submitted_listed_awaited_and_deleted_by_its_name(cli: Cli) 
     cli("submit", "summary", "-g", "0", "--after", "any:sweep", "--", "true")
     cli("wait sweep-0 sweep-1 sweep-2 sweep-3 summary --timeout 60s")
     assert cli("logs sweep-2") == "I am 2\n"
+    for command in ("logs", "explain", "describe"):
+        assert "sweep is an array of 4 jobs; name one of them, as sweep-0" in cli.run(command, "sweep").err
     (line,) = (line for line in cli("list").splitlines() if "sweep" in line)
     assert line.split()[:7] == ["sweep-[0-3]", "team-a", "train", "Succeeded", "0", "4", "x"]
     jobs = {job["spec"]["name"]: job["status"] for job in json.loads(cli("list -o json"))}

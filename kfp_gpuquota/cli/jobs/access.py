@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.jobs.arrays import one_job
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
 
@@ -102,7 +103,7 @@ def port_forward(
 
 
 def _running_worker(project: str, job: str, index: int | None) -> tuple[Job, Worker]:
-    found = client().get_job(project_or_configured(project), job)
+    found = one_job(client(), project_or_configured(project), job)
     running = [w for w in found.status.workers if w.phase == "Running" and index in (None, w.index)]
     if not running:
         raise ConflictError(f"job {job!r} has no such worker running; see its workers with: gpuquota describe {job}")

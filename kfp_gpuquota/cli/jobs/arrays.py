@@ -53,6 +53,18 @@ def arrays_in(jobs: Iterable[Job]) -> dict[str, list[str]]:
     return {name: [job for _, job in sorted(of)] for name, of in members.items()}
 
 
+def one_job(reached: ClusterApi, project: str, name: str) -> Job:
+    """Return the job. Raises NotFoundError, which says what to name where `name` is that of an array."""
+    try:
+        return reached.get_job(project, name)
+    except NotFoundError:
+        if members := arrays_in(reached.list_jobs(project).jobs).get(name):
+            raise NotFoundError(
+                f"{name} is an array of {len(members)} jobs; name one of them, as {members[0]}"
+            ) from None
+        raise
+
+
 def with_members(reached: ClusterApi, project: str, names: Iterable[str]) -> list[str]:
     """Return the names with the jobs of an array in the place of its name; jobs are listed only if one is no job's."""
     found: list[str] = []

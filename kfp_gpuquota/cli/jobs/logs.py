@@ -11,6 +11,7 @@ import typer
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.terminal import echo, write_log
+from kfp_gpuquota.cli.jobs.arrays import one_job
 from kfp_gpuquota.errors import NotFoundError, UsageError
 from kfp_gpuquota.server.cluster_api import log_so_far
 
@@ -49,7 +50,7 @@ def logs(
     if previous and (worker or follow):
         raise UsageError("--previous shows the first worker before the last restart; leave out --worker and --follow")
     reached, project = client(), project_or_configured(project)
-    found = reached.get_job(project, job)
+    found = one_job(reached, project, job)
     _say_if_not_started(found)
     worker = PREVIOUS if previous else worker
 

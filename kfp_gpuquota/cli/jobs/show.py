@@ -27,6 +27,7 @@ from kfp_gpuquota.cli.display.gpus import gibibytes
 from kfp_gpuquota.cli.display.output import Format, age, duration, is_tabular, show, table
 from kfp_gpuquota.cli.display.tables import expected_start_text, output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import echo
+from kfp_gpuquota.cli.jobs.arrays import one_job
 from kfp_gpuquota.cli.jobs.logs import last_lines
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 
@@ -76,7 +77,7 @@ def describe(what: AnyWords, project: ProjectOption = "", output: OutputOption =
 
 
 def _describe_job(reached: ClusterApi, project: str, name: str, output: str) -> None:
-    found = reached.get_job(project, name)
+    found = one_job(reached, project, name)
     if not is_tabular(output):
         show(found, output)
         return
@@ -103,7 +104,7 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
     """
     reached, project, name = client(), project_or_configured(project), job_name(job)
     try:
-        found = reached.get_job(project, name)
+        found = one_job(reached, project, name)
     except NotFoundError:
         if not (lines := reached.explain_pod(project, name)):
             raise

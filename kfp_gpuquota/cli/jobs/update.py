@@ -15,6 +15,7 @@ from kfp_gpuquota.cli.arguments.options import (
 from kfp_gpuquota.cli.arguments.parsers import whole_number
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.terminal import echo
+from kfp_gpuquota.cli.jobs.arrays import one_job
 from kfp_gpuquota.cli.jobs.submit import (  # noqa: TC001 (typer reads annotations at run time)
     MaxOption,
     MinOption,
@@ -55,7 +56,7 @@ def update(
     if changed == JobUpdate():
         raise UsageError(f"name what to change: gpuquota update {job} --min-gpus N, --max-gpus N or --priority N")
     reached, project = client(), project_or_configured(project)
-    was_elastic = reached.get_job(project, job).spec.elastic
+    was_elastic = one_job(reached, project, job).spec.elastic
     updated = reached.update_job(project, job, changed)
     echo(f"job {job} updated")
     if updated.spec.elastic and not was_elastic:
