@@ -53,8 +53,11 @@ def arrays_in(jobs: Iterable[Job]) -> dict[str, list[str]]:
     return {name: [job for _, job in sorted(of)] for name, of in members.items()}
 
 
-def with_members(reached: ClusterApi, project: str, names: Iterable[str]) -> list[str]:
-    """Return the names with the jobs of an array in the place of its name; jobs are listed only if one is no job's."""
+def with_members(reached: ClusterApi, project: str, names: Iterable[str], *, ended: bool = True) -> list[str]:
+    """Return the names with the jobs of an array in the place of its name, those that have `ended` among them or not.
+
+    Jobs are listed only if a name is no job's.
+    """
     found: list[str] = []
     arrays: dict[str, list[str]] | None = None
     for name in names:
@@ -62,6 +65,8 @@ def with_members(reached: ClusterApi, project: str, names: Iterable[str]) -> lis
             reached.get_job(project, name)
             found.append(name)
         except NotFoundError:
-            arrays = arrays_in(reached.list_jobs(project).jobs) if arrays is None else arrays
+            if arrays is None:
+                listed = reached.list_jobs(project).jobs
+                arrays = arrays_in(job for job in listed if ended or not job.status.phase.final)
             found += arrays.get(name, [name])
     return list(dict.fromkeys(found))

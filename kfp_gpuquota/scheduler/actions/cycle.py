@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.promises import keep
-from kfp_gpuquota.scheduler.actions.reservations import MOST, Reservation, overdue, overtaking, reserve
+from kfp_gpuquota.scheduler.actions.reservations import MOST, Known, Reservation, overdue, overtaking, reserve
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
@@ -96,6 +96,7 @@ class Cycle:
         self.reserved: dict[Job, Reservation] = {}
         self.tried: set[Job] = set()  # in vain, before the first action
         self.unreservable: set[tuple[Group | None, Request, int]] = set()  # no nodes can be kept for such jobs
+        self.known: Known = {}
         self.lacking: dict[Queue, Reservation] = {}
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
@@ -188,7 +189,7 @@ class Cycle:
         alike = job.groups, job.request, len(tasks)
         if alike in self.unreservable:
             return False
-        found = reserve(self.ledger, job, tasks, self.now)
+        found = reserve(self.ledger, job, tasks, self.now, self.known)
         if found is None:
             self.unreservable.add(alike)
             return False

@@ -199,12 +199,17 @@ def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float) -> list
     return [job for _, job in found[:MOST_FILLED] if not job.active]
 
 
-def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task], now: float) -> Reservation | None:
+Known = dict[tuple[object, ...], dict[Host, tuple[int, "_Candidate | None"]]]
+"""What hosts are for jobs of one kind, as found for earlier jobs of the same cycle, with the versions of the hosts."""
+
+
+def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task], now: float, known: Known) -> Reservation | None:
     """Hold what is idle on the hosts that can be free for the job soonest; None where no hosts can be."""
     request = tasks[0].request
     if job.groups is not None or any(task.request != request for task in tasks):
         return None
-    candidates = _candidates(ledger, tasks, now)
+    alike = known.setdefault((request, job.queue.pool, tasks[0].within, len(tasks)), {})
+    candidates = _candidates(ledger, tasks, now, alike)
     soonest = [candidate for candidate in candidates if _is_timed(job, candidate)]
     found = _of(ledger, job, tasks, _chosen(sorted(soonest, key=lambda one: (one.free_at, *one.key)), len(tasks)), now)
     if found is None or found.starts_by == UNLIMITED:
@@ -270,12 +275,19 @@ def _placeholders(
             yield Task(keeper, part, 0), candidate.host, devices
 
 
-def _candidates(ledger: Ledger, tasks: Sequence[Task], now: float) -> list[_Candidate]:
-    """Return enough hosts for all tasks, and some more to choose from."""
+def _candidates(
+    ledger: Ledger, tasks: Sequence[Task], now: float, known: dict[Host, tuple[int, _Candidate | None]]
+) -> list[_Candidate]:
+    """Return enough hosts for all tasks, and some more to choose from; hosts that have not changed are `known`."""
     found: dict[Host, _Candidate] = {}
     workers, enough = 0, _ENOUGH if len(ledger.hosts) > _ALL else _ALL
     for host in _in_order(ledger, shared=not tasks[0].request.whole):
-        candidate = _candidate(host, tasks[0], len(tasks), now) if host not in found else None
+        if host in found:
+            continue
+        version, candidate = known.get(host, (-1, None))
+        if version != host.version:
+            candidate = _candidate(host, tasks[0], len(tasks), now)
+            known[host] = host.version, candidate
         if candidate is not None:
             found[host] = candidate
             workers += candidate.workers
@@ -300,19 +312,25 @@ def _in_order(ledger: Ledger, *, shared: bool) -> Iterator[Host]:
 def _candidate(host: Host, task: Task, most: int, now: float) -> _Candidate | None:
     if not host.ready or not placement.may_use(host, task):
         return None
-    ending: list[Task] = []
-    staying: list[Task] = []
-    for other in host.tasks:
-        ends = other.status is Status.LEAVING or (other.status is Status.HELD and not other.job.core)
-        (ending if ends else staying).append(other)
     request = task.request
+    ending = [
+        other
+        for other in host.tasks
+        if other.status is Status.LEAVING or (other.status is Status.HELD and not other.job.core)
+    ]
+    if not ending and request.whole and host.idle_whole < request.devices:
+        return None
+    staying = [other for other in host.tasks if other not in ending] if ending else list(host.tasks)
     workers = _room(host, request, staying)
     if workers < 1:
         return None
     lent = _lent_on(host)
     on_loan = {device for other in lent for device in other.devices}
     share = min(request.share_of(host.gpu_memory_mib), GPU)
-    idle = sum(host.idle(device) >= share or device in on_loan for device in host.devices)
+    if share == GPU and not on_loan and not host.shared:
+        idle = host.idle_whole
+    else:
+        idle = sum(host.idle(device) >= share or device in on_loan for device in host.devices)
     latest = max((other.started_at for other in ending), default=0.0)
     free_at = _free_at(host, request, min(workers, most), now, lent)
     return _Candidate(min(idle, workers * request.devices), latest, host, workers, free_at)
@@ -336,14 +354,19 @@ def _free_at(host: Host, request: Request, workers: int, now: float, lent: Colle
         if _room(host, request, staying) >= workers:
             break
         free_at = max(now, other.job.ends_by(now))
+        if free_at > now + _NEAR_S:
+            return UNLIMITED
         staying.remove(other)
-    return free_at if free_at <= now + _NEAR_S else UNLIMITED
+    return free_at
 
 
 def _room(host: Host, request: Request, staying: Sequence[Task]) -> int:
     """Return how many such workers fit on the host beside those that stay."""
     most: list[float] = [host.max_tasks - len(staying)]
-    if request.devices:
+    if request.devices and request.whole:
+        held = {device for task in staying for device in task.devices}
+        most.append((len(host.devices) - len(held.intersection(host.devices))) // request.devices)
+    elif request.devices:
         held = dict.fromkeys(host.devices, 0)
         for task in staying:
             for device in set(task.devices) & held.keys():
