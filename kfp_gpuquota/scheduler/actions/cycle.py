@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.promises import keep
-from kfp_gpuquota.scheduler.actions.reservations import MOST, Known, Reservation, overdue, overtaking, reserve
+from kfp_gpuquota.scheduler.actions.reservations import MOST, Reservation, overdue, overtaking, reserve
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
@@ -40,6 +40,7 @@ from kfp_gpuquota.scheduler.state.progress import gain
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from kfp_gpuquota.scheduler.actions.candidates import Known
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape
 
