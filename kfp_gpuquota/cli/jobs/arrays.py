@@ -65,8 +65,11 @@ def one_job(reached: ClusterApi, project: str, name: str) -> Job:
         raise
 
 
-def with_members(reached: ClusterApi, project: str, names: Iterable[str]) -> list[str]:
-    """Return the names with the jobs of an array in the place of its name; jobs are listed only if one is no job's."""
+def with_members(reached: ClusterApi, project: str, names: Iterable[str], *, ended: bool = True) -> list[str]:
+    """Return the names with the jobs of an array in the place of its name, those that have `ended` among them or not.
+
+    Jobs are listed only if a name is no job's.
+    """
     found: list[str] = []
     arrays: dict[str, list[str]] | None = None
     for name in names:
@@ -74,6 +77,8 @@ def with_members(reached: ClusterApi, project: str, names: Iterable[str]) -> lis
             reached.get_job(project, name)
             found.append(name)
         except NotFoundError:
-            arrays = arrays_in(reached.list_jobs(project).jobs) if arrays is None else arrays
+            if arrays is None:
+                listed = reached.list_jobs(project).jobs
+                arrays = arrays_in(job for job in listed if ended or not job.status.phase.final)
             found += arrays.get(name, [name])
     return list(dict.fromkeys(found))

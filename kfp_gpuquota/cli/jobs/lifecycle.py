@@ -43,7 +43,7 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
       gpuquota suspend train1 train2
     """
     reached, project = client(), project_or_configured(project)
-    names = with_members(reached, project, job_names(jobs))
+    names = with_members(reached, project, job_names(jobs), ended=False)
     reached.stop_jobs(project, names, StopAction.SUSPEND)
     for name in names:
         echo(f"job {name} suspended")
@@ -56,7 +56,7 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
       gpuquota resume train1
     """
     reached, project = client(), project_or_configured(project)
-    for name in with_members(reached, project, job_names(jobs)):
+    for name in with_members(reached, project, job_names(jobs), ended=False):
         reached.resume_job(project, name)
         echo(f"job {name} resumed")
 
@@ -99,9 +99,10 @@ def wait(
     wanted = _phase(until)
     reached, project = client(), project_or_configured(project)
     deadline = None if timeout is None else time.monotonic() + seconds("timeout", timeout)
+    names = with_members(reached, project, job_names(jobs))
     failed = [
         job
-        for job in (_wait_for(reached, project, name, wanted, deadline) for name in job_names(jobs))
+        for job in (_wait_for(reached, project, name, wanted, deadline) for name in names)
         if _is_failure(job, wanted)
     ]
     for job in failed:

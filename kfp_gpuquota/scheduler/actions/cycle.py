@@ -40,6 +40,7 @@ from kfp_gpuquota.scheduler.state.progress import gain
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from kfp_gpuquota.scheduler.actions.candidates import Known
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape
 
@@ -96,6 +97,7 @@ class Cycle:
         self.reserved: dict[Job, Reservation] = {}
         self.tried: set[Job] = set()  # in vain, before the first action
         self.unreservable: set[tuple[Group | None, Request, int]] = set()  # no nodes can be kept for such jobs
+        self.known: Known = {}
         self.lacking: dict[Queue, Reservation] = {}
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
@@ -188,7 +190,7 @@ class Cycle:
         alike = job.groups, job.request, len(tasks)
         if alike in self.unreservable:
             return False
-        found = reserve(self.ledger, job, tasks, self.now)
+        found = reserve(self.ledger, job, tasks, self.now, self.known)
         if found is None:
             self.unreservable.add(alike)
             return False

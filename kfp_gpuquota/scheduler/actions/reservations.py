@@ -39,11 +39,10 @@ jobs that cannot be preempted: sessions have no end.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.resources import capacity_of
+from kfp_gpuquota.scheduler.actions.candidates import Candidate, Known, candidates_for, free_at_of, lent_on
 from kfp_gpuquota.scheduler.fairness import quota
-from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Status, Task
 from kfp_gpuquota.scheduler.state.order import shape_amount
 
@@ -60,14 +59,6 @@ MOST_TRIES: Final = 4
 """Jobs of one queue that a plan tries to serve first: a queue may begin with some for which nothing can be kept."""
 MOST_FILLED: Final = 64
 """Jobs of one plan that are tried on what is reserved."""
-_ENOUGH: Final = 16
-"""Hosts that are compared for one reservation, those with most idle devices: to compare all takes long at 5,000."""
-_ALL: Final = 64
-"""Of so many hosts all are compared."""
-_NEAR_S: Final = 86_400.0
-"""An enforced end that is further away says less about when a host is free than what is idle there now."""
-_MANY: Final = 1 << 20
-"""Workers on one host, where nothing limits them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +124,6 @@ class Reservation:
         return other.claim(0) - other.guarantee[0] >= held.gpu
 
 
-class _Candidate(NamedTuple):
-    """A host that has room for `workers` of the job once its preemptible workers have ended; the best one sorts first.
-
-    `idle`: how many of the devices for them are idle now; `latest`: when the last of those that must end was started;
-    `free_at`: when enough of them have ended at the latest, `inf` where that is unknown or far away.
-    """
-
-    idle: int
-    latest: float
-    host: Host
-    workers: int
-    free_at: float
-
-    @property
-    def key(self) -> tuple[int, float, str]:
-        return (-self.idle, self.latest, self.host.name)
-
-
 def overdue(
     ledger: Ledger, shapes: Mapping[Queue, Collection[Shape]], now: float, after_s: float
 ) -> tuple[list[list[Job]], float | None]:
@@ -199,12 +172,13 @@ def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float) -> list
     return [job for _, job in found[:MOST_FILLED] if not job.active]
 
 
-def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task], now: float) -> Reservation | None:
+def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task], now: float, known: Known) -> Reservation | None:
     """Hold what is idle on the hosts that can be free for the job soonest; None where no hosts can be."""
     request = tasks[0].request
     if job.groups is not None or any(task.request != request for task in tasks):
         return None
-    candidates = _candidates(ledger, tasks, now)
+    alike = known.setdefault((request, job.queue.pool, tasks[0].within, len(tasks)), {})
+    candidates = candidates_for(ledger, tasks, now, alike)
     soonest = [candidate for candidate in candidates if _is_timed(job, candidate)]
     found = _of(ledger, job, tasks, _chosen(sorted(soonest, key=lambda one: (one.free_at, *one.key)), len(tasks)), now)
     if found is None or found.starts_by == UNLIMITED:
@@ -214,12 +188,12 @@ def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task], now: float) -> Rese
     return found
 
 
-def _is_timed(job: Job, candidate: _Candidate) -> bool:
+def _is_timed(job: Job, candidate: Candidate) -> bool:
     """Return whether all workers on the host are of the queue, and it is known when enough of them have ended."""
     return candidate.free_at < UNLIMITED and all(task.job.queue is job.queue for task in candidate.host.tasks)
 
 
-def _chosen(candidates: Iterable[_Candidate], workers: int) -> list[_Candidate]:
+def _chosen(candidates: Iterable[Candidate], workers: int) -> list[Candidate]:
     """Return the first hosts on which so many workers fit, each with those that it gets; none if they do not fit."""
     chosen, missing = [], workers
     for candidate in candidates:
@@ -229,9 +203,7 @@ def _chosen(candidates: Iterable[_Candidate], workers: int) -> list[_Candidate]:
     return chosen if missing <= 0 else []
 
 
-def _of(
-    ledger: Ledger, job: Job, tasks: Sequence[Task], chosen: Sequence[_Candidate], now: float
-) -> Reservation | None:
+def _of(ledger: Ledger, job: Job, tasks: Sequence[Task], chosen: Sequence[Candidate], now: float) -> Reservation | None:
     """Return the reservation of these hosts; None of none."""
     if not chosen:
         return None
@@ -241,11 +213,11 @@ def _of(
     lacks = Amount(*(max(0.0, all_of_it - part) for all_of_it, part in zip(wanted, held, strict=True)))
     starts_by = UNLIMITED
     if all(_is_timed(job, one) for one in chosen) and _holds_all(job, held, chosen):
-        starts_by = max(_free_at(one.host, job.request, one.workers, now, _lent_on(one.host)) for one in chosen)
+        starts_by = max(free_at_of(one.host, job.request, one.workers, now, lent_on(one.host)) for one in chosen)
     return Reservation(job, placeholders, lacks, frozenset(one.host for one in chosen), starts_by)
 
 
-def _holds_all(job: Job, held: Amount, chosen: Sequence[_Candidate]) -> bool:
+def _holds_all(job: Job, held: Amount, chosen: Sequence[Candidate]) -> bool:
     """Return whether the guarantee allows to hold all that is idle there and needed.
 
     Then it has room for the job when the queue's own workers there have ended, and no other guarantee comes before it.
@@ -255,7 +227,7 @@ def _holds_all(job: Job, held: Amount, chosen: Sequence[_Candidate]) -> bool:
 
 
 def _placeholders(
-    job: Job, request: Request, chosen: Sequence[_Candidate]
+    job: Job, request: Request, chosen: Sequence[Candidate]
 ) -> Iterator[tuple[Task, Host, tuple[int, ...]]]:
     """Yield what is idle on the chosen hosts, as far as the queue's guarantee allows to hold it."""
     queue, most = job.queue, len(chosen)
@@ -268,97 +240,6 @@ def _placeholders(
         if devices:
             left = [free - taken for free, taken in zip(left, part.amount(0), strict=True)]
             yield Task(keeper, part, 0), candidate.host, devices
-
-
-def _candidates(ledger: Ledger, tasks: Sequence[Task], now: float) -> list[_Candidate]:
-    """Return enough hosts for all tasks, and some more to choose from."""
-    found: dict[Host, _Candidate] = {}
-    workers, enough = 0, _ENOUGH if len(ledger.hosts) > _ALL else _ALL
-    for host in _in_order(ledger, shared=not tasks[0].request.whole):
-        candidate = _candidate(host, tasks[0], len(tasks), now) if host not in found else None
-        if candidate is not None:
-            found[host] = candidate
-            workers += candidate.workers
-            if len(found) >= enough and workers >= len(tasks):
-                break
-    return list(found.values())
-
-
-def _in_order(ledger: Ledger, *, shared: bool) -> Iterator[Host]:
-    """Yield hosts with lent devices, which come back within a step, then those with most idle devices."""
-    if ledger.lent_tasks:
-        lending = (queue for queue in ledger.queues.values() if queue.lent[0])
-        hosts = {host for queue in lending for job in queue.running if job.lent for host in job.hosts}
-        yield from sorted(hosts, key=lambda host: (-host.idle_whole, host.name))[:_ENOUGH]
-    if shared:
-        yield from sorted(ledger.shared_hosts, key=lambda host: host.name)
-    for count in sorted(ledger.by_idle, reverse=True):
-        for name in ledger.by_idle[count]:
-            yield ledger.hosts[name]
-
-
-def _candidate(host: Host, task: Task, most: int, now: float) -> _Candidate | None:
-    if not host.ready or not placement.may_use(host, task):
-        return None
-    ending: list[Task] = []
-    staying: list[Task] = []
-    for other in host.tasks:
-        ends = other.status is Status.LEAVING or (other.status is Status.HELD and not other.job.core)
-        (ending if ends else staying).append(other)
-    request = task.request
-    workers = _room(host, request, staying)
-    if workers < 1:
-        return None
-    lent = _lent_on(host)
-    on_loan = {device for other in lent for device in other.devices}
-    share = min(request.share_of(host.gpu_memory_mib), GPU)
-    idle = sum(host.idle(device) >= share or device in on_loan for device in host.devices)
-    latest = max((other.started_at for other in ending), default=0.0)
-    free_at = _free_at(host, request, min(workers, most), now, lent)
-    return _Candidate(min(idle, workers * request.devices), latest, host, workers, free_at)
-
-
-def _lent_on(host: Host) -> set[Task]:
-    """Return the lent workers on the host. Of a job on several hosts none: it is open where it would lose them."""
-    lent: set[Task] = set()
-    for job in {task.job for task in host.tasks}:
-        if job.lent and len(job.hosts) == 1:
-            held = [task for task in job.tasks.values() if task.status is Status.HELD]
-            lent.update(sorted(held, key=lambda task: -task.index)[: job.lent])
-    return lent
-
-
-def _free_at(host: Host, request: Request, workers: int, now: float, lent: Collection[Task]) -> float:
-    """Return when so many workers fit at the latest, by the ends that are enforced; `inf` if unknown or far away."""
-    staying = [other for other in host.tasks if other.status is not Status.LEAVING and other not in lent]
-    free_at = now
-    for other in sorted(staying, key=lambda other: other.job.ends_by(now)):
-        if _room(host, request, staying) >= workers:
-            break
-        free_at = max(now, other.job.ends_by(now))
-        staying.remove(other)
-    return free_at if free_at <= now + _NEAR_S else UNLIMITED
-
-
-def _room(host: Host, request: Request, staying: Sequence[Task]) -> int:
-    """Return how many such workers fit on the host beside those that stay."""
-    most: list[float] = [host.max_tasks - len(staying)]
-    if request.devices:
-        held = dict.fromkeys(host.devices, 0)
-        for task in staying:
-            for device in set(task.devices) & held.keys():
-                held[device] += task.request.share_of(host.gpu_memory_mib)
-        share = request.share_of(host.gpu_memory_mib)
-        most.append(sum((GPU - taken) // share for taken in held.values()) // request.devices)
-    if request.cpu:
-        most.append((host.cpu - sum(task.request.cpu for task in staying)) // request.cpu)
-    if request.memory:
-        most.append((host.memory - sum(task.request.memory for task in staying)) // request.memory)
-    for resource, need in request.resources:
-        taken = sum(amount for task in staying for name, amount in task.request.resources if name == resource)
-        most.append((capacity_of(host.resources, resource) - taken) // need)
-    room = min(most)
-    return _MANY if room == UNLIMITED else int(room)
 
 
 def _idle_part(host: Host, request: Request, workers: int, most: Sequence[float]) -> tuple[Request, tuple[int, ...]]:
