@@ -17,7 +17,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject, QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH as RULES
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, CurrentPolicies
 from tools.devcluster.api import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_port
 
@@ -153,7 +153,7 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
             names = (*server.service_names(NAMESPACE), "127.0.0.1")
             certificates = server.Certificates(connection, KEYS, names)
             await certificates.refresh(time.time())
-            book = PolicyBook()
+            book = CurrentPolicies()
             rules = CurrentRules()
             known = Reflector(connection, PATH, PolicyObject, changed=book.put, deleted=book.drop)
             ruled = Reflector(connection, RULES, QuotaPolicyObject, changed=rules.put, deleted=rules.drop)

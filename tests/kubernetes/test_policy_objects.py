@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook, policy_body, policy_of
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, CurrentPolicies, policy_body, policy_of
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.installation import jobs_of
 from tests.kubernetes.test_admission import environment, patched, pod
@@ -144,7 +144,7 @@ def test_the_administrator_sets_the_smallest_share(smallest: float, refused: set
 
 
 def test_a_policy_that_cannot_be_leaves_the_one_before_in_force() -> None:
-    book = PolicyBook()
+    book = CurrentPolicies()
     book.put(stored(TIGHT))
     broken = msgspec.structs.replace(stored(TIGHT), spec=msgspec.structs.replace(stored(TIGHT).spec, kind="other"))
     book.put(broken)

@@ -66,7 +66,7 @@ def set_by(annotations: Mapping[str, str] | None) -> dict[str, str]:
         return {}
 
 
-class PolicyBook:
+class CurrentPolicies:
     """The policies in effect. An invalid one leaves its previous version in effect."""
 
     def __init__(self) -> None:
