@@ -37,12 +37,11 @@ from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
-from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUTHORITY, AUTHORITY_FILE
 from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerProcess
-from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, CurrentPolicies
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError, UsageError
@@ -183,10 +182,10 @@ class Replica:
     def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
         book = self._policies
         kind = custom_types.PolicyObject
-        return Reflector(connection, PATH, kind, changed=book.put, deleted=book.drop, optional=True)
+        return Reflector(connection, paths.WORKLOAD_POLICIES, kind, changed=book.put, deleted=book.drop, optional=True)
 
     def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
-        book, kind, path = self._rules, custom_types.QuotaPolicyObject, quota_policy.PATH
+        book, kind, path = self._rules, custom_types.QuotaPolicyObject, paths.QUOTA_POLICIES
         return Reflector(connection, path, kind, changed=book.put, deleted=book.drop, optional=True)
 
     async def _review(

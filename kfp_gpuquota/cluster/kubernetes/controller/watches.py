@@ -13,9 +13,8 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, paths, ray_types
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
-from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ def _items(given: dict[str, Any], name: str) -> list[Any]:
 PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
 FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS, *(kind.path for kind in KINDS)})
 LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
-_OURS: Final = f"/apis/{labels.API_VERSION}"
 _NAMES: Final = {"PolicyObject": "WorkloadPolicy", "QuotaPolicyObject": "QuotaPolicy"}  # of structs of another name
 
 
@@ -93,12 +91,11 @@ class Watches:
         rules: CurrentRules,
     ) -> list[Reflector[Any]]:
         """Return the watches of this project's kinds."""
-        quotas, jobs = f"{_OURS}/gpuquotas", f"{_OURS}/elasticjobs"
         awaited = {"not_installed_s": LOOKED_FOR_S}
         return [
-            self._watch(quotas, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
-            self._watch(jobs, custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job, **awaited),
-            self._watch(quota_policy.PATH, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
+            self._watch(paths.QUOTAS, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
+            self._watch(paths.JOBS, custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job, **awaited),
+            self._watch(paths.QUOTA_POLICIES, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
         ]
 
     def cluster_kinds(self, snapshot: Snapshot, volumes: Volumes, limits: LimitRanges) -> list[Reflector[Any]]:

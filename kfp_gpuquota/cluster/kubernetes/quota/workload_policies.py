@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
 
-PATH = f"/apis/{labels.API_VERSION}/workloadpolicies"
 
 log = logging.getLogger(__name__)
 
