@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 from common import print_conditions, print_result
 
 from kfp_gpuquota.api import JobSpec, Project
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTAS
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.user_client.projects import QUOTAS
 from tools.devcluster import DevCluster
 
 if TYPE_CHECKING:

@@ -32,13 +32,13 @@ from aiohttp import web
 from kfp_gpuquota.cluster.kubernetes.admission import server as webhook
 from kfp_gpuquota.cluster.certificates import maintained
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PolicyBook
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 from kfp_gpuquota.server.transport.tls import load_pair
 async def main():
     material = maintained(None, ["127.0.0.1"], time.time())
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     load_pair(context, material.serving.certificate, material.serving.key)
-    runner = web.AppRunner(webhook.build_app("controller", PolicyBook(), CurrentRules()), access_log=None)
+    runner = web.AppRunner(webhook.build_app("controller", CurrentPolicies(), CurrentRules()), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
     print(runner.addresses[0][1], material.trusted.hex(), flush=True)

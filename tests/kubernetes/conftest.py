@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from kfp_gpuquota.cluster.kubernetes.objects.paths import WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH
 from tests.kubernetes.controlled import LEASE, Controlled
 from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, jobs_of, live_webhook
 from tests.kubernetes.kuberay import RAY
@@ -122,7 +122,7 @@ def install_crds(cluster: DevCluster) -> None:
         cluster.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}", definition)
     cluster.api.until_served(QUOTAS)
     cluster.api.until_served(jobs_of("default"))
-    cluster.api.until_served(PATH)
+    cluster.api.until_served(WORKLOAD_POLICIES)
 
 
 @pytest.fixture(scope="session")

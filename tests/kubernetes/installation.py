@@ -15,9 +15,9 @@ from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credent
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject, QuotaPolicyObject
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH as RULES
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES, WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 from tools.devcluster.api import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_port
 
@@ -106,7 +106,7 @@ def install(cluster: DevCluster, overlay: str) -> None:
         cluster.kubectl("apply", "-f", str(MANIFESTS / "components" / "pipeline-runner" / "pipeline-runner.yaml"))
     cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/gpuquotas")
     cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/elasticjobs")
-    cluster.api.until_served(PATH)
+    cluster.api.until_served(WORKLOAD_POLICIES)
     roles = [*STOCK_ROLES, *(KUBEFLOW_ROLES if overlay == "kubeflow" else ())]
     for role in roles:
         cluster.api.until(f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}", _names_our_kinds)
@@ -153,10 +153,10 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
             names = (*server.service_names(NAMESPACE), "127.0.0.1")
             certificates = server.Certificates(connection, KEYS, names)
             await certificates.refresh(time.time())
-            book = PolicyBook()
+            book = CurrentPolicies()
             rules = CurrentRules()
-            known = Reflector(connection, PATH, PolicyObject, changed=book.put, deleted=book.drop)
-            ruled = Reflector(connection, RULES, QuotaPolicyObject, changed=rules.put, deleted=rules.drop)
+            known = Reflector(connection, WORKLOAD_POLICIES, PolicyObject, changed=book.put, deleted=book.drop)
+            ruled = Reflector(connection, QUOTA_POLICIES, QuotaPolicyObject, changed=rules.put, deleted=rules.drop)
             serving = [
                 asyncio.create_task(server.serve(certificates, CONTROLLER, port, book, rules)),
                 asyncio.create_task(known.run()),

@@ -16,7 +16,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledP
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of, stand_in_name
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH, ClusterRules
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
 from tests.kubernetes.autoscaler import AutoscalerDouble
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.installation import QUOTAS
@@ -35,9 +36,9 @@ def autoscaled(controlled: Controlled) -> Iterator[Controlled]:
     """The pool may have 8 GPUs, on nodes of 2; it has no node yet."""
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
     spec = {"pools": {POOL: {"autoscaled": {"maxGpus": 8, "gpusPerNode": 2}}}}
-    controlled.cluster.api.apply(f"{PATH}/default", {**body, "spec": spec})
+    controlled.cluster.api.apply(f"{QUOTA_POLICIES}/default", {**body, "spec": spec})
     yield controlled
-    controlled.cluster.api.delete(f"{PATH}/default")
+    controlled.cluster.api.delete(f"{QUOTA_POLICIES}/default")
 
 
 def growing(world: Controlled, most: int = 4) -> AutoscalerDouble:
@@ -158,15 +159,15 @@ def test_a_share_of_a_gpu_is_refused_in_an_autoscaled_pool() -> None:
 
 
 def test_what_ran_there_before_the_pool_was_declared_counts_until_it_ends(autoscaled: Controlled) -> None:
-    api, spec = autoscaled.cluster.api, autoscaled.cluster.api.get(f"{PATH}/default")["spec"]
-    api.patch(f"{PATH}/default", {"spec": {"pools": None}})
+    api, spec = autoscaled.cluster.api, autoscaled.cluster.api.get(f"{QUOTA_POLICIES}/default")["spec"]
+    api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"pools": None}})
     (node,) = autoscaled.add_nodes(1, gpus=2)
     api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": {labels.POOL: POOL}}})
     team = autoscaled.team(pools={POOL: {"guaranteed": 2, "limit": 2}})
     autoscaled.start()
     before = autoscaled.pod(team, "before", **MINE)
     assert autoscaled.until_bound(before)["spec"]["nodeName"] == node
-    api.patch(f"{PATH}/default", {"spec": {"pools": spec["pools"]}})
+    api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"pools": spec["pools"]}})
     autoscaled.kill()
     autoscaled.start()
     for name in ("a", "b"):

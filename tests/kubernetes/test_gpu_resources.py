@@ -23,7 +23,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_in
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH, gpu_weights_of
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import gpu_weights_of
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler.explain import sentences
@@ -60,7 +61,7 @@ def world(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
     """A controller, a table of resources, and nodes of two vendors, with time slices, and with MIG devices."""
     cluster, folder = kubeflow_cluster, tmp_path_factory.mktemp("gpu-resources")
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
-    cluster.api.apply(f"{PATH}/default", {**body, "spec": {"gpuResources": TABLE}})
+    cluster.api.apply(f"{QUOTA_POLICIES}/default", {**body, "spec": {"gpuResources": TABLE}})
     kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
     made = Controlled(cluster, folder, arguments=[f"--keys-namespace={KEYS}"], kubeconfig=kubeconfig)
     for name, gpus, more in _NODES:
@@ -73,7 +74,7 @@ def world(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
     made.start()
     yield made
     made.close()
-    cluster.api.patch(f"{PATH}/default", {"spec": {"gpuResources": None}})
+    cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"gpuResources": None}})
 
 
 def asking(name: str, **amounts: int) -> dict[str, Any]:
@@ -162,12 +163,12 @@ def test_an_unmanaged_namespace_is_denied_what_counts_as_gpus(world: Controlled)
     api = world.cluster.api
     path = f"/api/v1/namespaces/{world.cluster.make_namespace('vendors-free')}/pods"
     api.create(path, asking("a", npus=1), dryRun="All")
-    api.patch(f"{PATH}/default", {"spec": {"unmanaged": "deny"}})
+    api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"unmanaged": "deny"}})
     try:
         until(lambda: _is_denied(world, path, asking("a", npus=1)))
         api.create(path, asking("b", **{GAUDI: 1}), dryRun="All")
     finally:
-        api.patch(f"{PATH}/default", {"spec": {"unmanaged": "ignore"}})
+        api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"unmanaged": "ignore"}})
 
 
 def _is_denied(world: Controlled, path: str, body: dict[str, Any]) -> bool:
@@ -195,7 +196,7 @@ def _is_denied(world: Controlled, path: str, body: dict[str, Any]) -> bool:
 def test_a_bad_table_is_refused_with_the_reason(world: Controlled, rows: list[dict[str, Any]], refusal: str) -> None:
     change = {"spec": {"gpuResources": rows, "otherResources": ["nvidia.com/hostdev"]}}
     with pytest.raises(ApiError) as error:
-        world.cluster.api.patch(f"{PATH}/default", change, dryRun="All")
+        world.cluster.api.patch(f"{QUOTA_POLICIES}/default", change, dryRun="All")
     assert refusal in error.value.message
 
 

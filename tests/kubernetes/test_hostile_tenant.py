@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import ACCOUNT, CONTROLLER, KEYS, NAMESPACE, PROFILES, QUOTAS
 from tests.kubernetes.test_crds import job
@@ -36,7 +36,7 @@ DAY_S = 86_400
 def hostile_cluster(kubeflow_cluster: DevCluster) -> DevCluster:
     """With the policy that the controller would have created."""
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}, "spec": {}}
-    kubeflow_cluster.api.apply(f"{PATH}/default", body)
+    kubeflow_cluster.api.apply(f"{QUOTA_POLICIES}/default", body)
     return kubeflow_cluster
 
 
@@ -191,9 +191,9 @@ def test_a_resource_that_the_policy_names_as_no_gpu_is_allowed(
         return True
 
     assert "nvidia.com/hostdev looks like a GPU" in refused_in_the_end(tenant, pods, body)
-    hostile_cluster.api.patch(f"{PATH}/default", {"spec": {"otherResources": ["nvidia.com/hostdev"]}})
+    hostile_cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"otherResources": ["nvidia.com/hostdev"]}})
     until(created)
-    hostile_cluster.api.patch(f"{PATH}/default", {"spec": {"otherResources": None}})
+    hostile_cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"otherResources": None}})
 
 
 def test_annotations_for_the_container_runtime_are_refused(tenant: Api, pods: str) -> None:
@@ -262,9 +262,9 @@ def test_reservations_push_nobody_away(hostile_cluster: DevCluster) -> None:
 @contextmanager
 def unmanaged(cluster: DevCluster, mode: str, **spec: object) -> Iterator[None]:
     """The policy has this mode while it lasts."""
-    cluster.api.patch(f"{PATH}/default", {"spec": {"unmanaged": mode, **spec}})
+    cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"unmanaged": mode, **spec}})
     yield
-    cluster.api.patch(f"{PATH}/default", {"spec": {"unmanaged": "ignore", **dict.fromkeys(spec)}})
+    cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"unmanaged": "ignore", **dict.fromkeys(spec)}})
 
 
 def test_a_namespace_without_a_quota_gets_no_gpus_where_the_policy_denies_them(hostile_cluster: DevCluster) -> None:
@@ -319,12 +319,12 @@ def gated(tenant: Api, path: str) -> object:
 
 def test_a_default_quota_is_asked_for_with_its_mode(hostile_cluster: DevCluster) -> None:
     change = {"spec": {"unmanaged": "default-quota"}}
-    assert "but no defaultQuota is given" in denied(hostile_cluster.api.patch, f"{PATH}/default", change)
+    assert "but no defaultQuota is given" in denied(hostile_cluster.api.patch, f"{QUOTA_POLICIES}/default", change)
 
 
 def test_the_policy_is_not_the_tenants(tenant: Api) -> None:
-    assert denied(tenant.patch, f"{PATH}/default", {"spec": {"unmanaged": "ignore"}})
-    assert tenant.get(f"{PATH}/default")["spec"]["reclaim"]["boundSeconds"] == 120, "but everybody sees it"
+    assert denied(tenant.patch, f"{QUOTA_POLICIES}/default", {"spec": {"unmanaged": "ignore"}})
+    assert tenant.get(f"{QUOTA_POLICIES}/default")["spec"]["reclaim"]["boundSeconds"] == 120, "but everybody sees it"
 
 
 # Numbers without a bound

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,9 +53,9 @@ def test_only_workers_of_the_job_are_admitted_to_its_workers_until_it_is_deleted
 @pytest.fixture
 def open_cluster(controlled: Controlled) -> Iterator[Controlled]:
     """A cluster whose rules isolate no workers."""
-    controlled.cluster.api.apply(f"{PATH}/default", SWITCHED_OFF)
+    controlled.cluster.api.apply(f"{QUOTA_POLICIES}/default", SWITCHED_OFF)
     yield controlled
-    controlled.cluster.api.delete(f"{PATH}/default")
+    controlled.cluster.api.delete(f"{QUOTA_POLICIES}/default")
 
 
 def test_no_policy_is_created_while_administrators_switch_it_off(open_cluster: Controlled) -> None:
@@ -67,7 +67,7 @@ def test_no_policy_is_created_while_administrators_switch_it_off(open_cluster: C
     assert api.items(policies(team)) == []
     assert "networkPolicy" not in api.get(job)["status"]
 
-    api.patch(f"{PATH}/default", {"spec": {"isolateWorkers": True}})  # the job that runs is isolated, too
+    api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"isolateWorkers": True}})  # the job that runs is isolated, too
     name = open_cluster.until(job, lambda found: found["status"].get("networkPolicy"))["status"]["networkPolicy"]
     assert [one["metadata"]["name"] for one in api.items(policies(team))] == [name]
 

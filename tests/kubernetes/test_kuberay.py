@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH as POLICIES
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from tests.kubernetes.controlled import Controlled, is_leaving
 from tests.kubernetes.kuberay import Autoscaler, Operator, RealOperator, cluster_spec, elastic, group, ray_path
 from tools import kuberay_check
@@ -243,10 +243,10 @@ def test_a_rayjob_with_another_vendors_gpus_is_a_unit_as_well(ray: Ray) -> None:
     (node,), amounts = ray.controlled.nodes, {"amd.com/gpu": "4"}
     ray.api.patch(f"/api/v1/nodes/{node}/status", {"status": {"allocatable": amounts, "capacity": amounts}})
     policy = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
-    ray.api.apply(f"{POLICIES}/default", {**policy, "spec": {"gpuResources": [{"name": "amd.com/gpu"}]}})
+    ray.api.apply(f"{QUOTA_POLICIES}/default", {**policy, "spec": {"gpuResources": [{"name": "amd.com/gpu"}]}})
 
     def forget() -> None:
-        ray.api.patch(f"{POLICIES}/default", {"spec": {"gpuResources": None}})
+        ray.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"gpuResources": None}})
 
     ray.controlled.on_close.append(forget)
     lender, team = ray.controlled.team(guaranteed=4), ray.team(guaranteed=0)

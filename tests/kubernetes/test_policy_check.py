@@ -9,8 +9,8 @@ import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.check_results import Level, worst
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from kfp_gpuquota.cluster.kubernetes.operations.policy_check import examine, policy_in
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.errors import UsageError
 from tests.kubernetes.test_uninstall import gpuquota
@@ -49,7 +49,7 @@ def test_a_policy_is_checked_as_a_whole_and_not_stored(controlled: Controlled, t
     free = controlled.cluster.make_namespace("free-for-all")
     api.create(f"/api/v1/namespaces/{free}/pods", {"metadata": {"name": "p"}, "spec": {"containers": [
         {"name": "main", "image": "none", "resources": {"limits": {"amd.com/gpu": "1"}}}]}})  # fmt: skip
-    before = api.items(PATH)
+    before = api.items(QUOTA_POLICIES)
     rows = [{"name": "amd.com/gpu"}, {"name": "nvidia.com/mig-1g.10gb"}]
     pools = {"burst": {"autoscaled": {"maxGpus": 2, "gpusPerNode": 8}}}
     spec = {"gpuResources": rows, "unmanaged": "deny", "exemptNamespaces": ["none-such"], "pools": pools}
@@ -62,7 +62,7 @@ def test_a_policy_is_checked_as_a_whole_and_not_stored(controlled: Controlled, t
     assert "a new GPU pod would be refused in: free-for-all" in warnings
     assert "unmanaged, exemptNamespaces, gpuResources, pools" in messages(found, Level.OK)
     assert worst(found) is Level.WARN
-    assert api.items(PATH) == before
+    assert api.items(QUOTA_POLICIES) == before
     # what several fields say together is the API server's to check
     refused = examine(policy(unmanaged="default-quota"), calls)
     assert "no defaultQuota is given" in messages(refused, Level.FAIL)

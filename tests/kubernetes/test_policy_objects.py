@@ -20,8 +20,9 @@ from kfp_gpuquota.cluster.kubernetes.admission import review_types
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.objects.paths import WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook, policy_body, policy_of
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies, policy_body, policy_of
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.installation import jobs_of
 from tests.kubernetes.test_admission import environment, patched, pod
@@ -144,7 +145,7 @@ def test_the_administrator_sets_the_smallest_share(smallest: float, refused: set
 
 
 def test_a_policy_that_cannot_be_leaves_the_one_before_in_force() -> None:
-    book = PolicyBook()
+    book = CurrentPolicies()
     book.put(stored(TIGHT))
     broken = msgspec.structs.replace(stored(TIGHT), spec=msgspec.structs.replace(stored(TIGHT).spec, kind="other"))
     book.put(broken)
@@ -178,7 +179,7 @@ def test_a_policy_that_cannot_be_leaves_the_one_before_in_force() -> None:
 def test_the_api_server_refuses_what_cannot_be(crds_cluster: DevCluster, spec: dict[str, Any], sentence: str) -> None:
     body = {"apiVersion": labels.API_VERSION, "kind": "WorkloadPolicy", "metadata": {"name": "p"}, "spec": spec}
     with pytest.raises(ApiError) as refused:
-        crds_cluster.api.create(PATH, body, dryRun="All")
+        crds_cluster.api.create(WORKLOAD_POLICIES, body, dryRun="All")
     assert sentence in refused.value.message
     with pytest.raises(InvalidFieldError):
         policy_of(msgspec.convert({"metadata": {"name": "p"}, "spec": spec}, PolicyObject))
@@ -192,7 +193,7 @@ def test_the_command_line_makes_changes_lists_and_deletes_them(crds_cluster: Dev
 
     gpuquota("set", "sessions", "-p", "research-vision1", "--kind", "build", "--gpu-limit", "1")
     gpuquota("set", "sessions", "--gpu-memory-limit-forced", "40G")  # replaced: nothing of the first is left
-    assert crds_cluster.api.get(f"{PATH}/sessions")["spec"] == {"gpuMemoryLimit": {"forced": "38147Mi"}}
+    assert crds_cluster.api.get(f"{WORKLOAD_POLICIES}/sessions")["spec"] == {"gpuMemoryLimit": {"forced": "38147Mi"}}
     listed = gpuquota("list")
     assert re.search(r"sessions +all +all +gpu memory limit always 38147Mi", listed)
     assert "policy sessions deleted" in gpuquota("delete", "sessions")
@@ -207,7 +208,7 @@ def test_a_policy_that_is_applied_holds_for_the_next_pod_and_the_next_job(kubefl
     pods, body = f"/api/v1/namespaces/{team}/pods", pod(annotations={"gpu-memory": "1024"})
     body["spec"]["containers"][0]["image"] = "none"
     policy = WorkloadPolicy(name=team, project=team, gpu_memory_limit_mib=MemoryRule(forced=2048))
-    api.create(PATH, policy_body(policy))
+    api.create(WORKLOAD_POLICIES, policy_body(policy))
 
     def limit(made: dict[str, Any]) -> str:
         return str(made["metadata"]["annotations"].get("gpuquota.dev/gpu-memory-limit"))
@@ -220,13 +221,13 @@ def test_a_policy_that_is_applied_holds_for_the_next_pod_and_the_next_job(kubefl
         made = api.create(jobs_of(team), job, dryRun="All")
         assert made["spec"]["gpuMemoryLimit"] == "2048Mi"
     finally:
-        api.delete(f"{PATH}/{team}")
+        api.delete(f"{WORKLOAD_POLICIES}/{team}")
     until(lambda: limit(api.create(pods, body, dryRun="All")) != "2048Mi")
 
 
 def test_everybody_reads_policies_and_a_teams_administrator_makes_none(kubeflow_cluster: DevCluster) -> None:
     team = kubeflow_cluster.make_namespace(f"policies-{uuid.uuid4().hex[:6]}")
     owner, trusted = user(kubeflow_cluster, "admin", team), user(kubeflow_cluster, "gpuquota-quota-admin")
-    assert "workloadpolicies" in denied(owner.create, PATH, policy_body(TIGHT))
-    assert trusted.create(PATH, policy_body(TIGHT), dryRun="All")["metadata"]["name"] == "tight"
-    assert isinstance(owner.items(PATH), list)
+    assert "workloadpolicies" in denied(owner.create, WORKLOAD_POLICIES, policy_body(TIGHT))
+    assert trusted.create(WORKLOAD_POLICIES, policy_body(TIGHT), dryRun="All")["metadata"]["name"] == "tight"
+    assert isinstance(owner.items(WORKLOAD_POLICIES), list)

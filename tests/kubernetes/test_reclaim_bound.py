@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, holds, is_leaving
 from tools.devcluster import ApiError, image
@@ -27,14 +27,14 @@ TIGHT = {"boundSeconds": BOUND_S, "maxGracePeriodSeconds": 1, "maxMinRunTimeSeco
 
 def set_reclaim(cluster: DevCluster, **reclaim: object) -> None:
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
-    cluster.api.apply(f"{PATH}/default", {**body, "spec": {"reclaim": reclaim}})
+    cluster.api.apply(f"{QUOTA_POLICIES}/default", {**body, "spec": {"reclaim": reclaim}})
 
 
 @pytest.fixture
 def tight(controlled: Controlled) -> Iterator[Controlled]:
     set_reclaim(controlled.cluster, **TIGHT)
     yield controlled
-    controlled.cluster.api.delete(f"{PATH}/default")
+    controlled.cluster.api.delete(f"{QUOTA_POLICIES}/default")
 
 
 def guard(controlled: Controlled, team: str, name: str, count: int = 1) -> None:
@@ -134,7 +134,7 @@ def test_processes_that_ignore_sigterm_for_a_day_are_gone_within_the_bound_on_a_
         assert world.log().count("ReclaimForced") == 1
     finally:
         world.close()
-        kubelet_system.api.delete(f"{PATH}/default")
+        kubelet_system.api.delete(f"{QUOTA_POLICIES}/default")
 
 
 @pytest.mark.slow
@@ -180,10 +180,10 @@ def test_a_bound_that_cannot_be_kept_is_refused(
 ) -> None:
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
     with pytest.raises(ApiError) as refused:
-        crds_cluster.api.create(PATH, {**body, "spec": {"reclaim": reclaim}}, dryRun="All")
+        crds_cluster.api.create(QUOTA_POLICIES, {**body, "spec": {"reclaim": reclaim}}, dryRun="All")
     assert sentence in refused.value.message
     with pytest.raises(ApiError, match="the cluster has one policy"):
-        crds_cluster.api.create(PATH, {**body, "metadata": {"name": "other"}, "spec": {}}, dryRun="All")
+        crds_cluster.api.create(QUOTA_POLICIES, {**body, "metadata": {"name": "other"}, "spec": {}}, dryRun="All")
 
 
 def test_an_annotation_of_the_future_or_of_long_ago_counts_for_nothing(tight: Controlled) -> None:

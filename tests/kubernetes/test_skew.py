@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from kfp_gpuquota.cluster.kubernetes.objects.paths import WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH as POLICIES
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.kubernetes.test_churn import stuck
 from tests.kubernetes.test_crds import job
@@ -71,8 +71,8 @@ def stored(controlled: Controlled, node: str) -> str:
     for quota in objects["GpuQuota"]:
         api.create(QUOTAS, quota)
     for policy in objects["WorkloadPolicy"]:
-        api.create(POLICIES, policy)
-        controlled.on_close.append(partial(remove, api, f"{POLICIES}/{policy['metadata']['name']}"))
+        api.create(WORKLOAD_POLICIES, policy)
+        controlled.on_close.append(partial(remove, api, f"{WORKLOAD_POLICIES}/{policy['metadata']['name']}"))
     for pod in objects["Pod"]:
         api.create(f"/api/v1/namespaces/{team}/pods", pod)
     return team
@@ -85,7 +85,7 @@ def remove(api: Api, path: str) -> None:
 def contents(controlled: Controlled, team: str) -> dict[str, Object]:
     """What users wrote, by kind and name."""
     api = controlled.cluster.api
-    found = [*api.items(jobs_of(team)), api.get(f"{QUOTAS}/{team}"), *api.items(POLICIES)]
+    found = [*api.items(jobs_of(team)), api.get(f"{QUOTAS}/{team}"), *api.items(WORKLOAD_POLICIES)]
     return {f"{one['kind']}/{one['metadata']['name']}": one["spec"] for one in found}
 
 

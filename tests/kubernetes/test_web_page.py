@@ -18,7 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from kfp_gpuquota.cluster.kubernetes.web.rights import (
     DENIAL_KEPT_S,
     KEPT_S,
@@ -195,7 +195,9 @@ def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours
     amounts = {"allocatable": {"amd.com/gpu": "2"}, "capacity": {"amd.com/gpu": "2"}}
     kubeflow_cluster.api.patch(f"/api/v1/nodes/{node['metadata']['name']}/status", {"status": amounts})
     policy = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
-    kubeflow_cluster.api.apply(f"{PATH}/default", {**policy, "spec": {"gpuResources": [{"name": "amd.com/gpu"}]}})
+    kubeflow_cluster.api.apply(
+        f"{QUOTA_POLICIES}/default", {**policy, "spec": {"gpuResources": [{"name": "amd.com/gpu"}]}}
+    )
     limits = {labels.GPU_RESOURCE: "1", "amd.com/gpu": "1"}
     container = {"name": "main", "image": "none", "resources": {"limits": limits}}
     pod = {
@@ -214,7 +216,7 @@ def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours
         return text_of(theirs.viewer, "/nodes").count("idle for") > shown.count("idle for")
 
     until(idle, lambda: text_of(theirs.viewer, "/nodes"))
-    kubeflow_cluster.api.patch(f"{PATH}/default", {"spec": {"gpuResources": None}})
+    kubeflow_cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"gpuResources": None}})
     gone = {"allocatable": {"amd.com/gpu": None}, "capacity": {"amd.com/gpu": None}}
     kubeflow_cluster.api.patch(f"/api/v1/nodes/{node['metadata']['name']}/status", {"status": gone})
 

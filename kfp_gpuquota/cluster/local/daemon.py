@@ -28,9 +28,9 @@ from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.page.server import PageServer
 from kfp_gpuquota.cluster.local.page.source import LocalPages
-from kfp_gpuquota.cluster.local.shared.access import UserAccess
 from kfp_gpuquota.cluster.local.shared.accounts import ROOT, group_id
 from kfp_gpuquota.cluster.local.shared.files import close_to_users, open_to_users
+from kfp_gpuquota.cluster.local.shared.guard import UserAccess
 from kfp_gpuquota.cluster.local.shared.service import notify_ready
 from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.storage.state import ClusterState

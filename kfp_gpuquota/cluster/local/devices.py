@@ -36,40 +36,29 @@ SHAPE = (
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The shape of the embedded cluster. Without `gpus_per_node`: the machine's GPUs, or 2 CPU slots.
+    """The shape of the embedded cluster, and its rules."""
 
-    `gpus` are those of the machine's GPUs that the cluster may use, by index or UUID; by default all of them. With
-    `cpu_slots` CPU slots stand for GPUs, even where there are some.
-    With `gpu_memory_mib` its GPUs are simulated, and have that much memory each. `cpus_per_node` (cores) and
-    `memory_per_node_mib` are what jobs that ask for CPU and main memory share; by default the machine's, divided among
-    the nodes. `memory_policy` is what the agent may do about the memory of GPUs that several share.
-    With `usage_half_life_s` what a project borrowed counts in its share of what is idle, half as much after that time.
-    `pools` has the number of nodes in each node pool, assigned from the first node on.
-    Of each worker's log the last `log_limit_mib` are kept, and ended jobs, with their logs and checkpoints, for
-    `keep_ended_s` and `keep_ended_jobs` of them at most. With `ray` the nodes are those of a Ray cluster. Without
-    `moves` no job is moved to make room for another one. With `shared` several users of the machine use it, and jobs
-    run as their owners. After `reserve_after_s` what a waiting job needs that fits in its project's guarantee is kept
-    for it. Simulated GPUs have no driver that holds memory by default.
-    """
-
+    # The shape
     nodes: int = 1
-    gpus_per_node: int | None = None
-    gpus: tuple[str, ...] = ()
-    cpu_slots: bool = False
-    gpu_memory_mib: int | None = None
-    cpus_per_node: float | None = None
-    memory_per_node_mib: int | None = None
-    memory_policy: Policy = Policy()
-    usage_half_life_s: float | None = None
-    pools: dict[str, int] = {}
-    log_limit_mib: int = 100
-    keep_ended_s: float = 30 * 86_400.0
-    keep_ended_jobs: int = 5000
-    ray: RayConfig | None = None
-    sharing: SharingRules | None = None
-    moves: bool = True
-    reserve_after_s: float = RESERVE_AFTER_S
-    shared: SharedConfig | None = None
+    gpus_per_node: int | None = None  # None: the machine's GPUs, or 2 CPU slots
+    gpus: tuple[str, ...] = ()  # those of the machine's that it may use, by index or UUID; all by default
+    cpu_slots: bool = False  # CPU slots stand for GPUs, even where there are some
+    gpu_memory_mib: int | None = None  # its GPUs are simulated, and each has so much memory
+    cpus_per_node: float | None = None  # cores that jobs may ask for; the machine's, divided among the nodes
+    memory_per_node_mib: int | None = None  # the same of main memory
+    pools: dict[str, int] = {}  # the number of nodes in each node pool, assigned from the first node on
+    ray: RayConfig | None = None  # the nodes are those of a Ray cluster
+
+    # The rules
+    memory_policy: Policy = Policy()  # what the agent may do about the memory of GPUs that several share
+    sharing: SharingRules | None = None  # simulated GPUs have no driver that holds memory by default
+    usage_half_life_s: float | None = None  # past borrowing reduces a share; it counts half after this time
+    moves: bool = True  # jobs are moved to make room for another one
+    reserve_after_s: float = RESERVE_AFTER_S  # what a waiting job within its guarantee needs is kept after so long
+    log_limit_mib: int = 100  # of each worker's log the last part is kept
+    keep_ended_s: float = 30 * 86_400.0  # ended jobs are kept with their logs and checkpoints
+    keep_ended_jobs: int = 5000  # of them at most, for each user
+    shared: SharedConfig | None = None  # several users of the machine use it, and jobs run as their owners
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")

@@ -39,11 +39,11 @@ log = logging.getLogger("kfp_gpuquota.cluster.ray.bridge")
 
 
 class Refused(Exception):  # noqa: N818 (a reason to end, no error of this program)
-    """The bridge ends with this sentence. `final`: the next one will not do better."""
+    """The bridge ends with this sentence."""
 
-    def __init__(self, why: str, *, final: bool = True) -> None:
+    def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.why, self.final = why, final
+        self.why = why
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ async def _serve(config: RayConfig, cluster: str, described: str, descriptor: in
         address = connect(config)
         await _with_ray(config, cluster, described, link, address)
     except Refused as refused:
-        link.send(messages.Failed(why=refused.why, final=refused.final))
+        link.send(messages.Failed(why=refused.why))
         await link.drained()
         return 1
     return 0
@@ -85,7 +85,7 @@ def connect(config: RayConfig) -> str:
     try:
         context: Any = ray.init(address=address, namespace="gpuquota", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        raise Refused(_sentence(config, address, error), final=isinstance(error, RuntimeError)) from error
+        raise Refused(_sentence(config, address, error)) from error
     return str(context.address_info["gcs_address"])
 
 
@@ -129,7 +129,7 @@ def _check_answers(address: str) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise Refused(
-            f"nothing answers at {address} ({why}); give the address that `ray start --head` printed", final=False
+            f"nothing answers at {address} ({why}); give the address that `ray start --head` printed"
         ) from None
 
 
@@ -203,7 +203,7 @@ class Bridge:
             try:
                 seen = await asyncio.wait_for(asyncio.to_thread(self._seen), NODES_WITHIN_S)
             except Exception as error:
-                raise Refused(f"Ray's head does not answer any more: {error}", final=False) from error
+                raise Refused(f"Ray's head does not answer any more: {error}") from error
             self._alive = {node.id for node in seen.nodes}
             self._hosts.retain(self._alive)
             self._link.send(messages.NodesUnchanged() if seen == before else seen)

@@ -132,10 +132,9 @@ class Connected(_Tagged, frozen=True):
 
 
 class Failed(_Tagged, frozen=True):
-    """The bridge ends, and why. `final`: the next one will not do better."""
+    """The bridge ends, and why."""
 
     why: str
-    final: bool = False
 
 
 class NodesSeen(_Tagged, frozen=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kfp_gpuquota.api import WorkerPhase
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.dsl.launcher.run_watch import RunWatch
 from kfp_gpuquota.dsl.spec import step_pod
@@ -108,7 +108,8 @@ class PodWorkers:
         result = job.status.result_worker or ""
         if result in self._delivered:
             return True
-        annotations: dict[str, str] = self._client.calls.get(_job_path(job))["metadata"].get("annotations", {})
+        metadata = self._client.calls.get(paths.job(job.spec.project, job.spec.name))["metadata"]
+        annotations: dict[str, str] = metadata.get("annotations", {})
         uploaded_to = annotations.get(_outputs_annotation(result))
         if uploaded_to is None and (names := staging.declared()):
             raise JobFailedError(
@@ -180,7 +181,7 @@ class PodWorkers:
             raise UsageError(f"{worker!r} is not a worker of job {job.spec.name!r}")
         self._delivered.add(worker)
         calls = Calls(self._client.calls.connection, retry_for_s=0.0)  # the worker repeats its upload
-        path = _job_path(job)
+        path = paths.job(job.spec.project, job.spec.name)
         calls.patch(path, {"metadata": {"annotations": {_outputs_annotation(worker): self._uid}}})
 
     def _run_is_over(self, calls: Calls) -> bool:
@@ -249,10 +250,6 @@ def publish(calls: Calls, relay: Relay, namespace: str, job: str, owner: Json) -
         calls.create(path, secret)
     except AlreadyExistsError:
         calls.patch(join(path, name), {"stringData": content, "metadata": {"ownerReferences": [owner]}})
-
-
-def _job_path(job: Job) -> str:
-    return join(f"/apis/{labels.API_VERSION}/namespaces", job.spec.project, "elasticjobs", job.spec.name)
 
 
 def _outputs_annotation(worker: str) -> str:

@@ -32,36 +32,28 @@ MAX_EXTENDED: Final = 4096
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options of a step's job that do not depend on the run. GPU counts are of the whole job.
+    """The options of a step's job that do not depend on the run."""
 
-    `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with a limit up to which it may use
-    idle capacity. `compute` is its part of each one's computing power. `gpu_type` is the GPU product in the node's
-    label. `max_runtime_s` is the run time of all starts, without that in the queue. The job fails after `max_restarts`
-    ends of its own workers without `restart_window_s` between two of them. `checkpoint` names a PersistentVolumeClaim
-    (the embedded cluster needs none). `extended_resources` are requested by each worker's pod in addition, such as
-    {"rdma/hca": 1}. `name` is the prefix of the job's name ("": the step's name).
-    """
-
-    gpus: int = 1
+    gpus: int = 1  # this and the next two are of the whole job
     min_gpus: int | None = None
     max_gpus: int | None = None
     gpus_per_worker: int | None = None
-    fraction: float | None = None
-    fraction_limit: float | None = None
+    fraction: float | None = None  # this or `memory_mib`: a share of each of `devices` GPUs of one node
+    fraction_limit: float | None = None  # up to which the share may use idle capacity
     memory_mib: int | None = None
     memory_limit_mib: int | None = None
-    compute: float | None = None
+    compute: float | None = None  # the part of each GPU's computing power
     devices: int | None = None
-    gpu_type: str = ""
+    gpu_type: str = ""  # the GPU product in the node's label
     interactive: bool = False
     preemptible: bool | None = None
     priority: int | None = None
-    max_runtime_s: float | None = None
-    max_restarts: int | None = None
+    max_runtime_s: float | None = None  # of all starts, without the time in the queue
+    max_restarts: int | None = None  # ends of its own workers, without `restart_window_s` between two of them
     restart_window_s: float | None = None
-    checkpoint: str = ""
-    extended_resources: dict[str, int] = {}
-    name: str = ""
+    checkpoint: str = ""  # a PersistentVolumeClaim; the embedded cluster needs none
+    extended_resources: dict[str, int] = {}  # that each worker's pod requests in addition, as {"rdma/hca": 1}
+    name: str = ""  # the prefix of the job's name; "": the step's name
 
     def __post_init__(self) -> None:
         _check_extended(self.extended_resources)

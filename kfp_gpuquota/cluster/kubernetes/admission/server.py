@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
-    from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PolicyBook
+    from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 
 PATH: Final = "/admission/pods"
 SECRET: Final = "gpuquota-webhook"  # noqa: S105  the name of one
@@ -60,7 +60,7 @@ class ReviewEvents(Protocol):
 
 
 def build_app(
-    controller: str, policies: PolicyBook, rules: CurrentRules, events: ReviewEvents | None = None
+    controller: str, policies: CurrentPolicies, rules: CurrentRules, events: ReviewEvents | None = None
 ) -> web.Application:
     """Return the application. `controller` is the controller's user name; the books hold what is in effect."""
 
@@ -184,7 +184,7 @@ async def serve(
     certificates: ServingCertificate,
     controller: str,
     port: int,
-    policies: PolicyBook,
+    policies: CurrentPolicies,
     rules: CurrentRules,
     events: ReviewEvents | None = None,
 ) -> None:

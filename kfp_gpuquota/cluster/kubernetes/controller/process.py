@@ -37,12 +37,11 @@ from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
-from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUTHORITY, AUTHORITY_FILE
 from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerProcess
-from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
-from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError, UsageError
@@ -84,37 +83,39 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Command-line options of a replica; port 0 selects a free port, `webhook_port` 0 disables the webhook.
-
-    With `reviews_only` it never leads. `keys_namespace` has the Secrets of the authority and the key; "": `namespace`,
-    with which they are deleted. `cert_dir` has the webhook's certificate; "": the process issues its own.
-    `membership_shards` are URLs of the processes that serve workers; (): this process. `page_url` is the address of the
-    web page; "": there is none. `what_if_port` is where the web page asks what-ifs; 0: they are not answered.
-    """
+    """Command-line options of a replica."""
 
     kubeconfig: str | None = None
     context: str | None = None
     namespace: str = "gpuquota-system"
-    keys_namespace: str = ""
-    reviews_only: bool = False
-    cert_dir: str = ""
-    webhook_port: int = 0
+    keys_namespace: str = (
+        ""  # of the Secrets of the authority and the key; "": `namespace`, with which they are deleted
+    )
+    leader_elect: bool = False
+    reviews_only: bool = False  # it never leads
+    cert_dir: str = ""  # of the webhook's certificate; "": the process issues its own
+
+    # Ports; 0 selects a free one
+    webhook_port: int = 0  # 0: no webhook
     metrics_port: int = 0
     membership_port: int = 0
-    what_if_port: int = 0
-    advertise: str = ""
-    membership_shards: tuple[str, ...] = ()
+    what_if_port: int = 0  # where the web page asks what-ifs; 0: they are not answered
+
+    # Workers of ElasticJobs
+    advertise: str = ""  # the URL at which they reach the membership service
+    membership_shards: tuple[str, ...] = ()  # URLs of the processes that serve them; (): this process
     runtime_image: str = ""
+    workers_ready_timeout: float = ReadyRules().timeout_s
+    workers_ready_tries: int = ReadyRules().tries
+    workers_ready_pause: float = ReadyRules().pause_s
+    page_url: str = ""  # the address of the web page; "": there is none
+
+    # Shared GPUs
     reservation_namespace: str = reservation_pods.NAMESPACE
     agent_namespace: str = reservation_pods.AGENTS_NAMESPACE
     reservation_image: str = reservation_pods.IMAGE
     reservation_runtime_class: str = ""
     reservation_priority_class: str = ""
-    page_url: str = ""
-    leader_elect: bool = False
-    workers_ready_timeout: float = ReadyRules().timeout_s
-    workers_ready_tries: int = ReadyRules().tries
-    workers_ready_pause: float = ReadyRules().pause_s
 
 
 class Replica:
@@ -124,7 +125,7 @@ class Replica:
         self._options = options
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
-        self._policies, self._rules = PolicyBook(), CurrentRules()
+        self._policies, self._rules = CurrentPolicies(), CurrentRules()
         self._reviews = not options.webhook_port  # whether the webhook listens, if there is one
 
     async def run(self) -> None:
@@ -181,10 +182,10 @@ class Replica:
     def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
         book = self._policies
         kind = custom_types.PolicyObject
-        return Reflector(connection, PATH, kind, changed=book.put, deleted=book.drop, optional=True)
+        return Reflector(connection, paths.WORKLOAD_POLICIES, kind, changed=book.put, deleted=book.drop, optional=True)
 
     def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
-        book, kind, path = self._rules, custom_types.QuotaPolicyObject, quota_policy.PATH
+        book, kind, path = self._rules, custom_types.QuotaPolicyObject, paths.QUOTA_POLICIES
         return Reflector(connection, path, kind, changed=book.put, deleted=book.drop, optional=True)
 
     async def _review(

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import with_condition
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuotaStatus
 from kfp_gpuquota.cluster.kubernetes.quota.promises import promises_of
@@ -47,5 +46,5 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         "metadata": {"name": name},
         "status": {"gpus": 0, "borrowed": 0, "waiting": 0, **msgspec.to_builtins(status)},
     }
-    path = join(f"/apis/{labels.API_VERSION}/gpuquotas", name)
+    path = paths.quota(name)
     return Built(path, name, body, (accepted.status, accepted.message, status.promises))

@@ -14,9 +14,8 @@ import msgspec
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import PATH, SELECTOR, ManagedJob
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, paths, ray_types
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
-from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ def _items(given: dict[str, Any], name: str) -> list[Any]:
 PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
 FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS, *(kind.path for kind in KINDS)})
 LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
-_OURS: Final = f"/apis/{labels.API_VERSION}"
 _NAMES: Final = {
     "PolicyObject": "WorkloadPolicy",
     "QuotaPolicyObject": "QuotaPolicy",
@@ -109,12 +107,11 @@ class Watches:
             snapshot.drop_job(uid)
             managed.drop_elastic_job(uid)
 
-        quotas, jobs = f"{_OURS}/gpuquotas", f"{_OURS}/elasticjobs"
         awaited = {"not_installed_s": LOOKED_FOR_S}
         return [
-            self._watch(quotas, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
-            self._watch(jobs, custom_types.ElasticJob, job_changed, job_deleted, **awaited),
-            self._watch(quota_policy.PATH, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
+            self._watch(paths.QUOTAS, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
+            self._watch(paths.JOBS, custom_types.ElasticJob, job_changed, job_deleted, **awaited),
+            self._watch(paths.QUOTA_POLICIES, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
             self._watch(PATH, ManagedJob, managed.put_job, managed.drop_job, optional=True, selector=SELECTOR),
         ]
 

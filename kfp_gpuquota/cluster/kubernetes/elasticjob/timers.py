@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.job_timers import JobTimers
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, JobLease
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.records import Intent
@@ -64,7 +63,7 @@ class ElasticJobTimers(JobTimers):
 
     def _request(self, uid: str, verb: str) -> Write:
         meta = self._book.runtime_states[uid].object.metadata
-        path = join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name)
+        path = paths.job(meta.namespace, meta.name)
         return Write(verb=verb, path=path, about=f"{meta.namespace}/{meta.name}")
 
     def _lease(self, uid: str) -> JobLease | None:

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
@@ -28,7 +27,7 @@ from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
     job_status_of,
     owner_of,
 )
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class ManagedJobs:
             self._writing.add(uid)
             create(
                 self._writer,
-                f"/apis/{labels.API_VERSION}",
+                paths.GROUP,
                 "elasticjobs",
                 wanted,
                 exists=lambda: None,  # the watch reports it
@@ -202,7 +201,7 @@ def _patch(found: ElasticJob, wanted: dict[str, Any]) -> Write:
     fields = {**dict.fromkeys(OPTIONAL_FIELDS), **wanted["spec"]}
     return Write(
         verb="PATCH",
-        path=join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name),
+        path=paths.job(meta.namespace, meta.name),
         about=f"{meta.namespace}/{meta.name}",
         body=[
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},

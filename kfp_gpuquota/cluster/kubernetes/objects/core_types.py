@@ -210,7 +210,6 @@ class Toleration(Struct, frozen=True):
     operator: str = ""
     value: str = ""
     effect: str = ""
-    toleration_seconds: int | None = None
 
 
 class ClaimSource(Struct, frozen=True):
@@ -291,9 +290,7 @@ class ContainerStatus(Struct, frozen=True):
     """The status of a container."""
 
     name: str = ""
-    restart_count: int = 0
     state: ContainerState = ContainerState()
-    last_state: ContainerState = ContainerState()
     container_id: str = msgspec.field(default="", name="containerID")
     allocated_resources_status: tuple[ResourceStatus, ...] = ()
 

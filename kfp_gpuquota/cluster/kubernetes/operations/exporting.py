@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.redaction import is_redacted, redacted
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory, Kind, marks
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError, UsageError
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-_GROUP: Final = f"/apis/{labels.API_VERSION}"
 KINDS: Final = {
-    "QuotaPolicy": Kind(_GROUP, "quotapolicies"),
-    "GpuQuota": Kind(_GROUP, "gpuquotas"),
-    "WorkloadPolicy": Kind(_GROUP, "workloadpolicies"),
+    "QuotaPolicy": Kind(paths.GROUP, "quotapolicies"),
+    "GpuQuota": Kind(paths.GROUP, "gpuquotas"),
+    "WorkloadPolicy": Kind(paths.GROUP, "workloadpolicies"),
 }
 JOB: Final = "ElasticJob"
 NAMESPACE: Final = "Namespace"

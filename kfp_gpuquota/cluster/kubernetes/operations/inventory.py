@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ DEPLOYMENTS: Final = Kind("/apis/apps/v1", "deployments", namespaced=True)
 STATEFUL_SETS: Final = Kind("/apis/apps/v1", "statefulsets", namespaced=True)
 DAEMON_SETS: Final = Kind("/apis/apps/v1", "daemonsets", namespaced=True)
 DEFINITIONS: Final = Kind("/apis/apiextensions.k8s.io/v1", "customresourcedefinitions")
-JOBS: Final = Kind(f"/apis/{labels.API_VERSION}", "elasticjobs", namespaced=True)
+JOBS: Final = Kind(paths.GROUP, "elasticjobs", namespaced=True)
 PODS: Final = Kind("/api/v1", "pods", namespaced=True)
 NODES: Final = Kind("/api/v1", "nodes")
 SECRETS: Final = Kind("/api/v1", "secrets", namespaced=True)

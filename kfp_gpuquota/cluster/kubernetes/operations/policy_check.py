@@ -18,11 +18,11 @@ import msgspec
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.check_results import fail, ok, warn
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import schema_of_kind
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import NAME, PATH, Unmanaged, rules_of
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import NAME, Unmanaged, rules_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -122,9 +122,9 @@ def _dry_run(policy: Json, calls: Calls) -> Iterator[Finding]:
     spec: Json = {**dict.fromkeys(schema_of_kind(KIND)["properties"]["spec"]["properties"]), **policy.get("spec", {})}
     try:
         try:
-            calls.patch(f"{join(PATH, NAME)}?dryRun=All", {"spec": spec})
+            calls.patch(f"{join(paths.QUOTA_POLICIES, NAME)}?dryRun=All", {"spec": spec})
         except NotFoundError:
-            calls.create(PATH, policy, dry_run=True)
+            calls.create(paths.QUOTA_POLICIES, policy, dry_run=True)
     except GpuQuotaError as error:
         yield fail("rules", error.message, "change the file; nothing was stored")
     else:
@@ -133,7 +133,7 @@ def _dry_run(policy: Json, calls: Calls) -> Iterator[Finding]:
 
 def _changes(policy: Json, calls: Calls) -> Iterator[Finding]:
     try:
-        before = calls.get(join(PATH, NAME)).get("spec", {})
+        before = calls.get(join(paths.QUOTA_POLICIES, NAME)).get("spec", {})
     except NotFoundError:
         before = {}
     after = policy.get("spec", {})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import Unmanaged
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def default_quota(namespace: Namespace, rules: ClusterRules) -> Write:
         "metadata": {"name": meta.name, "labels": {labels.SOURCE: SOURCE}, "ownerReferences": [owner]},
         "spec": dict(rules.default_quota),
     }
-    path = join(f"/apis/{labels.API_VERSION}/gpuquotas", meta.name)
+    path = paths.quota(meta.name)
     return Write(
         verb="PATCH",
         path=with_query(path, fieldManager=f"{labels.FIELD_MANAGER}-defaults"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import has_spec, project_of_plugin, quota_spec
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -119,7 +119,7 @@ class Profiles:
         self._label(name)
 
     def _drop(self, name: str) -> None:
-        self._write(name, Write(verb="DELETE", path=join(_quotas_path(), name), about=name))
+        self._write(name, Write(verb="DELETE", path=paths.quota(name), about=name))
 
     def _label(self, name: str) -> None:
         namespace = self._namespaces.get(name)
@@ -171,7 +171,7 @@ def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
     }
     return Write(
         verb="PATCH",
-        path=with_query(join(_quotas_path(), name), fieldManager=f"{labels.FIELD_MANAGER}-profiles", force="true"),
+        path=with_query(paths.quota(name), fieldManager=f"{labels.FIELD_MANAGER}-profiles", force="true"),
         about=name,
         body=body,
         content_type=APPLY_PATCH,
@@ -180,7 +180,3 @@ def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
 
 def _is_mirror(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
     return has_spec(quota, wanted) and quota.metadata.labels.get(labels.SOURCE) == SOURCE
-
-
-def _quotas_path() -> str:
-    return f"/apis/{labels.API_VERSION}/gpuquotas"

@@ -38,7 +38,7 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource, PolicyPool, QuotaPolicyObject
 
-PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
 NAME: Final = "default"
 EXEMPT_PREFIXES: Final = ("kube-", "gpuquota-")
 RECLAIM_SLACK_S: Final = 15.0
@@ -262,7 +261,7 @@ def default_policy() -> Write:
     The API server's admission policies read the object, so it must exist for the defaults to apply.
     """
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": NAME}, "spec": {}}
-    return Write(verb="POST", path=PATH, about=NAME, body=body)
+    return Write(verb="POST", path=paths.QUOTA_POLICIES, about=NAME, body=body)
 
 
 class CurrentRules:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
 
-PATH = f"/apis/{labels.API_VERSION}/workloadpolicies"
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def set_by(annotations: Mapping[str, str] | None) -> dict[str, str]:
         return {}
 
 
-class PolicyBook:
+class CurrentPolicies:
     """The policies in effect. An invalid one leaves its previous version in effect."""
 
     def __init__(self) -> None:

@@ -32,24 +32,18 @@ class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
 
 class JobState(_Message, frozen=True):
-    """Open a job, with its whole state. `attempt`: the job's start to which these workers belong.
-
-    `first_generation` counts where the shard does not have the job; `stored` is the highest generation number that may
-    be sent. `alive` are the workers whose processes may still run, `wanted` those that should, in order, `trained`
-    those that were in the current generation when the leader started, `ended` the exited ones and their success.
-    The ids of all of them begin with `worker_prefix`.
-    """
+    """Open a job, with its whole state. The ids of all its workers begin with `worker_prefix`."""
 
     uid: str
-    attempt: int
+    attempt: int  # the job's start to which these workers belong
     min_workers: int
-    first_generation: int
-    stored: int
+    first_generation: int  # counts where the shard does not have the job
+    stored: int  # the highest generation number that may be sent
     leave_s: float
-    alive: tuple[str, ...]
-    wanted: tuple[str, ...]
-    trained: tuple[str, ...]
-    ended: dict[str, bool]
+    alive: tuple[str, ...]  # whose processes may still run
+    wanted: tuple[str, ...]  # that should run, in order
+    trained: tuple[str, ...]  # that were in the current generation when the leader started
+    ended: dict[str, bool]  # those that have exited, and whether they succeeded
     worker_prefix: str = ""
 
 

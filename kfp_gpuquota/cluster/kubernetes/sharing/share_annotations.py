@@ -21,24 +21,19 @@ if TYPE_CHECKING:
 
 
 class ShareNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A pod's share of each of `gpus` (UUIDs): a fraction or MiB, as in a JobSpec.
+    """A pod's share of each of its GPUs: a fraction or MiB, as in a JobSpec."""
 
-    `ticket` identifies this admission of the holder; `pod` is "namespace/name", for messages; `since` is the time of
-    the assignment, in seconds since 1970. `uid` is the pod's uid after it was bound; "" before.
-    `memory_reserve` is the part of each GPU's memory that is the driver's.
-    """
-
-    ticket: str
-    pod: str
-    since: float
-    uid: str = ""
-    gpus: tuple[str, ...] = ()
+    ticket: str  # identifies this admission of the holder
+    pod: str  # "namespace/name", for messages
+    since: float  # of the assignment, in seconds since 1970
+    uid: str = ""  # the pod's, after it was bound
+    gpus: tuple[str, ...] = ()  # by UUID
     gpu_fraction: float | None = None
     gpu_fraction_limit: float | None = None
     gpu_memory_mib: int | None = None
     gpu_memory_limit_mib: int | None = None
     priority: int = 50
-    memory_reserve: float = 0.0
+    memory_reserve: float = 0.0  # the part of each GPU's memory that is the driver's
 
     @property
     def holder(self) -> str:

@@ -29,12 +29,12 @@ from kfp_gpuquota.api.wire import (
     StopAction,
     Supposition,
 )
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.user_client import debug_state, pod_explanation, views
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
-from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls, jobs_path
+from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
 from kfp_gpuquota.cluster.kubernetes.user_client.usage import usage
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import (
@@ -130,9 +130,9 @@ class KubernetesClient(ProjectCalls):
         wanted["metadata"]["annotations"] |= given.get("annotations", {})
         wanted["metadata"]["ownerReferences"] = given.get("ownerReferences", [])
         try:
-            made = self.calls.create(jobs_path(spec.project), wanted, dry_run=dry_run)
+            made = self.calls.create(paths.jobs_of(spec.project), wanted, dry_run=dry_run)
         except AlreadyExistsError:
-            made = self.calls.get(_job(spec.project, spec.name))
+            made = self.calls.get(paths.job(spec.project, spec.name))
             if (made["metadata"].get("annotations") or {}).get(views.REQUEST_ID) != request_id:
                 raise AlreadyExistsError(
                     f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
@@ -151,7 +151,7 @@ class KubernetesClient(ProjectCalls):
         """
         if after is not None and timeout_s > 0:
             self._await_change(project, name, after, timeout_s)
-        listed = self.calls.read(jobs_path(project), core_types.Page[custom_types.ElasticJob], **_named(name))
+        listed = self.calls.read(paths.jobs_of(project), core_types.Page[custom_types.ElasticJob], **_named(name))
         found = listed.items or []
         pods = self._pods(project, name) if found else {}
         jobs = []
@@ -168,7 +168,7 @@ class KubernetesClient(ProjectCalls):
     def queue(self, project: str) -> tuple[Queued, ...]:
         """Return the project's waiting jobs: ElasticJobs, and gated pods by their owners."""
         waiting = []
-        for stored in self._items(jobs_path(project), custom_types.ElasticJob):
+        for stored in self._items(paths.jobs_of(project), custom_types.ElasticJob):
             with suppress(InvalidFieldError):
                 waiting.append(queued(views.job_of(stored)))
         path = join("/api/v1/namespaces", project, "pods")
@@ -187,7 +187,7 @@ class KubernetesClient(ProjectCalls):
     def delete_job(self, project: str, name: str) -> None:
         """Stop and delete a job."""
         self._found(project, name)
-        self.calls.delete(_job(project, name))
+        self.calls.delete(paths.job(project, name))
 
     def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
         """Stop all of these jobs; the API server has no transaction for several objects."""
@@ -203,7 +203,7 @@ class KubernetesClient(ProjectCalls):
         """Stop a job; it stays listed as Cancelled."""
         lease = views.job_lease(Lease(holder=_CANCELLED, duration_s=0.0), time.time())
         self._found(project, name)
-        self.calls.patch(_job(project, name), {"spec": {"lease": lease}})
+        self.calls.patch(paths.job(project, name), {"spec": {"lease": lease}})
         return self.get_job(project, name)
 
     def suspend_job(self, project: str, name: str) -> Job:
@@ -222,7 +222,7 @@ class KubernetesClient(ProjectCalls):
         renewed = views.job_lease(lease, time.time())
         try:
             self.calls.patch(
-                _job(project, name),
+                paths.job(project, name),
                 [
                     {"op": "test", "path": "/spec/lease/holder", "value": lease.holder},
                     {"op": "replace", "path": "/spec/lease", "value": renewed},
@@ -242,7 +242,7 @@ class KubernetesClient(ProjectCalls):
             version = {"op": "test", "path": "/metadata/resourceVersion", "value": stored.metadata.resource_version}
             change = {"op": "add", "path": "/spec/lease", "value": views.job_lease(lease, time.time())}
             try:
-                self.calls.patch(_job(project, name), [version, change])
+                self.calls.patch(paths.job(project, name), [version, change])
             except NotFoundError:
                 raise
             except (ConflictError, UsageError):  # it has changed since it was read
@@ -263,7 +263,7 @@ class KubernetesClient(ProjectCalls):
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
         """Change a job's priority; the API server refuses other size bounds than the job's own."""
         fields = updated_fields(self._not_ended(project, name).spec, changed)
-        self.calls.patch(_job(project, name), {"spec": fields})
+        self.calls.patch(paths.job(project, name), {"spec": fields})
         return self.get_job(project, name)
 
     def what_if(self, supposed: Supposition) -> Outlook:
@@ -338,13 +338,13 @@ class KubernetesClient(ProjectCalls):
 
     def _found(self, project: str, name: str) -> custom_types.ElasticJob:
         try:
-            return self.calls.read(_job(project, name), custom_types.ElasticJob)
+            return self.calls.read(paths.job(project, name), custom_types.ElasticJob)
         except NotFoundError:
             raise NotFoundError(f"project {project!r} has no job {name!r}; see: gpuquota list -p {project}") from None
 
     def _set_suspended(self, project: str, name: str, *, suspended: bool) -> Job:
         self._not_ended(project, name)
-        self.calls.patch(_job(project, name), {"spec": {"suspend": suspended}})
+        self.calls.patch(paths.job(project, name), {"spec": {"suspend": suspended}})
         return self.get_job(project, name)
 
     def _not_ended(self, project: str, name: str) -> Job:
@@ -367,7 +367,7 @@ class KubernetesClient(ProjectCalls):
     def _await_change(self, project: str, name: str, after: int, timeout_s: float) -> None:
         """Wait until one of the jobs has changed. A revision that is too old counts as a change."""
         query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
-        with suppress(RunError, UsageError), self.calls.open(jobs_path(project), timeout_s + 5, **query) as stream:
+        with suppress(RunError, UsageError), self.calls.open(paths.jobs_of(project), timeout_s + 5, **query) as stream:
             next(stream.lines(), None)
 
 
@@ -382,7 +382,3 @@ def _is_stopping(stored: custom_types.ElasticJob) -> bool:
 def _named(name: str) -> dict[str, str]:
     """Return the query that selects only the object with this name."""
     return {"fieldSelector": f"metadata.name={name}"} if name else {}
-
-
-def _job(project: str, name: str) -> str:
-    return join(jobs_path(project), name)

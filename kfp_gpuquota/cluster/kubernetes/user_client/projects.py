@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.errors import (
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GROUP: Final = f"/apis/{labels.API_VERSION}"
-QUOTAS: Final = f"{GROUP}/gpuquotas"
-
 
 class _Namespace(core_types.Struct, frozen=True):
     metadata: core_types.Metadata
@@ -44,7 +41,7 @@ class ProjectCalls:
     def list_projects(self) -> tuple[ProjectView, ...]:
         """Return all quotas, by name; invalid ones, which have a condition, are left out."""
         shown = []
-        for quota_ in self._items(QUOTAS, custom_types.GpuQuota):
+        for quota_ in self._items(paths.QUOTAS, custom_types.GpuQuota):
             with suppress(InvalidFieldError):
                 shown.append(views.project_view(quota_))
         return with_lent(sorted(shown, key=lambda view: view.project.name))
@@ -52,7 +49,7 @@ class ProjectCalls:
     def get_project(self, name: str) -> ProjectView:
         """Return a project. Raises NotFoundError."""
         try:
-            found = self.calls.read(join(QUOTAS, name), custom_types.GpuQuota)
+            found = self.calls.read(paths.quota(name), custom_types.GpuQuota)
         except NotFoundError:
             raise NotFoundError(
                 f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
@@ -63,7 +60,7 @@ class ProjectCalls:
     def create_project(self, project: Project) -> ProjectView:
         """Create a project. Raises AlreadyExistsError."""
         try:
-            self.calls.create(QUOTAS, views.gpu_quota(project))
+            self.calls.create(paths.QUOTAS, views.gpu_quota(project))
         except AlreadyExistsError:
             raise AlreadyExistsError(
                 f"project {project.name!r} already exists; change it with: gpuquota project set {project.name}"
@@ -77,7 +74,7 @@ class ProjectCalls:
         """
         if expected is not None and self.get_project(project.name).project != expected:
             raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; read it again and retry")
-        path, wanted = join(QUOTAS, project.name), views.gpu_quota(project)
+        path, wanted = paths.quota(project.name), views.gpu_quota(project)
         try:
             before = self.calls.read(path, custom_types.GpuQuota)
         except NotFoundError:
@@ -112,23 +109,23 @@ class ProjectCalls:
 
     def delete_project(self, name: str) -> None:
         """Delete a project's quota, but not its namespace. Raises ConflictError while it has jobs."""
-        if jobs := [job.metadata.name for job in self._items(jobs_path(name), custom_types.ElasticJob)]:
+        if jobs := [job.metadata.name for job in self._items(paths.jobs_of(name), custom_types.ElasticJob)]:
             raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
-        self.calls.delete(join(QUOTAS, name))
+        self.calls.delete(paths.quota(name))
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
         """Return all policies, by name; invalid ones are left out."""
         shown = []
-        for stored in self._items(workload_policies.PATH, custom_types.PolicyObject):
+        for stored in self._items(paths.WORKLOAD_POLICIES, custom_types.PolicyObject):
             with suppress(InvalidFieldError):
                 shown.append(workload_policies.policy_of(stored))
         return tuple(sorted(shown, key=lambda policy: policy.name))
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
         """Create or replace a policy."""
-        path, wanted = join(workload_policies.PATH, policy.name), workload_policies.policy_body(policy)
+        path, wanted = join(paths.WORKLOAD_POLICIES, policy.name), workload_policies.policy_body(policy)
         try:
-            self.calls.create(workload_policies.PATH, wanted)
+            self.calls.create(paths.WORKLOAD_POLICIES, wanted)
         except AlreadyExistsError:
             cleared = dict.fromkeys(custom_types.PolicySpec.__struct_encode_fields__)
             self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
@@ -137,7 +134,7 @@ class ProjectCalls:
     def delete_policy(self, name: str) -> None:
         """Delete a policy. Raises NotFoundError."""
         try:
-            self.calls.delete(join(workload_policies.PATH, name))
+            self.calls.delete(join(paths.WORKLOAD_POLICIES, name))
         except NotFoundError:
             raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
 
@@ -156,7 +153,7 @@ class ProjectCalls:
         from kfp_gpuquota.cluster.kubernetes.quota import quota_policy  # noqa: PLC0415 (it imports aiohttp)
 
         try:
-            policy = self.calls.read(join(quota_policy.PATH, quota_policy.NAME), custom_types.QuotaPolicyObject)
+            policy = self.calls.read(join(paths.QUOTA_POLICIES, quota_policy.NAME), custom_types.QuotaPolicyObject)
         except (NotFoundError, UnauthorizedError):
             return ()
         return policy.spec.gpu_resources or ()
@@ -164,8 +161,3 @@ class ProjectCalls:
     def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
         page: core_types.Page[T] = self.calls.read(path, core_types.Page[kind], **query)  # type: ignore[valid-type]
         return page.items or []
-
-
-def jobs_path(project: str) -> str:
-    """Return the path of the project's ElasticJobs; of all with ""."""
-    return join(GROUP, "namespaces", project, "elasticjobs") if project else f"{GROUP}/elasticjobs"

@@ -19,7 +19,7 @@ from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector, version_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota, GpuResource, QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import NodeView, ProjectView
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 
-GROUP: Final = f"/apis/{labels.API_VERSION}"
 MAX_REPORTS: Final = 400
 O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
 
@@ -84,10 +83,10 @@ class Objects:
 
         bindings = self.bindings
         return (
-            of(f"{GROUP}/elasticjobs", ElasticJob, self.put_job, self.drop_job),
-            of(f"{GROUP}/gpuquotas", GpuQuota, self.put_quota, self.drop_quota),
+            of(paths.JOBS, ElasticJob, self.put_job, self.drop_job),
+            of(paths.QUOTAS, GpuQuota, self.put_quota, self.drop_quota),
             of("/api/v1/nodes", Node, self.put_node, self.drop_node),
-            of(f"{GROUP}/quotapolicies", QuotaPolicyObject, self.put_policy, self.drop_policy),
+            of(paths.QUOTA_POLICIES, QuotaPolicyObject, self.put_policy, self.drop_policy),
             of("/api/v1/pods", Pod, self.put_pod, self.drop_pod),
             of("/apis/rbac.authorization.k8s.io/v1/rolebindings", RoleBinding, bindings.put, bindings.drop),
         )

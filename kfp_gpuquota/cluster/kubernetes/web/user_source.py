@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.objects import paths
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_GPUS, MAX_VISIBLE, Question
-from kfp_gpuquota.cluster.kubernetes.web.objects import GROUP
 from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
 from kfp_gpuquota.errors import (
     ClusterUnavailableError,
@@ -265,7 +264,7 @@ class UserSource:
             )
 
     async def _call(self, verb: str, job: Job, body: Json) -> bytes:
-        path = join(GROUP, "namespaces", job.spec.project, "elasticjobs", job.spec.name)
+        path = paths.job(job.spec.project, job.spec.name)
         try:
             return await self._connection.call(verb, path, body, content_type=MERGE_PATCH if verb == "PATCH" else JSON)
         except ApiError as error:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import ReasonCode
-from kfp_gpuquota.cluster.local.shared.accounts import ROOT
-from kfp_gpuquota.errors import ConflictError, ForbiddenError
+from kfp_gpuquota.cluster.local.shared.accounts import ROOT, caller_of
+from kfp_gpuquota.errors import ConflictError, ForbiddenError, UnauthorizedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from aiohttp import web
 
     from kfp_gpuquota.api import Job, Project, Reason
     from kfp_gpuquota.api.history import GpuHours
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     )
     from kfp_gpuquota.cluster.local.cluster import LocalCluster
     from kfp_gpuquota.cluster.local.shared.accounts import Caller
+    from kfp_gpuquota.cluster.local.shared.config import SharedConfig
     from kfp_gpuquota.scheduler.dump import StateDump
 
 HIDDEN: Final = ("(hidden)",)
@@ -239,6 +242,23 @@ class GuardedCluster:
         if event.job_uid and not self._may_see(event.job_uid):
             return msgspec.structs.replace(event, reason=_public(event.reason))
         return event
+
+
+class UserAccess:
+    """`server.app.Access`: identifies callers by their socket. No token is needed: the kernel vouches for the user."""
+
+    def __init__(self, cluster: LocalCluster, config: SharedConfig) -> None:
+        self._cluster, self._config = cluster, config
+
+    def cluster_for(self, request: web.Request, begin: Callable[[], None]) -> GuardedCluster:
+        """Return the cluster as the request's sender may use it. Raises UnauthorizedError if the sender has left."""
+        connected = request.transport.get_extra_info("socket") if request.transport else None
+        if connected is None:
+            raise UnauthorizedError("the connection has ended, and the user who sent the request cannot be determined")
+        caller = caller_of(connected)
+        group = self._config.admin_group
+        admin = caller.uid == ROOT or (group != "" and caller.is_in(group))
+        return GuardedCluster(self._cluster, caller, begin, admin=admin, jobs_per_user=self._config.jobs_per_user)
 
 
 def without_private_parts(job: Job) -> Job:

@@ -12,7 +12,7 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import status_of, with_condition
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import retry_fields
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus
 
@@ -71,7 +71,7 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
         *given_back,
         len(status.resizes),
     )
-    path = join(f"/apis/{labels.API_VERSION}/namespaces", meta.namespace, "elasticjobs", meta.name)
+    path = paths.job(meta.namespace, meta.name)
     stored = partial(membership.status_stored, uid, reserved)
     return Built(path, f"{meta.namespace}/{meta.name}", body, urgent, stored)
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory, Kind
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
@@ -67,7 +67,6 @@ def _element(data: bytes) -> tuple[int, bytes, bytes]:
 
 Json = dict[str, Any]
 
-_GROUP: Final = f"/apis/{labels.API_VERSION}"
 _SECRET: Final = "gpuquota-webhook"  # noqa: S105 (a name)
 CONTROLLER: Final = "gpuquota-controller"
 KINDS: Final = {
@@ -79,8 +78,8 @@ KINDS: Final = {
     "bindings": inventory.POLICY_BINDINGS,
     "webhooks": inventory.WEBHOOKS,
     "resource_quotas": Kind("/api/v1", "resourcequotas", namespaced=True),
-    "quotas": Kind(_GROUP, "gpuquotas"),
-    "rules": Kind(_GROUP, "quotapolicies"),
+    "quotas": Kind(paths.GROUP, "gpuquotas"),
+    "rules": Kind(paths.GROUP, "quotapolicies"),
     "local_queues": Kind("/apis/kueue.x-k8s.io/v1beta1", "localqueues", namespaced=True),
     "node_pools": Kind("/apis/karpenter.sh/v1", "nodepools"),
 }
