@@ -19,7 +19,6 @@ from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.job_builder import JobBuilder
 from elastic_runtime.loop.job_collectives import JobCollectives
-from elastic_runtime.loop.job_events import JobEvents
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class
 from elastic_runtime.loop.prepared_objects import PreparedObjects, take_schedulers
@@ -65,7 +64,7 @@ Result = TypeVar("Result")
 _log = logging.getLogger("elastic_runtime")
 
 
-class Job(JobEvents, JobCollectives):
+class Job(JobCollectives):
     """One elastic training job, as this worker takes part in it. Made by `elastic_runtime.init`."""
 
     def __init__(

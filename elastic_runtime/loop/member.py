@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 
-from elastic_runtime.errors import CollectiveError, LoopError, RunError
+from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.loop.repeated_failures import RepeatedFailures
 from elastic_runtime.membership import torchrun
 from elastic_runtime.membership.coordinator_client import Coordinator, EventOutbox
 from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
@@ -49,9 +50,6 @@ RELEASE_S = 5.0
 
 _log = logging.getLogger("elastic_runtime")
 
-MAX_FAILURES = 5
-"""Of a collective in a row, at one point of the training and between the same members."""
-
 
 class Member:
     """This worker's membership. Without a coordinator it is always rank 0 of 1."""
@@ -69,8 +67,7 @@ class Member:
         self.streams = RandomStreams()
         self._outbox = EventOutbox(environment.worker_id, lambda: self._generations.adopted)
         self._holds_state = self.leaving = False
-        self._failed_at: object = None
-        self._failures = 0  # in a row, at that point of the training
+        self._failures = RepeatedFailures()
         secret = Secret(self._key, bool(environment.coordinator) and environment.local)
         self._backend = _backend if not environment.rehearse else lambda: "gloo"  # two workers may share a GPU
         outbox = self._outbox
@@ -304,28 +301,13 @@ class Member:
             self.leave_if_preempted(state)
             raise error or CollectiveError("this process was asked to end")
         if error:
-            self._bound_failures(state, error)
+            members = self._generations.adopted.members if self._generations.adopted else ()
+            self._failures.note(error, members, state)
             _log.warning("generation %d: %s; recovering", self.generation, error)
             self._report_failure(self._generations.adopted, state, error)
         else:
             _log.warning("generation %d was ended at step %d; recovering", self.generation, state.position.step)
         self._settle(state, self._next(after=self.generation), "recovered")
-
-    def _bound_failures(self, state: TrainingState, error: CollectiveError) -> None:
-        """Raise RunError where the same members have failed at one point of the training again and again.
-
-        A lost peer changes the members. What fails without one, such as a sum that the library refuses, would be
-        repeated permanently.
-        """
-        adopted = self._generations.adopted
-        point = (adopted.members if adopted else (), state.position.step, state.rounds)
-        self._failures = self._failures + 1 if point == self._failed_at else 1
-        self._failed_at = point
-        if self._failures >= MAX_FAILURES:
-            raise RunError(
-                f"the workers could not exchange data at step {state.position.step} {MAX_FAILURES} times in a row, and "
-                f"none of them was lost; the last failure: {error}"
-            ) from error
 
     def meet(self) -> None:
         """Wait for all members. CollectiveError where one was lost."""
@@ -387,25 +369,19 @@ class Member:
         self._outbox.retract("CollectiveFailed")
         self._outbox.retract("PreparationFailed")
         lost = max(stood - state.position.step, 0)  # where a shard was lost
-        self._outbox.send(
-            "GenerationAdopted",
-            generation=generation.number,
-            members=generation.members,
-            step=state.position.step,
-            pause_ms=pause_ms,
-            lost_steps=lost,
-        )
+        self._report_change(state, generation, cause, {"pause_ms": pause_ms, "lost_steps": lost})
+
+    def _report_change(self, state: TrainingState, generation: Generation, cause: str, cost: dict[str, float]) -> None:
+        """Report a generation that was entered, to the coordinator and in the report file."""
+        what = {"generation": generation.number, "members": generation.members, "step": state.position.step, **cost}
+        self._outbox.send("GenerationAdopted", **what)
         self.reporter.line(
             "resize",
             cause=cause,
-            generation=generation.number,
-            members=generation.members,
             rank=self.rank_and_size[0],
-            step=state.position.step,
-            pause_ms=pause_ms,
-            lost_steps=lost,
             prepare_ms=round(generation.prepare_ms, 2),
             phases_ms=self.reporter.phases.take(),
+            **what,
         )
 
     def _enter(self, state: TrainingState, generation: Generation) -> bool:

@@ -13,11 +13,10 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.error_notes import explain_errors, note_on_lightning
 from elastic_runtime.loop.passes import ClosureSteps
+from elastic_runtime.loop.step_calls import StepCalls
 from elastic_runtime.loop.step_states import ACTING, BETWEEN, COMPLETE, COUNTED, UNCOUNTED, StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import SynchronizedCalls
@@ -26,16 +25,15 @@ from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elastic_runtime.data.loader import ElasticLoader
+    import torch
+
     from elastic_runtime.loop.member import Member
     from elastic_runtime.loop.step import GlobalStep, Observer
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.plan.position import Position
     from elastic_runtime.process.device_memory import MemoryFollower
-    from elastic_runtime.reduction.backward_pass import Loss
-    from elastic_runtime.reduction.step_modes import Clipping, Mode
+    from elastic_runtime.reduction.step_modes import Mode
     from elastic_runtime.state.training_state import TrainingState
-    from elastic_runtime.validation.loop_watch import LoopWatch
     from elastic_runtime.validation.new_parameters import NewParameters
 
 
@@ -44,10 +42,9 @@ MOST_WATCHED = 64
 """Iterations, after which nothing is looked for any more."""
 
 
-class Session:
+class Session(StepCalls):
     """The loop of one training: counts micro-batches into steps, repeats a failed step, switches between steps."""
 
-    loader: ElasticLoader  # set once it is made: the two need each other
     warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
     passive = False  # the script runs again what others have run, and nothing acts
     whole_epochs = False  # in a rehearsal, too: another loop counts their steps
@@ -56,19 +53,18 @@ class Session:
     def __init__(
         self, state: TrainingState, member: Member, mode: Mode, memory: MemoryFollower, step: GlobalStep
     ) -> None:
-        self._state, self._member, self._mode, self._memory, self._step = state, member, mode, memory, step
+        super().__init__(step)
+        self._state, self._member, self._mode, self._memory = state, member, mode, memory
         self._total_steps: int | None = None
         self.last_step: int | None = None
         self.started = self.finished = False
         self.released = False
-        self.catching_up = False  # the state is not that of the script's place in the loop: nothing acts
         self._went_back = False  # it is an earlier one, from which the next iteration continues
         self._epoch: int | None = None  # of the script, where the state is that of an earlier one
         self._restored: Position | None = None  # of the state, while the script runs to work that others are in
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
-        self.watches: list[LoopWatch] = []
         self._iteration = 0  # its number: micro-batches of different steps may be one object
         self.synchronized_calls = SynchronizedCalls(state, member, self._recover_between_steps)
         self.closure_steps = ClosureSteps(step, self)
@@ -319,55 +315,6 @@ class Session:
             for watch in self.watches:
                 watch.end()
             self.watches.clear()
-
-    def run_pass(self, loss: Loss, *, more: bool) -> None:
-        """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
-        for watch in self.watches:
-            watch.before_backward()
-        evaluating = self.closure_steps.evaluating
-        self._repeating(partial(self._step.run_pass, loss, more=more or evaluating, evaluation=evaluating))
-
-    def _repeating(self, act: Callable[[], Result]) -> Result | None:
-        """Do a part of the step; None if a peer is lost in it, and the step is going to be repeated."""
-        try:
-            return act()
-        except CollectiveError as error:
-            self._repeat_step(error)
-            return None
-
-    def end_evaluations(self) -> None:
-        """End a step of evaluations; repeat it if a peer is lost."""
-        self._repeating(self._step.end_evaluations)
-
-    def skip(self) -> None:
-        """Skip the iteration as `Job.skip` does; repeat the step if a peer is lost."""
-        self._repeating(self._step.skip)
-
-    @property
-    def batch_start(self) -> int:
-        """The place of this iteration's first sample in the step's global batch. LoopError outside of an iteration."""
-        if self._step.micro is None:
-            raise LoopError("job.batch_start is known in an iteration of the prepared loader's loop")
-        return 0 if self._step.micro.padding else self._step.micro.start  # padding has copies of the first samples
-
-    def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather as `Job.gather_batch` does."""
-        if self.catching_up and self._step.micro is not None:  # of an iteration that others have applied
-            return rows.new_zeros((self._step.micro.step_samples, *rows.shape[1:]))
-        return self._step.gather_batch(rows, self.loader.batch.at(1))
-
-    def gather_statistics(self, row: torch.Tensor) -> torch.Tensor | None:
-        """Gather for SyncBatchNorm layers."""
-        return None if self.catching_up else self._step.gather_statistics(row, self.loader.batch.at(1))
-
-    def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
-        """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""
-        norm = self._repeating(partial(self._step.clip_grad_norm_, parameters, clipping))
-        return torch.tensor(0.0) if norm is None else norm
-
-    def out_of_memory(self, error: BaseException | None) -> bool:
-        """Return whether the iteration did not fit, and is going to be repeated in halves."""
-        return self._repeating(partial(self._step.out_of_memory, error)) is not False
 
     def end_iteration(self, iteration: int) -> bool:
         """End an iteration; return False if what follows is to be planned again.

@@ -71,7 +71,9 @@ def _sum_kind(slots: list[Slot], group: Group) -> None:
         rows = values_of[number].view(len(places), size, *slot.parameter.shape[1:])
         kept = list(_cut(places, rows, counts[:, number].tolist()))
         found = [torch.cat(each) for each in zip(*kept, strict=True)]
-        slot.rows = torch.sparse_coo_tensor(found[0][None], found[1], slot.parameter.shape).coalesce()
+        slot.rows = torch.sparse_coo_tensor(
+            found[0][None], found[1], slot.parameter.shape, check_invariants=False
+        ).coalesce()
 
 
 def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:

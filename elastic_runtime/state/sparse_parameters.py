@@ -16,4 +16,4 @@ def no_rows(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     """Return a sparse gradient of the parameter without a row."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=dtype or parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
