@@ -73,7 +73,8 @@ class Detached:
     def __init__(self, **options: Any) -> None:
         self.connection = Unanswered()
         self.controller = Controller(self.connection, PodSettings(coordinator="https://nowhere.invalid"), **options)
-        self._reflectors = {reflector._path: reflector for reflector in self.controller.reflectors}
+        # of two watches of a kind, which differ in their labels, the first
+        self._reflectors = {reflector._path: reflector for reflector in reversed(self.controller.reflectors)}
         self._versions = itertools.count(1)
 
     def see(self, path: str, body: Object | bytes, event: str = "MODIFIED") -> None:
@@ -87,6 +88,7 @@ class Detached:
         """All was listed."""
         await self.controller.snapshot.start(self.controller.gangs.join)
         self.controller.profiles.start()
+        self.controller.managed_jobs.start()
 
     def node(self, name: str = "node", gpus: int = 8) -> None:
         """A node that is ready."""

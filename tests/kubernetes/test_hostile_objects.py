@@ -25,6 +25,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import (
     VOLCANO_ANNOTATION,
 )
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES
+from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import MANAGER
+from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import PATH as BATCH_JOBS
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.effort import SOAK, effort
 from tests.kubernetes.detached import (
@@ -60,6 +62,9 @@ NOTES = [
     labels.SIMULATED,
     labels.OPENED,
     labels.RECLAIMED_AT,
+    labels.MIN_NODES,
+    labels.MAX_NODES,
+    labels.CHECKPOINT_CLAIM,
     VOLCANO_ANNOTATION,
     INDEX_ANNOTATION,
     *SHARE_ANNOTATIONS,
@@ -137,7 +142,7 @@ OWNERS = st.lists(
             "apiVersion": st.sampled_from([labels.API_VERSION, "elastic.iml.github.io/v1alpha1", "batch/v1"]),
             "kind": st.sampled_from(["ElasticJob", "Job", "ReplicaSet", "Workflow"]),
             "name": TEXTS,
-            "uid": st.sampled_from(["job-1", "job-2", "else"]),
+            "uid": st.sampled_from(["elasticjobs-1", "jobs-2", "else"]),
             "controller": st.booleans(),
         }
     ),
@@ -153,7 +158,7 @@ POD_SPECS = maybe(
         "nodeSelector": st.dictionaries(TEXTS, TEXTS, max_size=2),
         "tolerations": st.lists(maybe({"key": TEXTS, "operator": TEXTS, "value": TEXTS, "effect": TEXTS}), max_size=2),
         "terminationGracePeriodSeconds": AMOUNTS,
-        "volumes": st.lists(maybe({"persistentVolumeClaim": maybe({"claimName": st.just("kind7-1")})}), max_size=2),
+        "volumes": st.lists(maybe({"persistentVolumeClaim": maybe({"claimName": st.just("persistentvolumeclaims-1")})}), max_size=2),
         "overhead": st.dictionaries(st.sampled_from(["cpu", "memory"]), AMOUNTS),
         "resources": RESOURCES,
     }
@@ -208,6 +213,13 @@ JOB_STATUSES = maybe(
         **dict.fromkeys(("progress", "requeueState", "growState"), st.none()),
     }
 )
+BATCH_JOB_SPECS = maybe(
+    {
+        "template": st.fixed_dictionaries({"spec": POD_SPECS, "metadata": maybe({"annotations": ANY, "labels": ANY})}),
+        **dict.fromkeys(("parallelism", "completions", "backoffLimit", "activeDeadlineSeconds"), NUMBERS),
+        "suspend": st.booleans(),
+    }
+).map(lambda spec: {**spec, "managedBy": MANAGER})
 TAINTS = st.lists(st.fixed_dictionaries({"key": TEXTS, "effect": TEXTS, "value": TEXTS}), max_size=2)
 LIMITS = maybe({"limits": st.lists(maybe({"type": st.just("Container"), "defaultRequest": RESOURCES}), max_size=2)})
 QUOTA_SPECS = maybe(
@@ -226,9 +238,10 @@ def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
         (NODES, metadata, {"spec": maybe({"taints": TAINTS, "unschedulable": st.booleans()}), "status": STATUSES}),
         (JOBS, lambda uid: metadata(uid, "team"), {"spec": JOB_SPECS, "status": JOB_STATUSES}),
         (QUOTAS, metadata, {"spec": QUOTA_SPECS}),
+        (BATCH_JOBS, lambda uid: metadata(uid, "team"), {"spec": BATCH_JOB_SPECS, "status": STATUSES}),
         (PROFILES, metadata, {"spec": maybe({"plugins": st.lists(maybe({"kind": st.just("GpuQuota"), "spec": ANY}))})}),
         (NAMESPACES, metadata, {}),
-        (CLAIMS, lambda uid: metadata(uid, "team"), {"spec": maybe({"volumeName": st.just("kind8-1")})}),
+        (CLAIMS, lambda uid: metadata(uid, "team"), {"spec": maybe({"volumeName": st.just("persistentvolumes-1")})}),
         (
             VOLUMES,
             metadata,
@@ -239,7 +252,7 @@ def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
 
     def of(kind: int, number: int) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
         path, meta, fields = kinds[kind]
-        uid = f"{'job' if path == JOBS else f'kind{kind}'}-{number}"
+        uid = f"{path.rpartition('/')[2]}-{number}"
         body = st.fixed_dictionaries({"metadata": meta(uid), **{name: either(value) for name, value in fields.items()}})
         return body.map(lambda one: (path, one))
 

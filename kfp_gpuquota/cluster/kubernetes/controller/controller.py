@@ -175,8 +175,8 @@ class Controller:
         )
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
-        self._managed = ManagedJobs(self._writer, self.events)
-        own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules, self._managed)
+        self.managed_jobs = ManagedJobs(self._writer, self.events)
+        own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules, self.managed_jobs)
         others = watches.cluster_kinds(snapshot, self.volumes, self.limits)
         foreign = watches.foreign_kinds(self.profiles, self.ray)
         suspended = watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running))
@@ -267,7 +267,7 @@ class Controller:
         self.reservations.start()
         self.profiles.start()
         self.default_quotas.start()
-        self._managed.start()
+        self.managed_jobs.start()
 
     def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)
@@ -457,7 +457,7 @@ class Controller:
         self._forecast.close()
         self.evictions.close()
         self.elastic.statuses.close()
-        self._managed.close()
+        self.managed_jobs.close()
         self._quota_status.close()
         self.plans.close()
         if self._quotas_timer:
