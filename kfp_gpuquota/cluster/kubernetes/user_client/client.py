@@ -45,7 +45,7 @@ from kfp_gpuquota.errors import (
     RunError,
     UsageError,
 )
-from kfp_gpuquota.server.cluster_api import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.cluster_api import follow_log, watch_jobs
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -254,11 +254,7 @@ class KubernetesClient(ProjectCalls):
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
         """Yield the list now and after each change, without end."""
-        after: int | None = None
-        while True:
-            listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
-            after = listed.revision
-            yield listed
+        return watch_jobs(self, project)
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
         """Change a job's priority; the API server refuses other size bounds than the job's own."""
