@@ -33,7 +33,7 @@ from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store as JobStore
 from kfp_gpuquota.engine.records import JobRecord, view, with_status
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
-from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.gc_pause import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
