@@ -33,9 +33,9 @@ from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, la
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.user_client import debug_state, pod_explanation, views
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
+from kfp_gpuquota.cluster.kubernetes.user_client.gpu_hours import gpu_hours_from
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
-from kfp_gpuquota.cluster.kubernetes.user_client.usage import usage
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
@@ -277,7 +277,7 @@ class KubernetesClient(ProjectCalls):
                 "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example "
                 "after: kubectl -n monitoring port-forward service/prometheus 9090"
             )
-        return usage(prometheus, since_s)
+        return gpu_hours_from(prometheus, since_s)
 
     def debug_state(self) -> bytes:
         """Return what the leading controller sees. Raises UnauthorizedError without the rights."""
