@@ -189,7 +189,6 @@ class JobList(msgspec.Struct, frozen=True, kw_only=True):
 class EventKind(StrEnum):
     """The kind of an entry in the history."""
 
-    CLUSTER_STARTED = "cluster-started"
     PROJECT_CHANGED = "project-changed"
     PROJECT_DELETED = "project-deleted"
     JOB_SUBMITTED = "job-submitted"

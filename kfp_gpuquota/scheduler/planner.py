@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.placement import Placement
-from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.gc_pause import collector_paused
 from kfp_gpuquota.scheduler.actions.consolidation import lost_work_s
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize

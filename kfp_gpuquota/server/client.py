@@ -41,7 +41,7 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.server.cluster_api import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.cluster_api import follow_log, watch_jobs
 from kfp_gpuquota.server.response_decoding import decoded
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
@@ -209,13 +209,8 @@ class Client:
         self._call("POST", _job_path(project, name) + "/lease", None, lease)
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
-        """Yield the list now and after each change, without end. Survives a restart of the server."""
-        after: int | None = None
-        while True:
-            listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
-            if listed.revision != after:
-                after = listed.revision
-                yield listed
+        """Yield the list now and after each change, without end."""
+        return watch_jobs(self, project)
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""

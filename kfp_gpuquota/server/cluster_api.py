@@ -171,3 +171,13 @@ def follow_log(client: ClusterApi, project: str, name: str, worker: str, offset:
         offset, more = chunk.next_offset, chunk.more
         if chunk.text:
             yield chunk.text
+
+
+def watch_jobs(client: ClusterApi, project: str) -> Iterator[JobList]:
+    """Yield the list now and after each change, without end, also over restarts of the server."""
+    after: int | None = None
+    while True:
+        listed = client.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
+        if listed.revision != after:
+            after = listed.revision
+            yield listed

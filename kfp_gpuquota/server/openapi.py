@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.api.schema import schemas_of
+import msgspec
+
 from kfp_gpuquota.api.wire import ErrorAnswer
 from kfp_gpuquota.server.routes import ROUTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.server.routes import Route
 
+_REFERENCE: Final = "#/components/schemas/{name}"
 _FAILURES: Final = {
     "400": "the request cannot be understood",
     "401": "the token is missing or wrong",
@@ -26,7 +31,7 @@ _FAILURES: Final = {
 def document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1 for everything under /v1 that a client of the cluster may call."""
     types = [t for route in ROUTES for t in (route.body, route.answer) if t is not None]
-    schemas, components = schemas_of([*types, ErrorAnswer])
+    schemas, components = _schemas_of([*types, ErrorAnswer])
     by_type = dict(zip([str(t) for t in [*types, ErrorAnswer]], schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in ROUTES:
@@ -77,3 +82,16 @@ def _query_parameters(route: Route) -> list[dict[str, Any]]:
         {"name": name, "in": "query", "description": text, "schema": {"type": kinds.get(name, "string")}}
         for name, text in route.query.items()
     ]
+
+
+def _schemas_of(kinds: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return a schema for each of `kinds`, and by name the structs they refer to.
+
+    An infinite default is left out: JSON cannot express it, and such a field is absent where it has the default.
+    """
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    for component in components.values():
+        for field in component.get("properties", {}).values():
+            if isinstance(field.get("default"), float) and math.isinf(field["default"]):
+                del field["default"]
+    return list(schemas), components

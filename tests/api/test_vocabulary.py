@@ -9,7 +9,6 @@ import pytest
 
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Device, JobSpec, Node, Phase, Project
-from kfp_gpuquota.api.schema import schema_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 
@@ -75,7 +74,7 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
 
 
 def test_the_schema_of_a_job_says_what_it_needs_and_forbids_the_rest() -> None:
-    schema = schema_of(JobSpec)
+    schema = msgspec.json.schema(JobSpec)
     described = schema["$defs"]["JobSpec"]
     assert described["required"] == ["name", "project", "command"]
     assert described["additionalProperties"] is False

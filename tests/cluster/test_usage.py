@@ -10,7 +10,7 @@ import pytest
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from kfp_gpuquota.cluster.usage import recalled
+from kfp_gpuquota.cluster.local.storage.recalled_usage import recalled
 from tests.conftest import EmbeddedCluster, running_cluster
 
 if TYPE_CHECKING:

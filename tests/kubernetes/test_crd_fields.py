@@ -9,7 +9,6 @@ import pytest
 
 from kfp_gpuquota.api import JobSpec, Kind, Project
 from kfp_gpuquota.api.node import MAX_MEMORY_RESERVE, MAX_SMALLEST_SHARE, SharingRules
-from kfp_gpuquota.api.schema import schema_of
 from kfp_gpuquota.api.share import SMALLEST_FRACTION
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_NAME_LENGTH, MAX_SECONDS
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
@@ -77,7 +76,7 @@ def structural(schema: Schema, definitions: dict[str, Schema]) -> Schema:
 
 def of_struct(struct: type) -> dict[str, Schema]:
     """The structural schemas of a struct's fields."""
-    whole = schema_of(struct)
+    whole = msgspec.json.schema(struct)
     found: dict[str, Schema] = structural(whole, whole["$defs"])["properties"]
     return found
 

@@ -6,7 +6,7 @@ import pytest
 
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.api.wire import ProjectView
-from kfp_gpuquota.cluster.kubernetes.web.usage import MAX_CHANGES, UsageHistory
+from kfp_gpuquota.cluster.kubernetes.web.usage_history import MAX_CHANGES, UsageHistory
 
 
 def view(held: float) -> ProjectView:

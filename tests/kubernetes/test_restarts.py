@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlices
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels

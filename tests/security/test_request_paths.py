@@ -17,7 +17,7 @@ from kfp_gpuquota.cluster.kubernetes.convert import owners
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, OwnerReference, Pod
 from kfp_gpuquota.errors import InvalidFieldError
-from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.gc_pause import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

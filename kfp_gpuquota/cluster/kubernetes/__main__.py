@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
-from kfp_gpuquota.cluster.kubernetes.client.process.signals import until_stopped
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import until_stopped
 from kfp_gpuquota.cluster.kubernetes.controller.process import Replica, ReplicaOptions
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods

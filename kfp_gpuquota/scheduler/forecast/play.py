@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.gc_pause import collector_paused
 from kfp_gpuquota.scheduler.actions.cycle import Cycle
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 MAX_BYTES: Final = 64 << 20
 MAX_KEYS: Final = 100_000
@@ -212,8 +212,3 @@ class Store:
             space.drop()
         self._spaces = {}
         self._budget.close()
-
-    @property
-    def spaces(self) -> Mapping[int, Space]:
-        """Return the stored keys by generation."""
-        return self._spaces

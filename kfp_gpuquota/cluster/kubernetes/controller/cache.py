@@ -20,7 +20,7 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import SHOWN_PLACES, as_number
-from kfp_gpuquota.cluster.kubernetes.client.process.cooperative import TimeSlices
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NonGpuPods

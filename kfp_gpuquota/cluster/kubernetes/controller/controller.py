@@ -59,7 +59,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.expected_starts import run_times
-from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.gc_pause import collector_paused
 
 if TYPE_CHECKING:
     import ssl

@@ -30,7 +30,7 @@ from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.client.leader.renewal import Renewal
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
-from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.controller import debug_state, metrics, what_if
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller

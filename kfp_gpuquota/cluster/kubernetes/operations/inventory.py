@@ -23,7 +23,6 @@ Json = dict[str, Any]
 
 PART_OF: Final = "app.kubernetes.io/part-of=gpuquota"
 PREFIX: Final = f"{labels.GROUP}/"
-NAMESPACES: Final = "/api/v1/namespaces"
 RESERVATIONS: Final = "gpuquota-reservations"
 KEYS: Final = "gpuquota-keys"
 AGENTS: Final = "gpuquota-node-agents"

@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup, probes
-from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end, until_stopped
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end, until_stopped
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving

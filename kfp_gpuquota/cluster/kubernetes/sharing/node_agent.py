@@ -24,7 +24,7 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup, probes
-from kfp_gpuquota.cluster.kubernetes.client.process.signals import until_stopped
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import until_stopped
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, pods_path

@@ -33,9 +33,9 @@ from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, la
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.user_client import debug_state, pod_explanation, views
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
+from kfp_gpuquota.cluster.kubernetes.user_client.gpu_hours import gpu_hours_from
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
-from kfp_gpuquota.cluster.kubernetes.user_client.usage import usage
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
@@ -45,7 +45,7 @@ from kfp_gpuquota.errors import (
     RunError,
     UsageError,
 )
-from kfp_gpuquota.server.cluster_api import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.cluster_api import follow_log, watch_jobs
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -254,11 +254,7 @@ class KubernetesClient(ProjectCalls):
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
         """Yield the list now and after each change, without end."""
-        after: int | None = None
-        while True:
-            listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
-            after = listed.revision
-            yield listed
+        return watch_jobs(self, project)
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
         """Change a job's priority; the API server refuses other size bounds than the job's own."""
@@ -281,7 +277,7 @@ class KubernetesClient(ProjectCalls):
                 "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example "
                 "after: kubectl -n monitoring port-forward service/prometheus 9090"
             )
-        return usage(prometheus, since_s)
+        return gpu_hours_from(prometheus, since_s)
 
     def debug_state(self) -> bytes:
         """Return what the leading controller sees. Raises UnauthorizedError without the rights."""

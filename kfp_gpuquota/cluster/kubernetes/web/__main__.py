@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
-from kfp_gpuquota.cluster.kubernetes.client.process.signals import until_stopped
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import until_stopped
 from kfp_gpuquota.cluster.kubernetes.web.options import parsed
 from kfp_gpuquota.cluster.kubernetes.web.server import serve
 from kfp_gpuquota.errors import GpuQuotaError

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, Gpu
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, RoleBinding
-from kfp_gpuquota.cluster.kubernetes.web.usage import UsageHistory
+from kfp_gpuquota.cluster.kubernetes.web.usage_history import UsageHistory
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:

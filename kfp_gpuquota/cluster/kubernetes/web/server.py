@@ -17,7 +17,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import fields
-from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end
 from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
 from kfp_gpuquota.cluster.kubernetes.web.planner import Planner

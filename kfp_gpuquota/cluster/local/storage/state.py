@@ -26,16 +26,16 @@ from kfp_gpuquota.api.project import check_parents
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
 from kfp_gpuquota.cluster.local.storage.history import ReportHistory
+from kfp_gpuquota.cluster.local.storage.recalled_usage import recalled
 from kfp_gpuquota.cluster.local.storage.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
-from kfp_gpuquota.cluster.usage import recalled
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.protocols import Store as JobStore
 from kfp_gpuquota.engine.records import JobRecord, view, with_status
 from kfp_gpuquota.engine.start_conditions import settle
 from kfp_gpuquota.engine.time_accounting import account, account_all
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
-from kfp_gpuquota.garbage import collector_paused
+from kfp_gpuquota.gc_pause import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -32,7 +32,7 @@ TIMEOUT_S: Final = 60.0
 _HOUR_S: Final = 3600.0
 
 
-def usage(prometheus: str, since_s: float) -> list[GpuHours]:
+def gpu_hours_from(prometheus: str, since_s: float) -> list[GpuHours]:
     """Return the projects' GPU-hours, the most first, then the idle ones.
 
     Raises UsageError for a URL that is not Prometheus', ClusterUnavailableError if it does not respond.
