@@ -106,11 +106,6 @@ class _Settling:
     def _job(self, uid: str) -> JobRecord | None:
         return self._change.jobs[uid] if uid in self._change.jobs else self._book.jobs.get(uid)
 
-    def _turn(self, uid: str) -> int:
-        """Return the order of an array's jobs; others keep theirs."""
-        job = self._job(uid)
-        return job.spec.array.index if job is not None and job.spec.array is not None else 0
-
     def _settle(self, job: JobRecord) -> bool:
         found = self._awaited_of(job)
         if found.failed is not None:
