@@ -339,7 +339,7 @@ class Member:
     def leave_if_preempted(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
         # In a sharded job all workers save, so all must have agreed on it.
-        preempted = self.sharding.preempted if self.sharding else self._preempted
+        preempted = self.sharding.saves.preempted if self.sharding else self._preempted
         if preempted and self._coordinator is None:
             self._note_leaving()
             self._checkpoints.now(state)

@@ -68,7 +68,7 @@ class ShardedObserver(Observer):
                 "state", step=step, workers=self._workers(), fingerprints=fingerprints_of(whole.items()), objects=[]
             )
             if step == SHARDS_SAVED:
-                self._sharding.save_now()
+                self._sharding.saves.save_now()
             if step == SAVED:
                 self._save_and_read(step, sums)
             if step > LAST:
@@ -92,7 +92,7 @@ class ShardedObserver(Observer):
 
     def _save_and_read(self, step: int, before: dict[str, str]) -> None:
         """Write the parts, and compare what is read from them for a job of one worker."""
-        self._sharding.save_now()
+        self._sharding.saves.save_now()
         try:
             newest = files.load_newest(self._sharding.checkpoints.directory)
         except ElasticError as error:

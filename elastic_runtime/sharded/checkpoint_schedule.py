@@ -213,14 +213,14 @@ class Checkpoints:
     def if_due(self, state: TrainingState, *, leader: bool) -> None:
         """Between two steps: start to save a checkpoint if one is due."""
         if self.sharding:
-            self.sharding.save_if_agreed()
+            self.sharding.saves.save_if_agreed()
         elif leader:
             self._replicated.save_if_due(state.position.step, partial(self._capture, state))
 
     def now(self, state: TrainingState) -> None:
         """Save before returning."""
         if self.sharding:
-            self.sharding.save_now()
+            self.sharding.saves.save_now()
         else:
             self._replicated.save_now(state.position.step, partial(self._capture, state))
 
@@ -230,7 +230,7 @@ class Checkpoints:
         With sharded state all workers do, and stay ready to do so in the next step, which others may have reached.
         """
         if self.sharding and self.sharding.checkpoints.directory:
-            self.sharding.save_in_time(mode.rewound, stable_state.use)
+            self.sharding.saves.save_in_time(mode.rewound, stable_state.use)
             return False
         if self.sharding or not leader:
             return True

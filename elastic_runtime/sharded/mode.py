@@ -151,13 +151,13 @@ class ShardedMode(Mode):
     def fill_metadata(self, share: Share, *, leader: bool, alone: bool = False) -> None:
         """Write this worker's numbers, and whether it wants a checkpoint or was asked to leave."""
         super().fill_metadata(share, leader=leader, alone=alone)
-        save = self._sharding.due() if leader else 0
+        save = self._sharding.saves.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_preempted()], dtype=torch.float32))
 
     def read_metadata(self, micro: MicroBatch, *, leader: bool, workers: int, group: Group | None = None) -> bool:
         """Read the sums, and agree on a checkpoint or the end."""
         save, preempted = self._reducer.own.tolist()
-        self._sharding.agreed(save=int(save), preempted=preempted > 0)
+        self._sharding.saves.agreed(save=int(save), preempted=preempted > 0)
         return super().read_metadata(micro, leader=leader, workers=workers, group=group)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 
 from elastic_runtime.errors import CheckpointError, CollectiveError
 from elastic_runtime.sharded import files, mirror
+from elastic_runtime.sharded.agreed_saves import AgreedSaves
 from elastic_runtime.sharded.collectives import Link
 from elastic_runtime.sharded.files import Saved
 from elastic_runtime.sharded.holdings import (
@@ -91,27 +92,13 @@ class Sharding:
         self._wrapped = self._began = False
         self._old_group: Group | None = None  # of a switch that is being made
         self._link: Link | None = None
-        self._save = 0
-        self._save_in_time = 0  # the number for checkpoints without agreement
-        self._saved_in_time = -1  # the step of the last one
-        self.preempted = False
+        self.saves = AgreedSaves(checkpoints, state, lambda: self.link.group, self._capture, self._capture_standing)
 
     @property
     def link(self) -> Link:
         """The connection of the generation in force."""
         assert self._link is not None
         return self._link
-
-    # What is agreed on at a step's end
-
-    def due(self) -> int:
-        """Rank 0: the number of the checkpoint that is to be made after this step; 0: none."""
-        return new_number() if self.checkpoints.due() else 0
-
-    def agreed(self, *, save: int, preempted: bool) -> None:
-        """Record what the workers agreed on in the sum at a step's end."""
-        self._save = save
-        self.preempted |= preempted
 
     # Changes of membership
 
@@ -196,7 +183,7 @@ class Sharding:
             probe.token,
         )
         holdings = exchange(group, mine)
-        self._save_in_time, self._saved_in_time = holdings[0].save, -1
+        self.saves.begin_generation(holdings[0].save)
         source = max(range(group.size), key=lambda rank: (holdings[rank].number, -rank))
         check_same(group, source, [each.fingerprint for each in holdings], OTHER_MODEL)
         self._state.rounds = max(each.rounds for each in holdings)
@@ -343,48 +330,6 @@ class Sharding:
         return received
 
     # Checkpoints
-
-    def save_if_agreed(self) -> None:
-        """Between two steps: write this rank's parts if all workers agreed."""
-        self.checkpoints.prepare(self._capture)
-        number, self._save = self._save, 0
-        if number:
-            group = self.link.group
-            saved = Saved(self._state.position.step, number, group.size)
-            self.checkpoints.save_soon(saved, group.rank, self._capture)
-
-    def save_now(self) -> None:
-        """Write all parts before returning; all workers call this at the same step."""
-        group = self.link.group
-        try:
-            number = int(group.all_gather(torch.tensor([new_number()]))[0])
-        except CollectiveError as error:
-            _log.warning("the steps since the last checkpoint are lost with a worker: %s", error)
-            return
-        self.checkpoints.save_now(Saved(self._state.position.step, number, group.size), group.rank, self._capture)
-
-    def save_in_time(
-        self,
-        rewound: Callable[[dict[str, Any]], dict[str, Any]],
-        standing_still: Callable[[Callable[[], None]], bool],
-    ) -> None:
-        """From another thread, during a long step: write the parts of the step's beginning, once.
-
-        No agreement is needed. If all workers must leave, they save in the same step, because none can begin the next
-        one alone, or else in the next one. A checkpoint that not all workers have written is not valid.
-        """
-
-        def save() -> None:
-            step, rank, ranks = self._state.position.step, self.link.group.rank, self.link.group.size
-            if step != self._saved_in_time:
-                self._saved_in_time = step
-                self.checkpoints.save_soon(
-                    Saved(step, self._save_in_time, ranks),
-                    rank,
-                    lambda: take_apart(rewound(self._capture_standing()), {}),
-                )
-
-        standing_still(save)
 
     def _capture_standing(self) -> dict[str, Any]:
         """Return the state during a step, when modules have gathered parameters, possibly of another type."""
