@@ -148,6 +148,7 @@ OWNERS = st.lists(
     ),
     max_size=2,
 )
+CLAIM = maybe({"claimName": st.just("persistentvolumeclaims-1")})
 POD_SPECS = maybe(
     {
         "nodeName": st.sampled_from(["node", "nowhere", ""]),
@@ -158,7 +159,7 @@ POD_SPECS = maybe(
         "nodeSelector": st.dictionaries(TEXTS, TEXTS, max_size=2),
         "tolerations": st.lists(maybe({"key": TEXTS, "operator": TEXTS, "value": TEXTS, "effect": TEXTS}), max_size=2),
         "terminationGracePeriodSeconds": AMOUNTS,
-        "volumes": st.lists(maybe({"persistentVolumeClaim": maybe({"claimName": st.just("persistentvolumeclaims-1")})}), max_size=2),
+        "volumes": st.lists(maybe({"persistentVolumeClaim": CLAIM}), max_size=2),
         "overhead": st.dictionaries(st.sampled_from(["cpu", "memory"]), AMOUNTS),
         "resources": RESOURCES,
     }
