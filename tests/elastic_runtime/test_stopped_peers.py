@@ -151,7 +151,7 @@ def test_the_bound_is_the_users_to_set(value: str, expected: float | None) -> No
 
 def all_have_left_their_process(cluster: Cluster, size: int) -> bool:
     def asked(service: Any) -> bool:
-        space = service._jobs[JOB].store.spaces.get(service.machine(JOB).generation)
+        space = service._jobs[JOB].store._spaces.get(service.machine(JOB).generation)
         return space is not None and space.check([f"process/{rank}" for rank in range(size)])
 
     return bool(cluster.coordinator.call(asked))

@@ -191,6 +191,10 @@ def test_a_job_shows_the_events_of_its_object_and_pods_to_who_may_list_events(
 
 def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours: Team, theirs: Team) -> None:
     (node,) = kubeflow_cluster.api.items("/api/v1/nodes")
+    for left in kubeflow_cluster.api.items("/api/v1/pods"):  # by other tests: one that waits would take the idle GPU
+        kubeflow_cluster.api.delete(
+            f"/api/v1/namespaces/{left['metadata']['namespace']}/pods/{left['metadata']['name']}", 0
+        )
     last = int(node["status"]["allocatable"][labels.GPU_RESOURCE]) - 1
     amounts = {"allocatable": {"amd.com/gpu": "2"}, "capacity": {"amd.com/gpu": "2"}}
     kubeflow_cluster.api.patch(f"/api/v1/nodes/{node['metadata']['name']}/status", {"status": amounts})

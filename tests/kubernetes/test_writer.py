@@ -16,10 +16,10 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import (
     NAMESPACE_BURST,
     NAMESPACE_PER_SECOND,
     Recorder,
-    Subject,
 )
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import SLOTS, Writer
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

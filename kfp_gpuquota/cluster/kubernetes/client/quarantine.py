@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 
 REASON = "Quarantined"
 

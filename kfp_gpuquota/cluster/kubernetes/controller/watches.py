@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import PATH, SELECTOR, ManagedJob
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, paths, ray_types
-from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import (
+    Container,
+    Metadata,
+    Pod,
+    PodSpec,
+    PodStatus,
+    Resources,
+    Subject,
+)
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ import msgspec
 from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.affinity import NodeTerm
 from kfp_gpuquota.api.resources import Resources as Amounts
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
 from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, Rest
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import Repulsion
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ResourceRequests
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 
 
 class Stage(IntEnum):

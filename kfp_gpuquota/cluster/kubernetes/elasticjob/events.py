@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 

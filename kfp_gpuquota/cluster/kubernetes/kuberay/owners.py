@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.reflector import version_of
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.kuberay.specs import (
     Given,
     Request,
@@ -21,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.kuberay.specs import (
     notes_of,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.objects.ray_types import (
     API_VERSION,
     GROUP,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, create
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
@@ -28,6 +27,7 @@ from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
     owner_of,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:

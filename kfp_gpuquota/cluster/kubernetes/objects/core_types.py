@@ -54,6 +54,16 @@ class Condition(Struct, frozen=True):
     observed_generation: int | None = None
 
 
+class Subject(msgspec.Struct, frozen=True):
+    """The object that an event refers to (its involvedObject)."""
+
+    kind: str
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    api_version: str = "v1"
+
+
 # Nodes
 
 

@@ -26,11 +26,11 @@ from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credent
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup, probes
 from kfp_gpuquota.cluster.kubernetes.client.process.tasks import until_stopped
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod, Subject
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger, reservation_pods
 from kfp_gpuquota.cluster.kubernetes.sharing.node_shares import NodeShares
 from kfp_gpuquota.errors import DeviceError, GpuQuotaError

@@ -17,7 +17,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import suspension, without_marks
 
 if TYPE_CHECKING:

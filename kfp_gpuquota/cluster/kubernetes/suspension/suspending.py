@@ -25,8 +25,8 @@ import msgspec
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import (
     Suspendable,
     kind_of,

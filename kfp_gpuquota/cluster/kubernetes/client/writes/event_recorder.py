@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 
 BURST: Final = 100.0
 PER_SECOND: Final = 10.0
@@ -29,19 +30,8 @@ REPEATED_AFTER_S: Final = 600.0
 MAX_TRACKED: Final = 4096
 MAX_MESSAGE_LENGTH: Final = 300
 _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_CORE: Final = "v1"
 
 log = logging.getLogger(__name__)
-
-
-class Subject(msgspec.Struct, frozen=True):
-    """The object that an event refers to (its involvedObject)."""
-
-    kind: str
-    name: str
-    namespace: str = ""
-    uid: str = ""
-    api_version: str = _CORE
 
 
 class _TokenBucket:

@@ -19,7 +19,7 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Project, Reason, ReasonCode
 from kfp_gpuquota.cluster.admission import check_fits
-from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject, last_warning, list_warnings_request
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import last_warning, list_warnings_request
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import startup_backoff
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import (
     LateWorkers,
@@ -28,6 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import (
     StartingWorker,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import InvalidFieldError
 
