@@ -4,7 +4,7 @@
 |---|---|---|
 | has finished, or is being deleted | any | nothing: the ElasticJob goes with the Job |
 | runs or is suspended | none | it is created; one of this name that is not the Job's: again after a pause |
-| has changed | other fields than derived now | they are patched |
+| has changed | was derived from other fields | these fields are patched, and no others |
 | any | status has changed | the Job's status is written |
 """
 
@@ -22,7 +22,8 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Subject
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, create
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
-    OPTIONAL_FIELDS,
+    Owner,
+    changed_fields,
     elastic_job_of,
     job_status_of,
     owner_of,
@@ -51,8 +52,8 @@ class ManagedJobs:
         self._writer, self._events = writer, events
         self._jobs: dict[str, ManagedJob] = {}
         self._names: dict[tuple[str, str], str] = {}  # (namespace, name) -> the Job's uid
-        self._elastic: dict[str, ElasticJob] = {}  # by the Job's uid
-        self._owners: dict[str, str] = {}  # an ElasticJob's uid -> the Job's
+        self._elastic: dict[Owner, ElasticJob] = {}
+        self._owners: dict[str, Owner] = {}  # by the ElasticJob's uid
         self._writing: set[str] = set()
         self._statuses = StatusWriter(writer, self._status)
         self._pauses: dict[str, Backoff] = {}
@@ -87,25 +88,34 @@ class ManagedJobs:
         if job is not None and self._names.get(key := (job.metadata.namespace, job.metadata.name)) == uid:
             del self._names[key]
         self._pauses.pop(uid, None)
+        self._writing.discard(uid)
         self._statuses.forget(uid)
 
     def put_elastic_job(self, elastic: ElasticJob) -> None:
         """Process a new or changed ElasticJob, of anybody."""
-        if uid := owner_of(elastic):
-            self._writing.discard(uid)
-            self._pauses.pop(uid, None)
-            self._elastic[uid], self._owners[elastic.metadata.uid] = elastic, uid
-            self._sync(uid)
+        owner = owner_of(elastic)
+        if owner is None:
+            return
+        self._elastic[owner], self._owners[elastic.metadata.uid] = elastic, owner
+        job = self._jobs.get(owner.uid)
+        if job is not None and self._found(job) is elastic:
+            self._writing.discard(owner.uid)
+            self._pauses.pop(owner.uid, None)
+            self._sync(owner.uid)
 
     def drop_elastic_job(self, elastic_uid: str) -> None:
         """Process an ElasticJob's deletion: the Job, or the next one of its name, gets another one."""
-        uid = self._owners.pop(elastic_uid, None)
-        if uid is None or self._elastic[uid].metadata.uid != elastic_uid:
+        owner = self._owners.pop(elastic_uid, None)
+        found = None if owner is None else self._elastic.get(owner)
+        if owner is None or found is None or found.metadata.uid != elastic_uid:
             return
-        meta = self._elastic.pop(uid).metadata
-        following = self._names.get((meta.namespace, meta.name))
-        if following is not None and following not in self._elastic:
+        del self._elastic[owner]
+        following = self._names.get((found.metadata.namespace, found.metadata.name))
+        if following is not None and self._found(self._jobs[following]) is None:
             self._again(following)
+
+    def _found(self, job: ManagedJob) -> ElasticJob | None:
+        return self._elastic.get(Owner(job.metadata.namespace, job.metadata.uid))
 
     # As written
 
@@ -121,7 +131,7 @@ class ManagedJobs:
         except InvalidFieldError as error:
             self._warn(job, "InvalidJob", error.message)
             return
-        found = self._elastic.get(uid)
+        found = self._found(job)
         if found is None:
             self._writing.add(uid)
             create(
@@ -142,12 +152,10 @@ class ManagedJobs:
 
     def _taken(self, uid: str) -> None:
         """Try again: it is the one of an earlier Job of that name, which will go, or a user's."""
-        if uid in self._elastic:
+        job = self._jobs.get(uid)
+        if job is None or self._found(job) is not None:
             return
-        if (job := self._jobs.get(uid)) is not None:
-            self._warn(
-                job, "NameTaken", f"there is another ElasticJob {job.metadata.name}; it runs when that is deleted"
-            )
+        self._warn(job, "NameTaken", f"there is another ElasticJob {job.metadata.name}; it runs when that is deleted")
         self._later(uid)
 
     def _refused(self, uid: str, error: Exception) -> None:
@@ -167,7 +175,8 @@ class ManagedJobs:
         self._sync(uid)
 
     def _status(self, uid: str) -> Built | None:
-        job, elastic = self._jobs.get(uid), self._elastic.get(uid)
+        job = self._jobs.get(uid)
+        elastic = None if job is None else self._found(job)
         if job is None or elastic is None or job.has_finished or job.metadata.deletion_timestamp is not None:
             return None
         meta = job.metadata
@@ -198,18 +207,16 @@ def _patch(found: ElasticJob, wanted: dict[str, Any]) -> Write:
     """Return the patch that gives the ElasticJob the fields that follow from the Job now; others stay."""
     meta = found.metadata
     note = labels.DERIVED.replace("/", "~1")
-    fields = {**dict.fromkeys(OPTIONAL_FIELDS), **wanted["spec"]}
+    fields = changed_fields(_derived(found), wanted["spec"])
+    no_notes = [] if meta.annotations else [{"op": "add", "path": "/metadata/annotations", "value": {}}]
     return Write(
         verb="PATCH",
         path=paths.job(meta.namespace, meta.name),
         about=f"{meta.namespace}/{meta.name}",
         body=[
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
-            {
-                "op": "add",
-                "path": f"/metadata/annotations/{note}",
-                "value": _derived_of(wanted),
-            },
+            *no_notes,
+            {"op": "add", "path": f"/metadata/annotations/{note}", "value": _derived_of(wanted)},
             *({"op": "add", "path": f"/spec/{name}", "value": value} for name, value in fields.items()),
         ],
         content_type=JSON_PATCH,
