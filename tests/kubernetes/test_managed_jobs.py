@@ -147,6 +147,24 @@ def test_an_elastic_job_that_somebody_deletes_is_made_again(controlled: Controll
     active(controlled, path, 1)
 
 
+def test_a_changed_size_is_refused_by_name_and_other_changes_follow(
+    controlled: Controlled, teams: tuple[str, str]
+) -> None:
+    """What a user has changed of the ElasticJob stays."""
+    borrower, _ = teams
+    api = controlled.cluster.api
+    controlled.start()
+    path = run(controlled, borrower, job_body(2))
+    active(controlled, path, 2)
+    elastic = f"{jobs_of(borrower)}/train"
+    api.patch(elastic, {"spec": {"priority": 90}})
+    api.patch(path, {"spec": {"parallelism": 1, "completions": 1, "suspend": True}})
+    assert has(active(controlled, path, 0), "Suspended")
+    controlled.wait(lambda: "gpus 2" in events(controlled, borrower).get("NotChanged", ""))
+    assert "Refused" not in events(controlled, borrower)
+    assert api.get(elastic)["spec"]["priority"] == 90
+
+
 @pytest.mark.parametrize(
     ("change", "notes", "sentence"),
     [

@@ -36,8 +36,8 @@ OPTIONAL_FIELDS: Final = (
     "checkpoint",
 )
 """Fields of the ElasticJob's specification that are left out where the Job says nothing."""
-_SIZES: Final = ("gpus", "gpusPerWorker", "minGpus", "maxGpus")
-"""Fields that are changed together, since each has to fit the others."""
+_FIXED: Final = ("gpus", "gpusPerWorker", "minGpus", "maxGpus", "nodePool")
+"""Fields that the API server lets nobody change of an ElasticJob."""
 _FINISHED: Final = frozenset({"Complete", "Failed"})
 
 
@@ -123,16 +123,21 @@ def owner_of(job: ElasticJob) -> Owner | None:
 
 
 def changed_fields(derived: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `spec` that differ from those of which `derived` has the digests; None: to be removed."""
+    """Return what to change: the fields whose digests are not those in `derived`; None: a field is removed."""
     before, after = _read_digests(derived), _digests(spec)
-    changed = [name for name in {**spec, **dict.fromkeys(OPTIONAL_FIELDS)} if before.get(name) != after.get(name)]
-    if not set(_SIZES).isdisjoint(changed):
-        changed += [name for name in _SIZES if name not in changed]
-    return {name: spec.get(name) for name in changed}
+    names = {**spec, **dict.fromkeys(OPTIONAL_FIELDS)}
+    return {name: spec.get(name) for name in names if before.get(name) != after.get(name) and name not in _FIXED}
+
+
+def fixed_differences(found: ElasticJob, spec: Mapping[str, Any]) -> list[str]:
+    """Return the fields, as "gpus 2", that a changed Job would change of its ElasticJob if they could be changed."""
+    own = found.spec
+    kept = own.gpus, own.gpus_per_worker, own.min_gpus, own.max_gpus, own.node_pool
+    return [f"{name} {value}" for name, value in zip(_FIXED, kept, strict=True) if value != spec.get(name)]
 
 
 def _digests(spec: Mapping[str, Any]) -> dict[str, str]:
-    encoded = ((name, msgspec.json.encode(value, order="sorted")) for name, value in spec.items())
+    encoded = ((name, msgspec.json.encode(value, order="sorted")) for name, value in spec.items() if name not in _FIXED)
     return {name: hashlib.sha256(value).hexdigest()[:16] for name, value in encoded}
 
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | has finished, or is being deleted | any | nothing: the ElasticJob goes with the Job |
 | runs or is suspended | none | it is created; one of this name that is not the Job's: again after a pause |
-| has changed | was derived from other fields | these fields are patched, and no others |
+| has changed | was derived from other fields | these fields are patched, but not size and pool, which are fixed |
 | any | status has changed | the Job's status is written |
 """
 
@@ -25,6 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
     Owner,
     changed_fields,
     elastic_job_of,
+    fixed_differences,
     job_status_of,
     owner_of,
 )
@@ -143,7 +144,16 @@ class ManagedJobs:
                 failed=partial(self._refused, uid),
                 taken=partial(self._taken, uid),
             )
-        elif _derived(found) != _derived_of(wanted) and found.metadata.deletion_timestamp is None:
+        elif found.metadata.deletion_timestamp is None:
+            self._update(job, found, wanted)
+
+    def _update(self, job: ManagedJob, found: ElasticJob, wanted: dict[str, Any]) -> None:
+        if kept := fixed_differences(found, wanted["spec"]):
+            self._warn(
+                job, "NotChanged", f"it keeps {', '.join(kept)}: size and pool cannot be changed; create another Job"
+            )
+        if _derived(found) != _derived_of(wanted):
+            uid = job.metadata.uid
             self._writing.add(uid)
             self._writer.submit(_patch(found, wanted), partial(self._written, uid), partial(self._refused, uid))
 
