@@ -160,6 +160,8 @@ def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
     per_node, nodes = _gpus_per_node(template), 1 if job.spec.parallelism is None else job.spec.parallelism
     if not 1 <= nodes <= MAX_NODES:
         raise InvalidFieldError("parallelism", nodes, f"it must be from 1 to {MAX_NODES}")
+    if job.spec.completions == 0:
+        raise InvalidFieldError("completions", 0, "a Job without completions runs nothing")
     least = min(_nodes(notes, labels.MIN_NODES, nodes), nodes)
     most = max(_nodes(notes, labels.MAX_NODES, nodes), nodes)
     priority = bounded_number(named.get(labels.PRIORITY, ""), MAX_PRIORITY)
