@@ -158,7 +158,9 @@ POD_SPECS = maybe(
         "nodeSelector": st.dictionaries(TEXTS, TEXTS, max_size=2),
         "tolerations": st.lists(maybe({"key": TEXTS, "operator": TEXTS, "value": TEXTS, "effect": TEXTS}), max_size=2),
         "terminationGracePeriodSeconds": AMOUNTS,
-        "volumes": st.lists(maybe({"persistentVolumeClaim": maybe({"claimName": st.just("persistentvolumeclaims-1")})}), max_size=2),
+        "volumes": st.lists(
+            maybe({"persistentVolumeClaim": maybe({"claimName": st.just("persistentvolumeclaims-1")})}), max_size=2
+        ),
         "overhead": st.dictionaries(st.sampled_from(["cpu", "memory"]), AMOUNTS),
         "resources": RESOURCES,
     }
