@@ -118,6 +118,19 @@ def test_an_elastic_job_of_which_a_user_has_changed_the_digests_follows_the_job_
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "job", [job_body(nodes=0, suspend=True), job_body(notes={labels.MIN_NODES: "x"}, suspend=True)]
+)
+def test_a_job_that_cannot_be_run_any_more_can_be_suspended(job: Object) -> None:
+    async def scenario(test: Detached) -> None:
+        await test.start()
+        test.see(JOBS, elastic_body(job_body()))
+        test.see(BATCH_JOBS, job)
+        assert patched(await written(test)) == {"suspend": True}
+
+    run(scenario)
+
+
 def test_a_name_that_no_elastic_job_may_have_is_refused() -> None:
     job = job_body()
     job["metadata"]["name"] = "a.b"

@@ -127,12 +127,14 @@ class ManagedJobs:
         self._statuses.changed(uid)
         if job.has_finished or uid in self._writing:
             return
+        found = self._found(job)
         try:
             wanted = elastic_job_of(job)
         except InvalidFieldError as error:
             self._warn(job, "InvalidJob", error.message)
+            if found is not None and found.spec.suspend != job.spec.suspend:  # it can be stopped all the same
+                self._write(uid, _patch(found, {"suspend": job.spec.suspend}, _derived(found)))
             return
-        found = self._found(job)
         if found is None:
             self._writing.add(uid)
             create(
@@ -152,10 +154,12 @@ class ManagedJobs:
             self._warn(
                 job, "NotChanged", f"it keeps {', '.join(kept)}: size and pool cannot be changed; create another Job"
             )
-        if _derived(found) != _derived_of(wanted):
-            uid = job.metadata.uid
-            self._writing.add(uid)
-            self._writer.submit(_patch(found, wanted), partial(self._written, uid), partial(self._refused, uid))
+        if (before := _derived(found)) != (derived := _derived_of(wanted)):
+            self._write(job.metadata.uid, _patch(found, changed_fields(before, wanted["spec"]), derived))
+
+    def _write(self, uid: str, patch: Write) -> None:
+        self._writing.add(uid)
+        self._writer.submit(patch, partial(self._written, uid), partial(self._refused, uid))
 
     def _written(self, uid: str, _answer: bytes) -> None:
         self._writing.discard(uid)
@@ -213,11 +217,10 @@ def _derived_of(wanted: dict[str, Any]) -> str:
     return str(wanted["metadata"]["annotations"][labels.DERIVED])
 
 
-def _patch(found: ElasticJob, wanted: dict[str, Any]) -> Write:
-    """Return the patch that gives the ElasticJob the fields that follow from the Job now; others stay."""
+def _patch(found: ElasticJob, fields: dict[str, Any], derived: str) -> Write:
+    """Return the patch that gives the ElasticJob these fields, and the digests of what was `derived`; others stay."""
     meta = found.metadata
     note = labels.DERIVED.replace("/", "~1")
-    fields = changed_fields(_derived(found), wanted["spec"])
     no_notes = [] if meta.annotations else [{"op": "add", "path": "/metadata/annotations", "value": {}}]
     return Write(
         verb="PATCH",
@@ -226,7 +229,7 @@ def _patch(found: ElasticJob, wanted: dict[str, Any]) -> Write:
         body=[
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
             *no_notes,
-            {"op": "add", "path": f"/metadata/annotations/{note}", "value": _derived_of(wanted)},
+            {"op": "add", "path": f"/metadata/annotations/{note}", "value": derived},
             *({"op": "add", "path": f"/spec/{name}", "value": value} for name, value in fields.items()),
         ],
         content_type=JSON_PATCH,
