@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import MANAGER, ManagedJob, elastic_job_of
+from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
+    MANAGER,
+    ManagedJob,
+    elastic_job_of,
+    job_status_of,
+    without_times,
+)
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import PATH as BATCH_JOBS
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.detached import JOBS, Detached, Object, detached
 from tests.kubernetes.test_hostile_objects import no_traceback
@@ -129,6 +137,16 @@ def test_a_job_that_cannot_be_run_any_more_can_be_suspended(job: Object) -> None
         assert patched(await written(test)) == {"suspend": True}
 
     run(scenario)
+
+
+def test_a_status_that_is_refused_is_written_again_after_growing_pauses() -> None:
+    """They grow while what is urgent of it stays the same, and the time at which it is derived is not."""
+    job = msgspec.json.decode(msgspec.json.encode(job_body(suspend=True)), type=ManagedJob)
+    failed = {**elastic_body(job_body()), "status": {"phase": "Failed"}}
+    elastic = msgspec.json.decode(msgspec.json.encode(failed), type=ElasticJob)
+    first, later = (job_status_of(job, elastic, datetime.fromtimestamp(at, UTC)) for at in (1.0, 100.0))
+    assert first != later
+    assert without_times(first) == without_times(later)
 
 
 def test_a_name_that_no_elastic_job_may_have_is_refused() -> None:

@@ -251,6 +251,12 @@ def job_status_of(job: ManagedJob, elastic: ElasticJob, now: datetime) -> dict[s
     return {name: value for name, value in found.items() if value is not None}
 
 
+def without_times(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Job's status without its times: what is written at once if it changes."""
+    conditions = [{**one, "lastTransitionTime": None} for one in status["conditions"]]
+    return {**status, "startTime": None, "completionTime": None, "conditions": conditions}
+
+
 def _conditions(
     job: ManagedJob, elastic: ElasticJob, phase: Phase, now: datetime, *, suspended: bool
 ) -> list[dict[str, Any]]:

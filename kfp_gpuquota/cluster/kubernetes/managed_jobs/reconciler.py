@@ -28,6 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
     fixed_differences,
     job_status_of,
     owner_of,
+    without_times,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.errors import InvalidFieldError
@@ -201,7 +202,7 @@ class ManagedJobs:
             "metadata": {"name": meta.name, "namespace": meta.namespace, "uid": meta.uid},
             "status": status,
         }
-        return Built(job.path, f"{meta.namespace}/{meta.name}", body, urgent=status)
+        return Built(job.path, f"{meta.namespace}/{meta.name}", body, urgent=without_times(status))
 
     def _warn(self, job: ManagedJob, reason: str, message: str) -> None:
         meta = job.metadata
