@@ -33,7 +33,10 @@ def team(crds_cluster: DevCluster, namespace: str) -> Iterator[str]:
     mirrored["metadata"]["labels"] = {labels.SOURCE: "profile"}
     crds_cluster.api.create(QUOTAS, quota(namespace, guaranteed=2, limit=4))
     crds_cluster.api.create(QUOTAS, mirrored)
+    of_a_job = job("of-a-job")
+    of_a_job["metadata"]["labels"] = {labels.SOURCE: "job"}
     crds_cluster.api.create(jobs_of(namespace), job("train"))
+    crds_cluster.api.create(jobs_of(namespace), of_a_job)
     crds_cluster.api.patch(f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
     yield namespace
     crds_cluster.api.delete(f"{QUOTAS}/{namespace}")
@@ -56,6 +59,7 @@ def test_quotas_and_labels_are_restored_as_they_were(crds_cluster: DevCluster, c
     assert outcomes[f"GpuQuota/{team}"] is outcomes["ElasticJob/train"] is Outcome.CREATED
     assert outcomes[f"Namespace/{team}"] is Outcome.CHANGED
     assert f"GpuQuota/{team}-p" not in outcomes, "a Profile's is in the Profile"
+    assert "ElasticJob/of-a-job" not in outcomes, "it would be in the way of the Job's own"
     assert {item["kind"] for item in json.loads(exported(calls))["items"]} >= {"GpuQuota", "Namespace"}
     assert crds_cluster.api.get(f"{QUOTAS}/{team}")["spec"]["limit"] == 4
     assert set(dict(restored(calls, saved)).values()) == {Outcome.UNCHANGED}

@@ -147,10 +147,45 @@ def test_an_elastic_job_that_somebody_deletes_is_made_again(controlled: Controll
     active(controlled, path, 1)
 
 
+@pytest.mark.parametrize("suspend", [False, True])
+def test_one_that_is_cancelled_before_it_has_started_fails_its_job(
+    controlled: Controlled, teams: tuple[str, str], *, suspend: bool
+) -> None:
+    """The API server refuses the status of a failed Job without a start time."""
+    borrower, _ = teams
+    controlled.start()
+    path = run(controlled, borrower, job_body(8, suspend=suspend))  # more nodes than there are
+    elastic = f"{jobs_of(borrower)}/train"
+    controlled.wait(lambda: controlled.cluster.api.exists(elastic))
+    controlled.cluster.api.patch(elastic, {"spec": {"lease": {"holder": "user", "durationSeconds": 0}}})
+    failed = controlled.until(path, lambda job: has(job, "Failed"))
+    (reason,) = {one["reason"] for one in failed["status"]["conditions"] if one["type"] == "Failed"}
+    assert reason == "Cancelled"
+
+
+def test_a_changed_size_is_refused_by_name_and_other_changes_follow(
+    controlled: Controlled, teams: tuple[str, str]
+) -> None:
+    """What a user has changed of the ElasticJob stays."""
+    borrower, _ = teams
+    api = controlled.cluster.api
+    controlled.start()
+    path = run(controlled, borrower, job_body(2))
+    active(controlled, path, 2)
+    elastic = f"{jobs_of(borrower)}/train"
+    api.patch(elastic, {"spec": {"priority": 90}})
+    api.patch(path, {"spec": {"parallelism": 1, "completions": 1, "suspend": True}})
+    assert has(active(controlled, path, 0), "Suspended")
+    controlled.wait(lambda: "gpus 2" in events(controlled, borrower).get("NotChanged", ""))
+    assert "Refused" not in events(controlled, borrower)
+    assert api.get(elastic)["spec"]["priority"] == 90
+
+
 @pytest.mark.parametrize(
     ("change", "notes", "sentence"),
     [
         ({"parallelism": 0}, {}, "it must be from 1 to"),
+        ({"completions": 0}, {}, "without completions"),
         ({}, {labels.MIN_NODES: "-1"}, "it must be a whole number from 1"),
         ({}, {labels.MAX_NODES: "9" * 5000}, "it must be a whole number from 1"),
         ({"template": {"spec": {**pod_body("x", gpus=0)["spec"], "restartPolicy": "Never"}}}, {}, "needs no managedBy"),

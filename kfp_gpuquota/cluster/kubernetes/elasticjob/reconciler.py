@@ -244,16 +244,15 @@ class ElasticJobs:
 
         Not before all pods are listed: a job that was suspended meanwhile would count as one without workers.
         """
-        job, spec = self.book.jobs[uid], self.book.runtime_states[uid].object.spec
-        if job.over or not self.pod_events.started:
+        if self.book.jobs[uid].over or not self.pod_events.started:
             return
-        if spec.suspend and not job.suspended:
+        self._resubmit(uid)
+        job, suspend = self.book.jobs[uid], self.book.runtime_states[uid].object.spec.suspend
+        if suspend and not job.suspended and not job.over:
             self.decisions.stop(job, Intent.SUSPEND, requests.SUSPENDED)
-        elif job.suspended and not spec.suspend:
+        elif job.suspended and not suspend:
             with self.decisions.decide() as recorder:
                 recorder.resume(job)
-        else:
-            self._resubmit(uid)
 
     def _resubmit(self, uid: str) -> None:
         """Apply a changed specification; a waiting job is submitted again with it, and keeps its age."""

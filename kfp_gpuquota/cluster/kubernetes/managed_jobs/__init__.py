@@ -8,8 +8,9 @@
 at the Job (JobSet, kubectl, Argo) sees a Job. So the number of pods changes in place, and no controller above
 restarts anything. Beside `managedBy` such a Job has the label gpuquota.dev/elastic, by which it is watched.
 
-State is in the two objects only. What was derived from the Job is known by a digest in an annotation of the
-ElasticJob: a change of the Job changes those fields, and `gpuquota update` of the ElasticJob's size stays.
+State is in the two objects only. What was derived from the Job is known by digests of the fields in an annotation of
+the ElasticJob: a change of the Job changes these fields, and what `gpuquota update` or `suspend` has changed stays.
+Size and pool of an ElasticJob cannot be changed: the Job has an event that says so.
 
 Rejected: to let the Job controller run the pods and to change `parallelism`. It ends the pods with the highest index,
 not those that the plan names, and a pod that was asked to leave would count as failed or be replaced.

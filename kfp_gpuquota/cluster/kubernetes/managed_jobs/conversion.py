@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.api.validation import MAX_PRIORITY
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_PRIORITY, MAX_RUNTIME_S, MAX_SECONDS, check_name
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
@@ -36,6 +36,8 @@ OPTIONAL_FIELDS: Final = (
     "checkpoint",
 )
 """Fields of the ElasticJob's specification that are left out where the Job says nothing."""
+_FIXED: Final = ("gpus", "gpusPerWorker", "minGpus", "maxGpus", "nodePool")
+"""Fields that the API server lets nobody change of an ElasticJob."""
 _FINISHED: Final = frozenset({"Complete", "Failed"})
 
 
@@ -84,6 +86,7 @@ class ManagedJob(Struct, frozen=True):
 
 def elastic_job_of(job: ManagedJob) -> dict[str, Any]:
     """Return the ElasticJob that runs the Job's pods. Raises InvalidFieldError."""
+    check_name("name", job.metadata.name)
     template: dict[str, Any] = msgspec.json.decode(job.spec.template)
     spec = _spec(job, template)
     meta = job.metadata
@@ -94,7 +97,7 @@ def elastic_job_of(job: ManagedJob) -> dict[str, Any]:
             "name": meta.name,
             "namespace": meta.namespace,
             "labels": {**_of_others(meta.labels), labels.SOURCE: "job"},
-            "annotations": {labels.DERIVED: _digest(spec)},
+            "annotations": {labels.DERIVED: msgspec.json.encode(_digests(spec), order="sorted").decode()},
             "ownerReferences": [
                 {"apiVersion": "batch/v1", "kind": "Job", "name": meta.name, "uid": meta.uid, "controller": True}
             ],
@@ -103,15 +106,46 @@ def elastic_job_of(job: ManagedJob) -> dict[str, Any]:
     }
 
 
-def owner_of(job: ElasticJob) -> str:
-    """Return the uid of the Job that the ElasticJob runs for; "" for any other."""
-    owners = job.metadata.owner_references
-    found = (one.uid for one in owners if one.controller and one.kind == "Job" and one.api_version == "batch/v1")
-    return next(found, "")
+class Owner(NamedTuple):
+    """A Job as its ElasticJob names it. A user can write any uid, but only of the own namespace does it count."""
+
+    namespace: str
+    uid: str
 
 
-def _digest(spec: Mapping[str, Any]) -> str:
-    return hashlib.sha256(msgspec.json.encode(spec, order="sorted")).hexdigest()[:16]
+def owner_of(job: ElasticJob) -> Owner | None:
+    """Return the Job that the ElasticJob runs for, which has its name; None for any other."""
+    meta = job.metadata
+    for one in meta.owner_references:
+        if one.controller and (one.api_version, one.kind, one.name) == ("batch/v1", "Job", meta.name):
+            return Owner(meta.namespace, one.uid)
+    return None
+
+
+def changed_fields(derived: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what to change: the fields whose digests are not those in `derived`; None: a field is removed."""
+    before, after = _read_digests(derived), _digests(spec)
+    names = {**spec, **dict.fromkeys(OPTIONAL_FIELDS)}
+    return {name: spec.get(name) for name in names if before.get(name) != after.get(name) and name not in _FIXED}
+
+
+def fixed_differences(found: ElasticJob, spec: Mapping[str, Any]) -> list[str]:
+    """Return the fields, as "gpus 2", that a changed Job would change of its ElasticJob if they could be changed."""
+    own = found.spec
+    kept = own.gpus, own.gpus_per_worker, own.min_gpus, own.max_gpus, own.node_pool
+    return [f"{name} {value}" for name, value in zip(_FIXED, kept, strict=True) if value != spec.get(name)]
+
+
+def _digests(spec: Mapping[str, Any]) -> dict[str, str]:
+    encoded = ((name, msgspec.json.encode(value, order="sorted")) for name, value in spec.items() if name not in _FIXED)
+    return {name: hashlib.sha256(value).hexdigest()[:16] for name, value in encoded}
+
+
+def _read_digests(text: str) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, str])
+    except (msgspec.DecodeError, RecursionError):
+        return {}  # it was changed by a user: all fields count as changed
 
 
 def _of_others(given: Mapping[str, str]) -> dict[str, str]:
@@ -126,6 +160,8 @@ def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
     per_node, nodes = _gpus_per_node(template), 1 if job.spec.parallelism is None else job.spec.parallelism
     if not 1 <= nodes <= MAX_NODES:
         raise InvalidFieldError("parallelism", nodes, f"it must be from 1 to {MAX_NODES}")
+    if job.spec.completions == 0:
+        raise InvalidFieldError("completions", 0, "a Job without completions runs nothing")
     least = min(_nodes(notes, labels.MIN_NODES, nodes), nodes)
     most = max(_nodes(notes, labels.MAX_NODES, nodes), nodes)
     priority = bounded_number(named.get(labels.PRIORITY, ""), MAX_PRIORITY)
@@ -133,7 +169,7 @@ def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
     claim = notes.get(labels.CHECKPOINT_CLAIM)
     checkpoint = {"claimName": claim} if claim else None
     grace_s = (template.get("spec") or {}).get("terminationGracePeriodSeconds")
-    limits = job.spec.backoff_limit, job.spec.active_deadline_seconds, grace_s
+    limits = _limits(job.spec, grace_s)
     chosen = dict(
         zip(OPTIONAL_FIELDS, (priority, preemptible, named.get(labels.POOL), *limits, checkpoint), strict=True)
     )
@@ -146,6 +182,16 @@ def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
         "suspend": job.spec.suspend,
         **{name: value for name, value in chosen.items() if value is not None},
     }
+
+
+def _limits(spec: ManagedJobSpec, grace_s: float | None) -> tuple[float | None, ...]:
+    """Return restarts, run time and grace period as an ElasticJob may have them: a Job may have more."""
+    restarts, runtime_s = spec.backoff_limit, spec.active_deadline_seconds
+    return (
+        None if restarts is None else min(restarts, MAX_COUNT),
+        None if runtime_s is None or runtime_s > MAX_RUNTIME_S else max(1, runtime_s),
+        None if grace_s is None else min(grace_s, MAX_SECONDS),
+    )
 
 
 def _gpus_per_node(template: dict[str, Any]) -> int:
@@ -203,6 +249,12 @@ def job_status_of(job: ManagedJob, elastic: ElasticJob, now: datetime) -> dict[s
         found["failed"] = 1
     found["conditions"] = _conditions(job, elastic, phase, now, suspended=suspended)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def without_times(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Job's status without its times: what is written at once if it changes."""
+    conditions = [{**one, "lastTransitionTime": None} for one in status["conditions"]]
+    return {**status, "startTime": None, "completionTime": None, "conditions": conditions}
 
 
 def _conditions(

@@ -4,7 +4,7 @@
 |---|---|---|
 | has finished, or is being deleted | any | nothing: the ElasticJob goes with the Job |
 | runs or is suspended | none | it is created; one of this name that is not the Job's: again after a pause |
-| has changed | other fields than derived now | they are patched |
+| has changed | was derived from other fields | these fields are patched, but not size and pool, which are fixed |
 | any | status has changed | the Job's status is written |
 """
 
@@ -21,10 +21,13 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, create
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
-    OPTIONAL_FIELDS,
+    Owner,
+    changed_fields,
     elastic_job_of,
+    fixed_differences,
     job_status_of,
     owner_of,
+    without_times,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
@@ -51,8 +54,8 @@ class ManagedJobs:
         self._writer, self._events = writer, events
         self._jobs: dict[str, ManagedJob] = {}
         self._names: dict[tuple[str, str], str] = {}  # (namespace, name) -> the Job's uid
-        self._elastic: dict[str, ElasticJob] = {}  # by the Job's uid
-        self._owners: dict[str, str] = {}  # an ElasticJob's uid -> the Job's
+        self._elastic: dict[Owner, ElasticJob] = {}
+        self._owners: dict[str, Owner] = {}  # by the ElasticJob's uid
         self._writing: set[str] = set()
         self._statuses = StatusWriter(writer, self._status)
         self._pauses: dict[str, Backoff] = {}
@@ -87,25 +90,34 @@ class ManagedJobs:
         if job is not None and self._names.get(key := (job.metadata.namespace, job.metadata.name)) == uid:
             del self._names[key]
         self._pauses.pop(uid, None)
+        self._writing.discard(uid)
         self._statuses.forget(uid)
 
     def put_elastic_job(self, elastic: ElasticJob) -> None:
         """Process a new or changed ElasticJob, of anybody."""
-        if uid := owner_of(elastic):
-            self._writing.discard(uid)
-            self._pauses.pop(uid, None)
-            self._elastic[uid], self._owners[elastic.metadata.uid] = elastic, uid
-            self._sync(uid)
+        owner = owner_of(elastic)
+        if owner is None:
+            return
+        self._elastic[owner], self._owners[elastic.metadata.uid] = elastic, owner
+        job = self._jobs.get(owner.uid)
+        if job is not None and self._found(job) is elastic:
+            self._writing.discard(owner.uid)
+            self._pauses.pop(owner.uid, None)
+            self._sync(owner.uid)
 
     def drop_elastic_job(self, elastic_uid: str) -> None:
         """Process an ElasticJob's deletion: the Job, or the next one of its name, gets another one."""
-        uid = self._owners.pop(elastic_uid, None)
-        if uid is None or self._elastic[uid].metadata.uid != elastic_uid:
+        owner = self._owners.pop(elastic_uid, None)
+        found = None if owner is None else self._elastic.get(owner)
+        if owner is None or found is None or found.metadata.uid != elastic_uid:
             return
-        meta = self._elastic.pop(uid).metadata
-        following = self._names.get((meta.namespace, meta.name))
-        if following is not None and following not in self._elastic:
+        del self._elastic[owner]
+        following = self._names.get((found.metadata.namespace, found.metadata.name))
+        if following is not None and self._found(self._jobs[following]) is None:
             self._again(following)
+
+    def _found(self, job: ManagedJob) -> ElasticJob | None:
+        return self._elastic.get(Owner(job.metadata.namespace, job.metadata.uid))
 
     # As written
 
@@ -116,12 +128,14 @@ class ManagedJobs:
         self._statuses.changed(uid)
         if job.has_finished or uid in self._writing:
             return
+        found = self._found(job)
         try:
             wanted = elastic_job_of(job)
         except InvalidFieldError as error:
             self._warn(job, "InvalidJob", error.message)
+            if found is not None and found.spec.suspend != job.spec.suspend:  # it can be stopped all the same
+                self._write(uid, _patch(found, {"suspend": job.spec.suspend}, _derived(found)))
             return
-        found = self._elastic.get(uid)
         if found is None:
             self._writing.add(uid)
             create(
@@ -133,21 +147,30 @@ class ManagedJobs:
                 failed=partial(self._refused, uid),
                 taken=partial(self._taken, uid),
             )
-        elif _derived(found) != _derived_of(wanted) and found.metadata.deletion_timestamp is None:
-            self._writing.add(uid)
-            self._writer.submit(_patch(found, wanted), partial(self._written, uid), partial(self._refused, uid))
+        elif found.metadata.deletion_timestamp is None:
+            self._update(job, found, wanted)
+
+    def _update(self, job: ManagedJob, found: ElasticJob, wanted: dict[str, Any]) -> None:
+        if kept := fixed_differences(found, wanted["spec"]):
+            self._warn(
+                job, "NotChanged", f"it keeps {', '.join(kept)}: size and pool cannot be changed; create another Job"
+            )
+        if (before := _derived(found)) != (derived := _derived_of(wanted)):
+            self._write(job.metadata.uid, _patch(found, changed_fields(before, wanted["spec"]), derived))
+
+    def _write(self, uid: str, patch: Write) -> None:
+        self._writing.add(uid)
+        self._writer.submit(patch, partial(self._written, uid), partial(self._refused, uid))
 
     def _written(self, uid: str, _answer: bytes) -> None:
         self._writing.discard(uid)
 
     def _taken(self, uid: str) -> None:
         """Try again: it is the one of an earlier Job of that name, which will go, or a user's."""
-        if uid in self._elastic:
+        job = self._jobs.get(uid)
+        if job is None or self._found(job) is not None:
             return
-        if (job := self._jobs.get(uid)) is not None:
-            self._warn(
-                job, "NameTaken", f"there is another ElasticJob {job.metadata.name}; it runs when that is deleted"
-            )
+        self._warn(job, "NameTaken", f"there is another ElasticJob {job.metadata.name}; it runs when that is deleted")
         self._later(uid)
 
     def _refused(self, uid: str, error: Exception) -> None:
@@ -167,7 +190,8 @@ class ManagedJobs:
         self._sync(uid)
 
     def _status(self, uid: str) -> Built | None:
-        job, elastic = self._jobs.get(uid), self._elastic.get(uid)
+        job = self._jobs.get(uid)
+        elastic = None if job is None else self._found(job)
         if job is None or elastic is None or job.has_finished or job.metadata.deletion_timestamp is not None:
             return None
         meta = job.metadata
@@ -178,7 +202,7 @@ class ManagedJobs:
             "metadata": {"name": meta.name, "namespace": meta.namespace, "uid": meta.uid},
             "status": status,
         }
-        return Built(job.path, f"{meta.namespace}/{meta.name}", body, urgent=status)
+        return Built(job.path, f"{meta.namespace}/{meta.name}", body, urgent=without_times(status))
 
     def _warn(self, job: ManagedJob, reason: str, message: str) -> None:
         meta = job.metadata
@@ -194,22 +218,19 @@ def _derived_of(wanted: dict[str, Any]) -> str:
     return str(wanted["metadata"]["annotations"][labels.DERIVED])
 
 
-def _patch(found: ElasticJob, wanted: dict[str, Any]) -> Write:
-    """Return the patch that gives the ElasticJob the fields that follow from the Job now; others stay."""
+def _patch(found: ElasticJob, fields: dict[str, Any], derived: str) -> Write:
+    """Return the patch that gives the ElasticJob these fields, and the digests of what was `derived`; others stay."""
     meta = found.metadata
     note = labels.DERIVED.replace("/", "~1")
-    fields = {**dict.fromkeys(OPTIONAL_FIELDS), **wanted["spec"]}
+    no_notes = [] if meta.annotations else [{"op": "add", "path": "/metadata/annotations", "value": {}}]
     return Write(
         verb="PATCH",
         path=paths.job(meta.namespace, meta.name),
         about=f"{meta.namespace}/{meta.name}",
         body=[
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
-            {
-                "op": "add",
-                "path": f"/metadata/annotations/{note}",
-                "value": _derived_of(wanted),
-            },
+            *no_notes,
+            {"op": "add", "path": f"/metadata/annotations/{note}", "value": derived},
             *({"op": "add", "path": f"/spec/{name}", "value": value} for name, value in fields.items()),
         ],
         content_type=JSON_PATCH,

@@ -55,7 +55,7 @@ NOTEBOOK: Final = "notebook-name"
 MIN_NODES: Final = f"{GROUP}/min-nodes"
 MAX_NODES: Final = f"{GROUP}/max-nodes"
 CHECKPOINT_CLAIM: Final = f"{GROUP}/checkpoint-claim"
-DERIVED: Final = f"{GROUP}/derived"  # a digest of what was derived from the Job
+DERIVED: Final = f"{GROUP}/derived"  # digests of the fields that were derived from the Job
 
 # On RayClusters, RayJobs and RayServices (KubeRay), and on Jobs that are run as ElasticJobs.
 ELASTIC: Final = f"{GROUP}/elastic"

@@ -1,8 +1,9 @@
 """Exports an installation's quotas, policies and rules, and restores them.
 
 The file is a List that `kubectl apply` reads as well. Not in it: status, what the controller derives (GpuQuotas of
-Profiles and defaults) and, unless asked for, ElasticJobs, whose restoration starts them from the beginning. Of managed
-namespaces it has the labels; a namespace that does not exist is not created, since a team would be without its rights.
+Profiles and defaults, ElasticJobs of Jobs) and, unless asked for, other ElasticJobs, whose restoration starts them from
+the beginning. Of managed namespaces it has the labels; a namespace that does not exist is not created, since a team
+would be without its rights.
 """
 
 from __future__ import annotations
@@ -48,18 +49,13 @@ class Outcome(StrEnum):
 def exported(calls: Calls, *, jobs: bool = False, secrets: bool = False) -> str:
     """Return the file's content; without `secrets` the values of the jobs' environment variables are left out."""
     found = Inventory(calls)
-    items = [
-        _item(kind, one)
-        for kind, plural in KINDS.items()
-        for one in found.listed(plural)
-        if labels.SOURCE not in (one["metadata"].get("labels") or {})
-    ]
+    items = [_item(kind, one) for kind, plural in KINDS.items() for one in found.listed(plural) if not _is_derived(one)]
     for namespace in found.marked_namespaces():
         kept = {name: namespace["metadata"]["labels"][name] for name in marks(namespace, "labels")}
         metadata = {"name": namespace["metadata"]["name"], "labels": kept}
         items.append({"apiVersion": "v1", "kind": NAMESPACE, "metadata": metadata})
     if jobs:
-        found_jobs = [_item(JOB, one) for one in found.listed(inventory.JOBS) if _goes_on(one)]
+        found_jobs = [_item(JOB, one) for one in found.listed(inventory.JOBS) if _goes_on(one) and not _is_derived(one)]
         items += found_jobs if secrets else [redacted(one) for one in found_jobs]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
@@ -127,6 +123,10 @@ def _item(kind: str, one: Json) -> Json:
         if kept:
             metadata[part] = kept
     return {"apiVersion": labels.API_VERSION, "kind": kind, "metadata": metadata, "spec": one["spec"]}
+
+
+def _is_derived(one: Json) -> bool:
+    return labels.SOURCE in (one["metadata"].get("labels") or {})
 
 
 def _goes_on(job: Json) -> bool:
