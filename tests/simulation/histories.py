@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Draw = Callable[[int, int], int]
 
 KILLED = 0.2
-"""Of submissions and changes of quotas the part in which the process ends between two requests; of deletions, soon after."""
+"""Of submissions and changes of quotas the part in which the process ends between two requests; of deletions, after."""
 TIMED = 0.5
 """Of the jobs that are no sessions, the part with a maximum run time."""
 CONDITIONAL = 0.4

@@ -131,6 +131,11 @@ class ElasticJobs:
             if self.book.runtime_states[uid].object.metadata.deletion_timestamp is not None:
                 self.drop_job(uid)
 
+    def close(self) -> None:
+        """Cancel all timers: what is due is the next controller's."""
+        self.statuses.close()
+        self._timers.close()
+
     def trust(self, authority: bytes) -> None:
         """Use another certificate authority: replace the Secrets of running jobs."""
         self._settings.authority = authority
