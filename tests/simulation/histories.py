@@ -75,7 +75,10 @@ class LoseNode(Happening, frozen=True, tag=True):
 
 
 class Restart(Happening, frozen=True, tag=True):
+    """`loses`: a node that is lost meanwhile, on Kubernetes; there is none to be lost without its machine elsewhere."""
+
     away_s: float
+    loses: int | None = None
 
 
 class Kill(Happening, frozen=True, tag=True):
@@ -133,6 +136,8 @@ class History(msgspec.Struct, frozen=True):
                 found += [(after_s, Kill(chance.randint(0, 2))), (0.0, happening)]
             elif isinstance(happening, Delete) and chance.random() < KILLED:
                 found += [(after_s, happening), (0.1, Restart(0.0))]  # its workers are still exiting
+            elif isinstance(happening, LoseNode) and chance.random() < KILLED:
+                found.append((after_s, Restart(1.0, happening.node)))
             else:
                 found.append((after_s, happening))
         return msgspec.structs.replace(self, happenings=tuple(found))

@@ -140,8 +140,8 @@ class SimulatedKubernetes:
                 self._change(name, suspend=isinstance(happening, h.Suspend))
             case h.Update(number, low, _, priority) if name := self._job(number):
                 self._change(name, priority=(10, 60, 90)[low - 1] if priority is None else priority)
-            case h.Restart(away_s):
-                await self._restart(away_s)
+            case h.Restart(away_s, loses):
+                await self._restart(away_s, loses)
             case h.Kill(asks):
                 assert self.controller is not None
                 self.controller.connection.asks, self.controller.connection.ended = asks, self._killed
@@ -174,11 +174,13 @@ class SimulatedKubernetes:
         found = [promise for quota in quotas for promise in quota.get("status", {}).get("promises", ())]
         return {promise["job"]: promise["placements"] for promise in found if promise.get("victims")}
 
-    async def _restart(self, away_s: float) -> None:
+    async def _restart(self, away_s: float, loses: int | None = None) -> None:
         assert self.controller is not None
         self.world.twin = None
         self.kubelets.trainings.engine_stopped()
         await self.controller.stop()
+        if loses is not None:
+            self._fault(h.LoseNode(loses, 0.0))
         await asyncio.sleep(away_s)
         await self._start()
 

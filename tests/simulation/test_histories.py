@@ -80,6 +80,17 @@ def test_a_deleted_jobs_part_of_a_gpu_is_not_idle_for_a_restarted_controller_whi
     assert {name: job.attempt for name, job in records.items()} == {"j03": 1, "j04": 1}
 
 
+def test_a_gang_that_loses_workers_while_no_controller_runs_returns_to_the_queue() -> None:
+    """Their pods were deleted unseen: the others held their GPUs, and waited for them for good."""
+
+    def submit(name: str, **more: int) -> Submit:
+        return Submit(JobSpec(name=name, project="a", command=("works",), gpus=4, **more), (0.3, 0.0, None, 1.0))
+
+    jobs = ((0.0, submit("j01")), (1.0, submit("j03", gpus_per_worker=1)), (20.0, Restart(1.0, loses=1)))
+    records = kubernetes.play(History((2, 2, 4), (Project(name="a", guaranteed=8),), jobs)).records
+    assert {name: job.status.phase for name, job in records.items()} == {"j01": Phase.RUNNING, "j03": Phase.PENDING}
+
+
 def test_a_job_that_ran_while_no_controller_did_is_not_run_again() -> None:
     """The start was not written when the controller ended, and the workers finished before the next one began."""
     played = kubernetes.play(from_seed(1410))
