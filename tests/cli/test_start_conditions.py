@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,7 +24,10 @@ NOW = datetime(2027, 1, 31, 21, 30, tzinfo=UTC).timestamp()
     ("text", "expected"),
     [
         ("+2h", "2027-01-31T23:30:00+00:00"),
+        ("now", "2027-01-31T21:30:00+00:00"),
+        ("now+2h", "2027-01-31T23:30:00+00:00"),
         ("+90", "2027-01-31T21:31:30+00:00"),
+        ("22:00:30", "2027-01-31T22:00:30+00:00"),
         ("22:00", "2027-01-31T22:00:00+00:00"),
         ("21:30", "2027-02-01T21:30:00+00:00"),
         ("2027-03-01T08:00", "2027-03-01T08:00:00+00:00"),
@@ -38,6 +42,33 @@ def test_a_begin_is_written_as_a_wait_a_time_of_day_or_a_date(text: str, expecte
 def test_a_time_of_day_is_that_of_the_users_time_zone() -> None:
     found = datetime.fromtimestamp(begin_time("22:00", NOW, ZoneInfo("Europe/Berlin")), UTC)
     assert found.isoformat() == "2027-02-01T21:00:00+00:00"
+
+
+@pytest.mark.parametrize("text", ["2027-03-28T02:30", "02:30"])
+def test_a_time_that_clocks_skip_is_after_the_gap_also_in_the_machines_time_zone(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, berlin = datetime(2027, 3, 27, 12, tzinfo=UTC).timestamp(), ZoneInfo("Europe/Berlin")
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        found = [begin_time(text, now, zone) for zone in (None, berlin)]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert found == [datetime(2027, 3, 28, 3, 30, tzinfo=berlin).timestamp()] * 2
+
+
+@pytest.mark.parametrize("text", ["2200-01-01", "1960-01-01"])
+def test_a_begin_is_between_two_years(text: str) -> None:
+    with pytest.raises(InvalidFieldError, match="between the years 1970 and 2100"):
+        begin_time(text, NOW, UTC)
+
+
+@pytest.mark.parametrize("text", ["afterok:prep", "prep:clean", "any:any:prep", "prep,", ""])
+def test_another_after_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(InvalidFieldError, match="written as prep, or any:prep"):
+        dependencies([text], {})
 
 
 @pytest.mark.parametrize("text", ["", "tomorrow", "25:00", "22:60", "+", "-2h", "0000-00-00", "9" * 40])
@@ -62,7 +93,7 @@ def test_another_array_is_refused(text: str) -> None:
 
 def test_an_array_in_after_means_all_of_its_jobs() -> None:
     arrays = {"sweep": ["sweep-0", "sweep-1"]}
-    found = dependencies(["prep,any:sweep", "job/prep"], arrays)
+    found = dependencies(["prep, any:sweep", "job/prep"], arrays)
     assert found == ("prep", "any:sweep-0", "any:sweep-1")
 
 
