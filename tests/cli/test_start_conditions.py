@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from kfp_gpuquota.cli.arguments.start_conditions import array_of, begin_time, dependencies
+from kfp_gpuquota.cli.jobs import listing
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -141,3 +142,14 @@ def test_a_job_says_what_it_waits_for_and_why_it_cannot_start(cli: Cli) -> None:
     failed = "train has failed: job prep was deleted, and this one starts only after its success (after)\n"
     assert cli("explain train") == failed
     assert cli.run("submit", "x", "--after", "x", "--", "true").err.startswith("Error: ")
+
+
+def test_an_array_is_one_line_also_if_it_is_on_several_pages(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "PAGE", 3)
+    cli("project create team-a --guaranteed 2")
+    cli("config project team-a")
+    cli("submit before -g 1 --begin +1h -- true")
+    cli("submit sweep -g 1 --begin +1h --array 0-7 -- true")
+    cli("submit after -g 1 --begin +1h -- true")
+    assert [line.split()[0] for line in cli("list").splitlines()] == ["JOB", "before", "sweep-[0-7]", "after"]
+    assert len(cli("list -o name").splitlines()) == 10

@@ -83,8 +83,9 @@ def test_a_deleted_jobs_part_of_a_gpu_is_not_idle_for_a_restarted_controller_whi
 def test_a_gang_that_loses_workers_while_no_controller_runs_returns_to_the_queue() -> None:
     """Their pods were deleted unseen: the others held their GPUs, and waited for them for good."""
 
-    def submit(name: str, **more: int) -> Submit:
-        return Submit(JobSpec(name=name, project="a", command=("works",), gpus=4, **more), (0.3, 0.0, None, 1.0))
+    def submit(name: str, gpus_per_worker: int | None = None) -> Submit:
+        spec = JobSpec(name=name, project="a", command=("works",), gpus=4, gpus_per_worker=gpus_per_worker)
+        return Submit(spec, (0.3, 0.0, None, 1.0))
 
     jobs = ((0.0, submit("j01")), (1.0, submit("j03", gpus_per_worker=1)), (20.0, Restart(1.0, loses=1)))
     records = kubernetes.play(History((2, 2, 4), (Project(name="a", guaranteed=8),), jobs)).records
