@@ -103,10 +103,15 @@ class SimulatedKubernetes:
 
     async def _until_written(self) -> None:
         """Return when the API server has all that the controller has decided: then it may end at any moment."""
-        assert self.controller is not None
-        controller = self.controller.controller
-        while controller.elastic.statuses._dirty or controller._writer._tasks:
+        while self._writes():
             await asyncio.sleep(0.1)
+
+    def _writes(self) -> bool:
+        """Return whether something is not written yet, or the controller ends and another one follows."""
+        assert self.controller is not None
+        controller, ends = self.controller.controller, (self.controller.connection.asks or 0) < 0
+        waits = bool(controller.elastic.statuses._dirty or controller._writer._tasks)
+        return waits or ends or not self._replaced.done()
 
     async def _start(self) -> None:
         exist = {job["metadata"]["name"] for job in self.world.objects[watches.JOBS].values()}
