@@ -77,11 +77,12 @@ def test_a_job_that_is_over_is_not_changed_any_more(reached: ClusterApi, team: s
     """Also while its workers exit: a change would have no effect."""
     reached.submit(spec(team))
     reached.cancel_job(team, "train")
-    for change in (
+    changes: tuple[Callable[[], object], ...] = (
         lambda: reached.update_job(team, "train", JobUpdate(priority=60)),
         lambda: reached.suspend_job(team, "train"),
         lambda: reached.resume_job(team, "train"),
-    ):
+    )
+    for change in changes:
         with pytest.raises(
             ConflictError, match=r"job 'train' (is being stopped|has ended .*); submit it again instead"
         ):
