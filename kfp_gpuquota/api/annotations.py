@@ -16,6 +16,7 @@ and a quantity where the request is memory; an annotation with the same meaning 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -56,6 +57,22 @@ def share_of_pod(annotations: Mapping[str, str], environment: Mapping[str, str])
     ):
         _add_variable(share, limit)
     return share
+
+
+def as_annotations(spec: JobSpec) -> dict[str, str]:
+    """Return the annotations from which `share_of_pod` reads the job's share; {} if it requests none."""
+    devices = str(spec.worker_gpus) if spec.shared else None
+    limit = None if spec.gpu_memory_limit_mib is None else f"{spec.gpu_memory_limit_mib}Mi"
+    memory = None if spec.gpu_memory_mib is None else str(spec.gpu_memory_mib)
+    given = {
+        FRACTION: _decimal(spec.gpu_fraction),
+        FRACTION_LIMIT: _decimal(spec.gpu_fraction_limit),
+        MEMORY: memory,
+        MEMORY_LIMIT: limit,
+        COMPUTE: _decimal(spec.gpu_compute),
+        DEVICES: devices,
+    }
+    return {PREFIX + name: text for name, text in given.items() if text is not None}
 
 
 def with_limit_variable(spec: JobSpec) -> JobSpec:
@@ -112,6 +129,10 @@ def _read(annotations: Mapping[str, str], name: str, parse: Callable[[str, str],
         )
     text = plain if own is None else own
     return None if text is None else parse(name if own is None else PREFIX + name, text.strip())
+
+
+def _decimal(value: float | None) -> str | None:
+    return None if value is None else f"{Decimal(repr(value)):f}"  # exact, and without an exponent
 
 
 def _fraction(field: str, text: str) -> float:

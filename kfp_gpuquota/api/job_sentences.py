@@ -11,10 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import tzinfo
 
-    from kfp_gpuquota.api.job import ExpectedStart, JobSpec
+    from kfp_gpuquota.api.job import ExpectedStart, JobSpec, Phase
     from kfp_gpuquota.api.queue import Queued
 
 NAMED_BEFORE: Final = 3
+
+
+def over(name: str, phase: Phase) -> str:
+    """Return why a change of a job that has ended, or is being stopped permanently, is refused."""
+    how = f"has ended ({phase.value})" if phase.final else "is being stopped"
+    return f"job {name!r} {how}; submit it again instead"
 
 
 def preemption_of(spec: JobSpec) -> str:

@@ -50,7 +50,7 @@ class JobBook:
         self.accuracy = Accuracy()
         self.conditional: dict[str, None] = {}
         self.dependents: dict[tuple[str, str], dict[str, None]] = {}
-        self.array_jobs: dict[tuple[str, str], dict[str, None]] = {}
+        self.array_jobs: dict[tuple[str, str, int], dict[str, None]] = {}
         self._uids: dict[tuple[str, str], str] = {}
 
     def uid_of(self, project: str, name: str) -> str | None:
@@ -128,9 +128,8 @@ class JobBook:
                 self.dependents.setdefault((job.spec.project, parse_after(text).name), {})[job.uid] = None
         else:
             self._leave_conditional(job)
-        if (array := job.spec.array) is not None:
-            members = self.array_jobs.setdefault((job.spec.project, array.name), {})
-            members[job.uid] = None
+        if (key := job.array_key) is not None:
+            self.array_jobs.setdefault(key, {})[job.uid] = None
             if job.status.phase.final:
                 self._leave_array(job)
 
@@ -145,9 +144,8 @@ class JobBook:
                 del self.dependents[key]
 
     def _leave_array(self, job: JobRecord) -> None:
-        if (array := job.spec.array) is None:
+        if (key := job.array_key) is None:
             return
-        key = job.spec.project, array.name
         members = self.array_jobs.get(key, {})
         members.pop(job.uid, None)
         if not members:

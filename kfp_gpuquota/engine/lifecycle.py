@@ -161,6 +161,16 @@ def _failed_by_itself(job: JobRecord, exited: WorkerRecord) -> bool:
     return trained and 0 < (exited.worker.exit_code or 0) <= KILLED_ABOVE
 
 
+def missing_workers(job: JobRecord, alive: int, ended: int) -> int:
+    """Return how many workers the job lacks that start together, if it cannot continue without them; else 0.
+
+    With a membership the others continue; after a worker has finished, the others end as well.
+    """
+    if job.managed or job.completing or job.over or job.intent is not Intent.RUN:
+        return 0
+    return max(0, job.spec.workers_of(job.spec.smallest) - alive - ended)
+
+
 def members_reported(
     job: JobRecord, workers: Sequence[WorkerRecord], members: Sequence[str]
 ) -> tuple[JobRecord, list[WorkerRecord]]:

@@ -99,6 +99,13 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return bool(conditions) and self.status.eligible_at is None and not self.attempt and not self.over
 
     @property
+    def array_key(self) -> tuple[str, str, int] | None:
+        """The project, name and owner of its array: nobody takes turns of another user's array."""
+        if self.spec.array is None:
+            return None
+        return self.spec.project, self.spec.array.name, -1 if self.owner is None else self.owner.uid
+
+    @property
     def begins_at(self) -> float | None:
         """When the job begins that is held until then, in seconds since the epoch."""
         return self.spec.begin_at if self.held is not None and self.held.code is ReasonCode.BEGINS_LATER else None

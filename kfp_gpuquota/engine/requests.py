@@ -1,4 +1,4 @@
-"""Why a user's request, or the end of a launcher, stops a job; the same sentences on every kind of cluster."""
+"""Why a request, or the end of a launcher or a controller, stops a job; the same sentences on every kind of cluster."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def lease_ended(duration_s: float) -> Reason:
     """Return why a job is cancelled whose lease of `duration_s` was not renewed."""
     message = f"its lease of {duration_s:g} s has expired: its launcher has ended, and none has taken over"
     return Reason(code=ReasonCode.LEASE_ENDED, message=message)
+
+
+def workers_missing(job: JobRecord, count: int) -> Reason:
+    """Return why a job returns to the queue that lacks `count` workers of those that start together."""
+    several = "1 worker" if count == 1 else f"{count} workers"
+    message = (
+        f"{several} of job {job.spec.name} ended or did not start while no controller ran; it returns to the queue"
+    )
+    return Reason(code=ReasonCode.WORKER_FAILED, message=message, details={"workers": count})

@@ -82,7 +82,7 @@ class _Settling:
             for uid, job in change.jobs.items()
             if job is not None and uid not in book.jobs
         }
-        self._free: dict[tuple[str, str], int] = {}
+        self._free: dict[tuple[str, str, int], int] = {}
 
     def settle(self) -> bool:
         """Hold, release or fail the jobs that the change concerns; return whether any has failed."""
@@ -97,8 +97,8 @@ class _Settling:
         for uid, after in self._change.jobs.items():
             if (job := after or self._book.jobs.get(uid)) is not None:
                 found.update(self._book.dependents.get((job.spec.project, job.spec.name), {}))
-                if job.spec.array is not None and (after is None or after.status.phase.final):
-                    found.update(self._book.array_jobs.get(_array_of(job), {}))
+                if (key := job.array_key) is not None and (after is None or after.status.phase.final):
+                    found.update(self._book.array_jobs.get(key, {}))
         for uid in found:
             if (job := self._job(uid)) is not None and job.conditional:
                 yield job
@@ -167,10 +167,9 @@ class _Settling:
 
     def _array_limit(self, job: JobRecord) -> Reason | None:
         """Return why it is not the job's turn in its array; else it occupies one of the array's places."""
-        array = job.spec.array
-        if array is None or array.limit is None:
+        array, key = job.spec.array, job.array_key
+        if array is None or array.limit is None or key is None:
             return None
-        key = _array_of(job)
         if key not in self._free:
             self._free[key] = array.limit - self._occupied(key)
         if self._free[key] > 0 and not job.suspended:
@@ -180,13 +179,9 @@ class _Settling:
         message = f"waits for its turn: array {array.name} has at most {several} in the queue and running"
         return Reason(code=ReasonCode.ARRAY_LIMIT, message=message, details={"limit": array.limit})
 
-    def _occupied(self, key: tuple[str, str]) -> int:
+    def _occupied(self, key: tuple[str, str, int]) -> int:
         members = (self._job(uid) for uid in self._book.array_jobs.get(key, ()))
         return sum(job is not None and not job.status.phase.final and not _is_new(job) for job in members)
-
-
-def _array_of(job: JobRecord) -> tuple[str, str]:
-    return job.spec.project, job.spec.array.name if job.spec.array else ""
 
 
 def _is_new(job: JobRecord) -> bool:

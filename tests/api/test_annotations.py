@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec
-from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.annotations import as_annotations, asks_for_share, share_of_pod
 from kfp_gpuquota.errors import InvalidFieldError
 
 VARIABLE = "RUNAI_GPU_MEMORY_LIMIT"
@@ -115,3 +117,16 @@ def test_whatever_a_pod_says_is_a_share_or_one_clear_error(
     except InvalidFieldError:
         return
     assert spec.shared == bool(share_of_pod(annotations, environment))
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        {"gpu_fraction": 0.001, "gpu_fraction_limit": 1.0, "gpu_compute": 1e-05, "gpu_devices": 3},
+        {"gpu_memory_mib": 4096, "gpu_memory_limit_mib": 5000, "gpu_devices": 1},
+        {},
+    ],
+)
+def test_a_jobs_share_is_read_again_from_its_annotations(share: dict[str, Any]) -> None:
+    spec = JobSpec(name="job", project="team-a", command=("true",), **share)
+    assert share_of_pod(as_annotations(spec), {}) == share

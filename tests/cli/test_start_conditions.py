@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from kfp_gpuquota.cli.arguments.start_conditions import array_of, begin_time, dependencies
+from kfp_gpuquota.cli.jobs import listing
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -23,7 +25,10 @@ NOW = datetime(2027, 1, 31, 21, 30, tzinfo=UTC).timestamp()
     ("text", "expected"),
     [
         ("+2h", "2027-01-31T23:30:00+00:00"),
+        ("now", "2027-01-31T21:30:00+00:00"),
+        ("now+2h", "2027-01-31T23:30:00+00:00"),
         ("+90", "2027-01-31T21:31:30+00:00"),
+        ("22:00:30", "2027-01-31T22:00:30+00:00"),
         ("22:00", "2027-01-31T22:00:00+00:00"),
         ("21:30", "2027-02-01T21:30:00+00:00"),
         ("2027-03-01T08:00", "2027-03-01T08:00:00+00:00"),
@@ -38,6 +43,33 @@ def test_a_begin_is_written_as_a_wait_a_time_of_day_or_a_date(text: str, expecte
 def test_a_time_of_day_is_that_of_the_users_time_zone() -> None:
     found = datetime.fromtimestamp(begin_time("22:00", NOW, ZoneInfo("Europe/Berlin")), UTC)
     assert found.isoformat() == "2027-02-01T21:00:00+00:00"
+
+
+@pytest.mark.parametrize("text", ["2027-03-28T02:30", "02:30"])
+def test_a_time_that_clocks_skip_is_after_the_gap_also_in_the_machines_time_zone(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, berlin = datetime(2027, 3, 27, 12, tzinfo=UTC).timestamp(), ZoneInfo("Europe/Berlin")
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        found = [begin_time(text, now, zone) for zone in (None, berlin)]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert found == [datetime(2027, 3, 28, 3, 30, tzinfo=berlin).timestamp()] * 2
+
+
+@pytest.mark.parametrize("text", ["2200-01-01", "1960-01-01"])
+def test_a_begin_is_between_two_years(text: str) -> None:
+    with pytest.raises(InvalidFieldError, match="between the years 1970 and 2100"):
+        begin_time(text, NOW, UTC)
+
+
+@pytest.mark.parametrize("text", ["afterok:prep", "prep:clean", "any:any:prep", "prep,", ""])
+def test_another_after_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(InvalidFieldError, match="written as prep, or any:prep"):
+        dependencies([text], {})
 
 
 @pytest.mark.parametrize("text", ["", "tomorrow", "25:00", "22:60", "+", "-2h", "0000-00-00", "9" * 40])
@@ -62,7 +94,7 @@ def test_another_array_is_refused(text: str) -> None:
 
 def test_an_array_in_after_means_all_of_its_jobs() -> None:
     arrays = {"sweep": ["sweep-0", "sweep-1"]}
-    found = dependencies(["prep,any:sweep", "job/prep"], arrays)
+    found = dependencies(["prep, any:sweep", "job/prep"], arrays)
     assert found == ("prep", "any:sweep-0", "any:sweep-1")
 
 
@@ -110,3 +142,14 @@ def test_a_job_says_what_it_waits_for_and_why_it_cannot_start(cli: Cli) -> None:
     failed = "train has failed: job prep was deleted, and this one starts only after its success (after)\n"
     assert cli("explain train") == failed
     assert cli.run("submit", "x", "--after", "x", "--", "true").err.startswith("Error: ")
+
+
+def test_an_array_is_one_line_also_if_it_is_on_several_pages(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "PAGE", 3)
+    cli("project create team-a --guaranteed 2")
+    cli("config project team-a")
+    cli("submit before -g 1 --begin +1h -- true")
+    cli("submit sweep -g 1 --begin +1h --array 0-7 -- true")
+    cli("submit after -g 1 --begin +1h -- true")
+    assert [line.split()[0] for line in cli("list").splitlines()] == ["JOB", "before", "sweep-[0-7]", "after"]
+    assert len(cli("list -o name").splitlines()) == 10

@@ -73,6 +73,22 @@ def test_projects_are_created_changed_and_deleted_alike(reached: ClusterApi, tea
         reached.get_project("nobody")
 
 
+def test_a_job_that_is_over_is_not_changed_any_more(reached: ClusterApi, team: str) -> None:
+    """Also while its workers exit: a change would have no effect."""
+    reached.submit(spec(team))
+    reached.cancel_job(team, "train")
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: reached.update_job(team, "train", JobUpdate(priority=60)),
+        lambda: reached.suspend_job(team, "train"),
+        lambda: reached.resume_job(team, "train"),
+    )
+    for change in changes:
+        with pytest.raises(
+            ConflictError, match=r"job 'train' (is being stopped|has ended .*); submit it again instead"
+        ):
+            change()
+
+
 def test_policies_are_created_and_deleted_alike(reached: ClusterApi, team: str) -> None:
     policy = WorkloadPolicy(name=team, project=team, gpu_fraction_limit=PartRule(default=1.0))
     assert reached.set_policy(policy) == policy

@@ -323,7 +323,7 @@ def records_of(twin: Detached) -> list[str]:
         rank = job.priority, job.preemptible, job.movable
         tasks = ((names.get(t.id, t.id), t) for t in job.tasks.values())
         held = sorted((name, t.status.name, t.node and t.node.name, t.devices, t.request) for name, t in tasks)
-        if job.completing or (job.uid in plain and job.wanted == job.active == 1):
+        if job.completing or job.removed or (job.uid in plain and job.wanted == job.active == 1):
             found += [repr((rank, one)) for one in held]
             continue
         pods = sorted(plain[job.uid].members) if job.uid in plain else job.uid

@@ -180,7 +180,7 @@ class SimulatedCluster:
                 self.cluster.set_project(project)
             case h.LoseNode(number, returns_after_s):
                 self._lose_node(list(self.nodes)[number % len(self.nodes)], returns_after_s)
-            case h.Restart(away_s):
+            case h.Restart(away_s, _):
                 self.stop_engine()
                 self.loop.call_later(away_s, self.start_engine)
             case h.Kill(asks):

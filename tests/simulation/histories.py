@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Draw = Callable[[int, int], int]
 
 KILLED = 0.2
-"""Of the submissions and changes of quotas, the part at which the process ends between two requests."""
+"""Of submissions and changes of quotas the part in which the process ends between two requests; of deletions, after."""
 TIMED = 0.5
 """Of the jobs that are no sessions, the part with a maximum run time."""
 CONDITIONAL = 0.4
@@ -75,7 +75,10 @@ class LoseNode(Happening, frozen=True, tag=True):
 
 
 class Restart(Happening, frozen=True, tag=True):
+    """`loses`: a node that is lost meanwhile, on Kubernetes; there is none to be lost without its machine elsewhere."""
+
     away_s: float
+    loses: int | None = None
 
 
 class Kill(Happening, frozen=True, tag=True):
@@ -131,6 +134,10 @@ class History(msgspec.Struct, frozen=True):
         for after_s, happening in self.happenings:
             if isinstance(happening, Submit | SetQuota) and chance.random() < KILLED:
                 found += [(after_s, Kill(chance.randint(0, 2))), (0.0, happening)]
+            elif isinstance(happening, Delete) and chance.random() < KILLED:
+                found += [(after_s, happening), (0.1, Restart(0.0))]  # its workers are still exiting
+            elif isinstance(happening, LoseNode) and chance.random() < KILLED:
+                found.append((after_s, Restart(1.0, happening.node)))
             else:
                 found.append((after_s, happening))
         return msgspec.structs.replace(self, happenings=tuple(found))

@@ -103,10 +103,15 @@ class SimulatedKubernetes:
 
     async def _until_written(self) -> None:
         """Return when the API server has all that the controller has decided: then it may end at any moment."""
-        assert self.controller is not None
-        controller = self.controller.controller
-        while controller.elastic.statuses._dirty or controller._writer._tasks:
+        while self._writes():
             await asyncio.sleep(0.1)
+
+    def _writes(self) -> bool:
+        """Return whether something is not written yet, or the controller ends and another one follows."""
+        assert self.controller is not None
+        controller, ends = self.controller.controller, (self.controller.connection.asks or 0) < 0
+        waits = bool(controller.elastic.statuses._dirty or controller._writer._tasks)
+        return waits or ends or not self._replaced.done()
 
     async def _start(self) -> None:
         exist = {job["metadata"]["name"] for job in self.world.objects[watches.JOBS].values()}
@@ -140,8 +145,8 @@ class SimulatedKubernetes:
                 self._change(name, suspend=isinstance(happening, h.Suspend))
             case h.Update(number, low, _, priority) if name := self._job(number):
                 self._change(name, priority=(10, 60, 90)[low - 1] if priority is None else priority)
-            case h.Restart(away_s):
-                await self._restart(away_s)
+            case h.Restart(away_s, loses):
+                await self._restart(away_s, loses)
             case h.Kill(asks):
                 assert self.controller is not None
                 self.controller.connection.asks, self.controller.connection.ended = asks, self._killed
@@ -174,11 +179,13 @@ class SimulatedKubernetes:
         found = [promise for quota in quotas for promise in quota.get("status", {}).get("promises", ())]
         return {promise["job"]: promise["placements"] for promise in found if promise.get("victims")}
 
-    async def _restart(self, away_s: float) -> None:
+    async def _restart(self, away_s: float, loses: int | None = None) -> None:
         assert self.controller is not None
         self.world.twin = None
         self.kubelets.trainings.engine_stopped()
         await self.controller.stop()
+        if loses is not None:
+            self._fault(h.LoseNode(loses, 0.0))
         await asyncio.sleep(away_s)
         await self._start()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
 from tests.simulation import kubernetes
-from tests.simulation.histories import Delete, History, Kill, Submit, draw_history, from_seed
+from tests.simulation.histories import Delete, History, Kill, Restart, Submit, draw_history, from_seed
 from tests.simulation.running import play
 from tests.simulation.trainings import ELASTIC
 
@@ -65,6 +65,31 @@ def test_a_worker_that_shares_a_gpu_is_on_the_same_gpu_for_a_restarted_controlle
 def test_a_controller_starts_beside_a_worker_with_a_share_whose_job_was_deleted() -> None:
     """It counted as a job of no GPU, which ended each controller until the pod was removed."""
     kubernetes.play(from_seed(789))
+
+
+def test_a_deleted_jobs_part_of_a_gpu_is_not_idle_for_a_restarted_controller_while_its_worker_exits() -> None:
+    """Its pod, whose job was gone, counted on another GPU of its node, and others started on this one."""
+
+    def submit(name: str, fraction: float) -> Submit:
+        spec = JobSpec(name=name, project="a", command=("works",), gpu_fraction=fraction)
+        return Submit(spec, (0.3, 0.0, None, 10.0))
+
+    shares = ((0.0, submit("j01", 0.5)), (1.0, submit("j03", 0.5)))
+    ends = ((20.0, Delete((0,))), (0.1, Restart(0.0)), (0.1, submit("j04", 0.5)))
+    records = kubernetes.play(History((2,), (Project(name="a", guaranteed=2),), (*shares, *ends))).records
+    assert {name: job.attempt for name, job in records.items()} == {"j03": 1, "j04": 1}
+
+
+def test_a_gang_that_loses_workers_while_no_controller_runs_returns_to_the_queue() -> None:
+    """Their pods were deleted unseen: the others held their GPUs, and waited for them for good."""
+
+    def submit(name: str, gpus_per_worker: int | None = None) -> Submit:
+        spec = JobSpec(name=name, project="a", command=("works",), gpus=4, gpus_per_worker=gpus_per_worker)
+        return Submit(spec, (0.3, 0.0, None, 1.0))
+
+    jobs = ((0.0, submit("j01")), (1.0, submit("j03", gpus_per_worker=1)), (20.0, Restart(1.0, loses=1)))
+    records = kubernetes.play(History((2, 2, 4), (Project(name="a", guaranteed=8),), jobs)).records
+    assert {name: job.status.phase for name, job in records.items()} == {"j01": Phase.RUNNING, "j03": Phase.PENDING}
 
 
 def test_a_job_that_ran_while_no_controller_did_is_not_run_again() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api import durations
-from kfp_gpuquota.api.start_conditions import parse_after
+from kfp_gpuquota.api.start_conditions import MAX_TIME, parse_after
 from kfp_gpuquota.cli.arguments.names import resource
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_ARRAY: Final = 1000
 _RANGE: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6})(?::(\d{1,6}))?)?")
-_CLOCK: Final = re.compile(r"(\d{1,2}):(\d{2})")
+_CLOCK: Final = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 class Array(NamedTuple):
@@ -28,26 +28,34 @@ class Array(NamedTuple):
 
 
 def begin_time(text: str, now: float, zone: tzinfo | None = None) -> float:
-    """Return the time of "+2h", "22:00" (the next one) or "2027-01-31T22:00", in seconds since the epoch.
+    """Return the time of "+2h", "22:00[:30]" (the next one) or "2027-01-31T22:00", in seconds since the epoch.
 
     Times without a time zone are in `zone`, or in the local one. Raises InvalidFieldError.
     """
-    if text.startswith("+") and (seconds := durations.seconds(text[1:])) is not None:
+    wait = text.removeprefix("now")  # as Slurm has it: now, now+2h
+    if text == "now":
+        return now
+    if wait.startswith("+") and (seconds := durations.seconds(wait[1:])) is not None:
         return now + seconds
-    here = datetime.fromtimestamp(now, UTC).astimezone(zone)
-    if found := _CLOCK.fullmatch(text):
-        hour, minute = map(int, found.groups())
-        if hour < 24 and minute < 60:
-            at = here.replace(hour=hour, minute=minute, second=0, microsecond=0)
-            at = at if at.timestamp() > now else at + timedelta(days=1)
-            return (at.replace(tzinfo=None).astimezone() if zone is None else at).timestamp()
     try:
-        at = datetime.fromisoformat(text)
-        return (at if at.tzinfo else at.replace(tzinfo=zone) if zone else at.astimezone()).timestamp()
+        found = _CLOCK.fullmatch(text)
+        at = _next(now, zone, *(int(part or 0) for part in found.groups())) if found else datetime.fromisoformat(text)
+        # of a local time that does not exist, as clocks are put forward: the one after the gap
+        seconds = (at if at.tzinfo or zone is None else at.replace(tzinfo=zone)).timestamp()
     except (ValueError, OverflowError, OSError):
         raise InvalidFieldError(
             "begin", text, "a time is written as +2h, 22:00, 2027-01-31T22:00 or 2027-01-31T22:00Z"
         ) from None
+    if not 0 <= seconds <= MAX_TIME:
+        raise InvalidFieldError("begin", text, "a time must be between the years 1970 and 2100")
+    return seconds
+
+
+def _next(now: float, zone: tzinfo | None, hour: int, minute: int, second: int) -> datetime:
+    """Return the next time at which clocks show this; without a time zone if `zone` is None."""
+    here = datetime.fromtimestamp(now, zone)
+    at = here.replace(hour=hour, minute=minute, second=second, microsecond=0, fold=0)
+    return at if at.timestamp() > now else at + timedelta(days=1)
 
 
 def dependencies(given: Sequence[str], arrays: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -56,8 +64,10 @@ def dependencies(given: Sequence[str], arrays: Mapping[str, Sequence[str]]) -> t
 
 
 def _each(given: Sequence[str], arrays: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for word in (word for text in given for word in text.split(",")):
+    for word in (word.strip() for text in given for word in text.split(",")):
         name = resource(parse_after(word).name, "job")
+        if not word or ":" in name:
+            raise InvalidFieldError("after", word, "a job is written as prep, or any:prep; several as prep,any:clean")
         prefix = word[: len(word) - len(parse_after(word).name)]
         yield from (prefix + each for each in arrays.get(name, (name,)))
 

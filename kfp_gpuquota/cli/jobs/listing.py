@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
@@ -297,12 +298,31 @@ def _listed(reached: ClusterApi, what: What, jobs: Sequence[Job], look: Look) ->
 
 
 def _print_pages(reached: ClusterApi, project: str, wanted: Choice, look: Look) -> None:
-    """Print jobs as they come, a page at a time: columns are as wide as those of the page."""
+    """Print jobs as they come, a page at a time: columns are as wide as those of the page.
+
+    The jobs of an array are of one page, so that they are counted in one line.
+    """
     headers = look.headers
+    later: tuple[Job, ...] = ()
     for listed in reached.job_pages(project, PAGE):
-        jobs = wanted.of(listed.jobs)
+        jobs = (*later, *wanted.of(listed.jobs))
+        later = _last_array(jobs) if listed.next_page else ()
+        jobs = jobs[: len(jobs) - len(later)]
         if jobs or headers:
             picture = "" if look.output is Format.NAME else look.table(jobs, headers=headers)
             if text := rendered(jobs, look.output, picture):
                 echo(text)
         headers = False
+
+
+def _last_array(jobs: Sequence[Job]) -> tuple[Job, ...]:
+    """Return the last jobs that are of one array; of the next page there may be more."""
+    if not jobs or (last := jobs[-1].spec.array) is None:
+        return ()
+    one = itertools.takewhile(
+        lambda job: (
+            job.spec.array is not None and (job.spec.project, job.spec.array.name) == (jobs[-1].spec.project, last.name)
+        ),
+        reversed(jobs),
+    )
+    return tuple(one)[::-1]

@@ -12,6 +12,7 @@ import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Project, Reason, ReasonCode
 from kfp_gpuquota.api.annotations import with_limit_variable
+from kfp_gpuquota.api.job_sentences import over
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.project import check_parents, version_of
 from kfp_gpuquota.api.quantity import as_number, show_gpus
@@ -266,7 +267,7 @@ class LocalCluster:
         jobs = [self._state.job_named(project, name) for name in dict.fromkeys(names)]
         if action is StopAction.SUSPEND:
             for job in jobs:
-                self._refuse_ended(job)
+                self._refuse_over(job)
         intent, reason = _STOPS[action]
         with self._driver.decisions.decide() as recorder:
             for job in jobs:
@@ -281,7 +282,7 @@ class LocalCluster:
     def resume_job(self, project: str, name: str) -> Job:
         """Return a suspended job to the queue with its age; do nothing for another job."""
         job = self._state.job_named(project, name)
-        self._refuse_ended(job)
+        self._refuse_over(job)
         if job.suspended:
             with self._driver.decisions.decide() as recorder:
                 recorder.resume(job)
@@ -294,7 +295,7 @@ class LocalCluster:
         its number of GPUs while any of the job's run.
         """
         job = self._state.job_named(project, name)
-        self._refuse_ended(job)
+        self._refuse_over(job)
         alive = self._state.alive_of(job.uid)
         given = {field: value for field in changed.__struct_fields__ if (value := getattr(changed, field)) is not None}
         if alive:
@@ -369,9 +370,9 @@ class LocalCluster:
             owner=owner,
         )
 
-    def _refuse_ended(self, job: JobRecord) -> None:
+    def _refuse_over(self, job: JobRecord) -> None:
         if job.over:
-            raise ConflictError(f"job {job.spec.name!r} has ended ({job.status.phase.value}); submit it again instead")
+            raise ConflictError(over(job.spec.name, job.status.phase))
 
     def _check_not_below_use(self, project: Project) -> None:
         held = {"fixed": 0.0, "all": 0.0}

@@ -457,7 +457,7 @@ class Controller:
         self._waiting.close()
         self._forecast.close()
         self.evictions.close()
-        self.elastic.statuses.close()
+        self.elastic.close()
         self.managed_jobs.close()
         self._quota_status.close()
         self.plans.close()

@@ -254,7 +254,7 @@ def _stage(pod: Pod, node: str, gate: GateShape | None) -> Stage:
 
 
 def _share(pod: Pod) -> tuple[tuple[str, Any], ...]:
-    """Return the share of devices that the annotations request; () for a worker, whose job specifies it."""
+    """Return the share of devices that the annotations request; of a worker its job specifies the same."""
     annotations = pod.metadata.annotations
     if not annotations or not asks_for_share(annotations):
         return ()

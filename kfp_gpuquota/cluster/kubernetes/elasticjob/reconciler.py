@@ -32,7 +32,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_timeout import R
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.decisions import Decisions
 from kfp_gpuquota.engine.job_book import Change
-from kfp_gpuquota.engine.lifecycle import settled
+from kfp_gpuquota.engine.lifecycle import missing_workers, settled
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
 
@@ -124,12 +124,19 @@ class ElasticJobs:
                 self.book.record(settled(job, (), self.book.clock()))
             if alive and job.intent is not Intent.RUN:
                 self.decisions.release([record.worker.id for record in alive])
+            elif alive and (missing := missing_workers(job, len(alive), len(self.book.runtime_states[uid].ended))):
+                self.decisions.stop(job, Intent.REQUEUE, requests.workers_missing(job, missing))
             self._decided(uid)
             self._follow_spec(uid)
             self.readiness.carry_out(uid)
             self.readiness.look_soon(uid)
             if self.book.runtime_states[uid].object.metadata.deletion_timestamp is not None:
                 self.drop_job(uid)
+
+    def close(self) -> None:
+        """Cancel all timers: what is due is the next controller's."""
+        self.statuses.close()
+        self._timers.close()
 
     def trust(self, authority: bytes) -> None:
         """Use another certificate authority: replace the Secrets of running jobs."""

@@ -197,6 +197,7 @@ class Reservations:
             self._note_bound(_holder(pod), meta.uid, gpus)
 
     def _note_bound(self, holder: str, uid: str, gpus: str) -> None:
+        holder = holder if holder in self._notes else uid  # as which a worker of a deleted job holds its part
         if (note := self._notes.get(holder)) is not None and note.uid != uid:
             self._notes[holder] = msgspec.structs.replace(note, uid=uid, gpus=tuple(gpus.split(",")))
             if self._started:

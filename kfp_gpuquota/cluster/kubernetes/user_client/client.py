@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.job_sentences import over
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import (
@@ -36,7 +37,6 @@ from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.gpu_hours import gpu_hours_from
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
-from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-_CANCELLED: Final = "gpuquota-cancel"
-_PERMANENT: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
 _TAKE_OVERS: Final = 10
 
 
@@ -201,7 +199,7 @@ class KubernetesClient(ProjectCalls):
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop a job; it stays listed as Cancelled."""
-        lease = views.job_lease(Lease(holder=_CANCELLED, duration_s=0.0), time.time())
+        lease = views.job_lease(Lease(holder=views.CANCELLED, duration_s=0.0), time.time())
         self._found(project, name)
         self.calls.patch(paths.job(project, name), {"spec": {"lease": lease}})
         return self.get_job(project, name)
@@ -237,7 +235,7 @@ class KubernetesClient(ProjectCalls):
         """Acquire the lease in the version that was read; of two concurrent attempts only one succeeds."""
         for _ in range(_TAKE_OVERS):
             stored = self._found(project, name)
-            if _is_stopping(stored):
+            if views.is_over(stored):
                 raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
             version = {"op": "test", "path": "/metadata/resourceVersion", "value": stored.metadata.resource_version}
             change = {"op": "add", "path": "/spec/lease", "value": views.job_lease(lease, time.time())}
@@ -258,7 +256,7 @@ class KubernetesClient(ProjectCalls):
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
         """Change a job's priority; the API server refuses other size bounds than the job's own."""
-        fields = updated_fields(self._not_ended(project, name).spec, changed)
+        fields = updated_fields(views.job_of(self._not_over(project, name)).spec, changed)
         self.calls.patch(paths.job(project, name), {"spec": fields})
         return self.get_job(project, name)
 
@@ -339,15 +337,15 @@ class KubernetesClient(ProjectCalls):
             raise NotFoundError(f"project {project!r} has no job {name!r}; see: gpuquota list -p {project}") from None
 
     def _set_suspended(self, project: str, name: str, *, suspended: bool) -> Job:
-        self._not_ended(project, name)
+        self._not_over(project, name)
         self.calls.patch(paths.job(project, name), {"spec": {"suspend": suspended}})
         return self.get_job(project, name)
 
-    def _not_ended(self, project: str, name: str) -> Job:
-        job = self.get_job(project, name)
-        if job.status.phase.final:
-            raise ConflictError(f"job {name!r} has ended ({job.status.phase.value}); submit it again instead")
-        return job
+    def _not_over(self, project: str, name: str) -> custom_types.ElasticJob:
+        stored = self._found(project, name)
+        if views.is_over(stored):
+            raise ConflictError(over(name, Phase(stored.status.phase)))
+        return stored
 
     def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[core_types.Pod]]:
         path = join("/api/v1/namespaces", project, "pods") if project else "/api/v1/pods"
@@ -365,14 +363,6 @@ class KubernetesClient(ProjectCalls):
         query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
         with suppress(RunError, UsageError), self.calls.open(paths.jobs_of(project), timeout_s + 5, **query) as stream:
             next(stream.lines(), None)
-
-
-def _is_stopping(stored: custom_types.ElasticJob) -> bool:
-    """Return whether the job has ended or is being stopped permanently, so that its lease cannot be acquired."""
-    held = stored.spec.lease
-    cancelled = held is not None and (held.holder == _CANCELLED or held.duration_seconds == 0)
-    ending = Phase(stored.status.phase).final or stored.status.intent in _PERMANENT
-    return cancelled or ending or stored.metadata.deletion_timestamp is not None
 
 
 def _named(name: str) -> dict[str, str]:

@@ -32,6 +32,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import set_by
+from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ Json = dict[str, Any]
 
 MAIN: Final = "main"
 REQUEST_ID: Final = f"{labels.GROUP}/request-id"
+CANCELLED: Final = "gpuquota-cancel"
+"""The holder of the lease of a job that its user has cancelled."""
+_PERMANENT: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
 
 
 class _Container(msgspec.Struct, frozen=True):
@@ -163,6 +167,14 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             expected_start=expected_start_of(status.expected_start),
         ),
     )
+
+
+def is_over(stored: ElasticJob) -> bool:
+    """Return whether the job has ended or is being stopped permanently, so that no change of it has an effect."""
+    held = stored.spec.lease
+    cancelled = held is not None and (held.holder == CANCELLED or held.duration_seconds == 0)
+    ending = Phase(stored.status.phase).final or stored.status.intent in _PERMANENT
+    return cancelled or ending or stored.metadata.deletion_timestamp is not None
 
 
 def _command(stored: ElasticJob) -> tuple[str, ...]:

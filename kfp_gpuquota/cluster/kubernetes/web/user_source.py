@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.job_sentences import over
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
@@ -20,6 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import paths
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_GPUS, MAX_VISIBLE, Question
+from kfp_gpuquota.cluster.kubernetes.user_client.views import is_over
 from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
 from kfp_gpuquota.errors import (
     ClusterUnavailableError,
@@ -249,8 +251,8 @@ class UserSource:
 
     async def _patch(self, project: str, name: str, spec: Json) -> None:
         job = self.job(project, name)
-        if job.status.phase.final:
-            raise ConflictError(f"job {name!r} has ended ({job.status.phase.value}); submit it again instead")
+        if (stored := self._objects.stored(job.uid)) is not None and is_over(stored):
+            raise ConflictError(over(name, job.status.phase))
         await self._check("patch", job)
         answer = await self._call("PATCH", job, {"metadata": {"uid": job.uid}, "spec": spec})
         self._objects.note_job(msgspec.json.decode(answer, type=ElasticJob))

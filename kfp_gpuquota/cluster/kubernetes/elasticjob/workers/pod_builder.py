@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
+from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS, as_annotations
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
@@ -155,6 +155,7 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
         "annotations": {
             **_of_others(given.get("annotations") or {}),
             **index,
+            **as_annotations(record.spec),  # what it holds while it exits, also after its job was deleted
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
             ISTIO_INJECT: "false",

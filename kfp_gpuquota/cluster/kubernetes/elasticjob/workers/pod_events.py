@@ -14,7 +14,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import countin
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.lifecycle import after_worker_runs, finished
-from kfp_gpuquota.engine.records import WorkerRecord, leaving
+from kfp_gpuquota.engine.records import Intent, WorkerRecord, leaving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ class WorkerPodEvents:
         self._book.commit(Change(jobs={job.uid: job}, workers={worker: after}))
         if self.started:
             self._decisions.workers_changed(job.uid)
-        if before is None and self.started and job.over:
+        if before is None and self.started and (job.over or job.intent is not Intent.RUN):
             self._workers.delete(worker, job.spec.grace_period_s)
 
     def _held_by(self, pod: PodView, worker: str) -> tuple[str, tuple[int, ...]]:
