@@ -23,9 +23,12 @@ from elastic_runtime.loop.step_states import (
 from elastic_runtime.process.device_memory import free_cache, is_out_of_memory
 from elastic_runtime.reduction.backward_pass import NO_PASS, Loss, Pass, StepLosses
 from elastic_runtime.reduction.step_metadata import CHECKSUMS, Share
+from elastic_runtime.state.sparse_parameters import sparse_parameters, zero_gradient
 from elastic_runtime.validation.leftover_gradients import UnappliedSteps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic_runtime.loop.member import Member
     from elastic_runtime.membership.generations import Generation
     from elastic_runtime.plan.batch_sizes import MicroBatchLimit
@@ -275,14 +278,17 @@ class GlobalStep:
     def clear(self) -> None:
         """Remove what `show_zeros` set, except where zeros were before."""
         kept, self._shows_zeros = self._mode.reducer.kept, False
-        for name, parameter in self._training.parameters():
-            parameter.grad = torch.zeros_like(parameter) if name in kept else None
+        self._set_zeros(lambda name, _parameter: name in kept)
 
     def show_zeros(self) -> None:
         """Set zero gradients on every trained parameter: the rest of an iteration may read them, without effect."""
         self._shows_zeros = True
-        for _, parameter in self._training.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self._set_zeros(lambda _name, parameter: parameter.requires_grad)
+
+    def _set_zeros(self, wanted: Callable[[str, torch.Tensor], bool]) -> None:
+        sparse = sparse_parameters(self._training.model)
+        for name, parameter in self._training.parameters():
+            parameter.grad = zero_gradient(parameter, sparse) if wanted(name, parameter) else None
 
     def take_over(self) -> None:
         """Continue with the state of others, who have applied the step: the rest of the iteration is as if it had, with

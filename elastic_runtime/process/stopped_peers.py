@@ -52,8 +52,12 @@ class Process(NamedTuple):
 
     @classmethod
     def own(cls) -> Process | None:
-        """Return this process; None on a system without /proc."""
+        """Return this process; None on a system without /proc, or with that of another PID namespace (a host's that is
+        mounted in a container), where this process's number is that of another one.
+        """
         try:
+            if Path("/proc/self").readlink().name != str(os.getpid()):
+                return None
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             space = f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
             return cls(space, os.getpid(), state_and_start(os.getpid())[1])
@@ -146,14 +150,14 @@ class StoppedPeers:
             if not process.stopped:
                 self._stopped_since.pop(process, None)
             elif now - self._stopped_since.setdefault(process, now) >= self._bound_s:
+                self._kill(process)
                 _log.warning(
-                    "rank %d (process %d) has been stopped by a signal for %.1f s while this worker waits for it: it "
+                    "rank %d (process %d) had been stopped by a signal for %.1f s while this worker waited for it: it "
                     "is killed (ELASTIC_STOPPED_S sets the time)",
                     rank,
                     process.pid,
                     now - self._stopped_since.pop(process),
                 )
-                self._kill(process)
 
     def _on_this_machine(self, peers: Peers) -> dict[int, Process]:
         if self._seen is not None and self._seen[0] is peers:

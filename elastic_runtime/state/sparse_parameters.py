@@ -17,3 +17,8 @@ def no_rows(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=dtype or parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+
+
+def zero_gradient(parameter: torch.Tensor, sparse: frozenset[torch.nn.Parameter]) -> torch.Tensor:
+    """Return a gradient of zeros; without a row if the parameter is one of the `sparse` ones."""
+    return no_rows(parameter) if parameter in sparse else torch.zeros_like(parameter)

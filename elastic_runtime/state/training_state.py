@@ -13,7 +13,7 @@ from elastic_runtime.errors import StateError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.plan.position import Position
 from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
-from elastic_runtime.state.sparse_parameters import no_rows, sparse_parameters
+from elastic_runtime.state.sparse_parameters import sparse_parameters, zero_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,7 +170,7 @@ class TrainingState:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         saved, sparse = [p.detach().clone() for p in parameters], sparse_parameters(self.model)
         for parameter in parameters:
-            parameter.grad = no_rows(parameter) if parameter in sparse else torch.zeros_like(parameter)
+            parameter.grad = zero_gradient(parameter, sparse)
         step = getattr(type(optimizer).step, "__wrapped__", None)  # without the script's own hooks
         if step is not None and not isinstance(optimizer, torch.optim.LBFGS):
             step(optimizer)

@@ -59,13 +59,21 @@ def _check_plain(part: torch.nn.Module) -> None:
 
 
 def check_embeddings(model: torch.nn.Module) -> None:
-    """UsageError for embeddings that change rows in the forward pass."""
+    """UsageError for embeddings whose rows or gradients depend on which samples one worker has together."""
     for name, part in model.named_modules():
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
+        if not isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        where = name or type(part).__name__
+        if part.max_norm is not None:
             raise UsageError(
-                f"{name or type(part).__name__} has max_norm, which changes rows of its weight in the forward pass: "
+                f"{where} has max_norm, which changes rows of its weight in the forward pass: "
                 "those of this worker's samples only; leave max_norm out, and after optimizer.step(), under `if "
                 "job.applied:`, call, within torch.no_grad(), weight.copy_(weight.renorm(2, 0, max_norm))"
+            )
+        if part.scale_grad_by_freq:
+            raise UsageError(
+                f"{where} has scale_grad_by_freq, which divides the gradient of a row by its number among this "
+                "worker's samples, and not among those of the global batch; leave scale_grad_by_freq out"
             )
 
 

@@ -58,6 +58,7 @@ REFUSED = [
     ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
     ("set_from_first_batch", "stop:5", "refused: alone: .*an initialisation from the first batch"),
     ("embedding_max_norm", "stop:5", "refused: alone: table has max_norm"),
+    ("embedding_scaled_by_frequency", "stop:5", "refused: alone: table has scale_grad_by_freq"),
     ("stream_with_a_buffer", "stop:5", "refused: alone: .*its state leaves something out"),
     ("plateau_of_a_local_loss", "with:2", "refused: with:2: attribute 'best' of ReduceLROnPlateau of rank 1 differs"),
     ("momentum_by_a_counter_of_steps", "join:6", "refused: join:6: 'weight_decay' of group 0 of SGD of rank 1 differs"),

@@ -128,6 +128,25 @@ def test_a_busy_process_and_one_that_a_debugger_holds_are_left_alone() -> None:
             process.kill()
 
 
+def test_nothing_is_watched_where_proc_is_that_of_another_pid_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a host's that is mounted in a container: process 1 there is not the one that a signal would reach."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert Process.own() is None
+
+
+def test_a_process_that_cannot_be_killed_is_not_reported_as_killed(
+    sleeper: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(_process: Process) -> None:
+        raise PermissionError
+
+    watched = Watched(stop(sleeper))
+    watched.watch._kill = refused
+    with pytest.raises(PermissionError):
+        watched.look_until(100)
+    assert not caplog.records
+
+
 def test_each_worker_leaves_its_process_once_to_new_peers() -> None:
     watch, others = StoppedPeers(None, Waits()), Others({})
     watch._peers = others
@@ -151,8 +170,9 @@ def test_the_bound_is_the_users_to_set(value: str, expected: float | None) -> No
 
 def all_have_left_their_process(cluster: Cluster, size: int) -> bool:
     def asked(service: Any) -> bool:
-        space = service._jobs[JOB].store._spaces.get(service.machine(JOB).generation)
-        return space is not None and space.check([f"process/{rank}" for rank in range(size)])
+        newest = service.machine(JOB).generation
+        space = service._jobs[JOB].store.space(newest, newest)
+        return bool(space.check([f"process/{rank}" for rank in range(size)]))
 
     return bool(cluster.coordinator.call(asked))
 
@@ -169,4 +189,4 @@ def test_a_training_continues_without_a_worker_that_is_stopped(tmp_path: Path) -
         cluster.wait_for_size(2)
         cluster.wait_for_end(0, 2)
         cluster.check_result(reference)
-        assert "has been stopped by a signal" in cluster.logs()
+        assert "had been stopped by a signal" in cluster.logs()

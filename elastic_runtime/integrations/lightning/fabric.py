@@ -96,7 +96,7 @@ class ElasticFabric(Fabric):
         """Set up as Fabric does, before the loop: else LoopError. The optimizers are returned as they are."""
         self._check_unprepared("setup")
         wrapped = super().setup(module, **kwargs)
-        self._models.append(wrapped.module)
+        self._take_model(wrapped)
         self._take(optimizers)
         if isinstance(wrapped.module, LightningModule):
             wrapped.module._fabric_optimizers = list(optimizers)  # noqa: SLF001  (what `self.optimizers()` returns)
@@ -109,7 +109,7 @@ class ElasticFabric(Fabric):
         """Set up as Fabric does, before the loop."""
         self._check_unprepared("setup_module")
         wrapped = super().setup_module(module, *args, **kwargs)
-        self._models.append(wrapped.module)
+        self._take_model(wrapped)
         return wrapped
 
     def setup_optimizers(self, *optimizers: Any) -> Any:
@@ -118,6 +118,13 @@ class ElasticFabric(Fabric):
         self._validate_setup_optimizers(optimizers)
         self._take(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def _take_model(self, wrapped: Any) -> None:
+        """Take the model, without the hook by which Fabric refuses a backward pass of a mixed precision that it has not
+        begun: `job.backward` begins it, and names one that the script begins.
+        """
+        self._models.append(wrapped.module)
+        wrapped._register_backward_hook = _unhooked  # noqa: SLF001
 
     def _take(self, optimizers: tuple[Any, ...]) -> None:
         for optimizer in optimizers:
@@ -177,6 +184,10 @@ class ElasticFabric(Fabric):
         if self._job_strategy.live:
             raise LoopError("fabric.rank_zero_first comes before fabric.epochs; in the loop, use fabric.job.repeat")
         yield
+
+
+def _unhooked(output: torch.Tensor) -> torch.Tensor:
+    return output
 
 
 def _check_arguments(given: dict[str, Any]) -> None:

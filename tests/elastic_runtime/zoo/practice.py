@@ -471,6 +471,8 @@ def tables_with_sparse_gradients(**init: Any) -> Any:
     for _epoch in job.epochs(EPOCHS):
         for x, y in loader:
             job.backward(cross_entropy(model(x), y))
+            gradient = model.items.weight.grad
+            assert gradient is None or gradient.is_sparse, "as scripts that log its rows expect"
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -151,9 +151,11 @@ class Figures(nn.Module):
         return found
 
 
-def with_fabric(init: dict[str, Any], model: Figures, optimizer: Any, after_epoch: Any = lambda _fabric: None) -> Any:
-    """Train by a loop with Fabric: plain if there are no options."""
-    given: dict[str, Any] = {"accelerator": "cpu"}
+def with_fabric(
+    init: dict[str, Any], model: Figures, optimizer: Any, after_epoch: Any = lambda _fabric: None, **options: Any
+) -> Any:
+    """Train by a loop with Fabric, made with `options`: a plain one if `init` is empty."""
+    given: dict[str, Any] = {"accelerator": "cpu", **options}
     fabric: Any = ElasticFabric(elastic=init, **given) if init else lightning.Fabric(**given)
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
@@ -184,6 +186,12 @@ def fabric_with_a_scheduler(**init: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
     return with_fabric(init, model, optimizer, lambda _fabric: scheduler.step())
+
+
+@script(modes=("fast",))
+def fabric_with_mixed_precision(**init: Any) -> Any:
+    model = Figures()
+    return with_fabric(init, model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16-mixed")
 
 
 @script(modes=("exact",))

@@ -125,9 +125,9 @@ def channels_last(s: Draft) -> None:
 
 
 class Words(nn.Module):
-    def __init__(self, max_norm: float | None = None) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.table = nn.Embedding(40, 8, max_norm=max_norm)
+        self.table = nn.Embedding(40, 8, **options)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -142,6 +142,11 @@ def embedding_table(s: Draft) -> None:
 @part("model", refused="max_norm")
 def embedding_max_norm(s: Draft) -> None:
     s.model = Words(max_norm=0.5)
+
+
+@part("model", refused="scale_grad_by_freq")
+def embedding_scaled_by_frequency(s: Draft) -> None:
+    s.model = Words(scale_grad_by_freq=True)
 
 
 class Counting(nn.Module):
