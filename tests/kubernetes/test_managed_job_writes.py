@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import JOBSET_UID, checkpoint_folder
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
     MANAGER,
     ManagedJob,
@@ -177,3 +178,18 @@ def test_a_field_that_is_taken_out_of_the_job_is_taken_out() -> None:
 )
 def test_a_number_that_only_a_job_may_have_becomes_the_nearest(given: Object, field: str, found: int | None) -> None:
     assert derived(job_body(**given))["spec"].get(field) == found
+
+
+@pytest.mark.parametrize(
+    ("metadata", "folder"),
+    [
+        ({"ownerReferences": []}, "elastic"),
+        ({}, "the-job"),
+        ({"labels": {JOBSET_UID: "the-set"}}, "the-set-train"),
+    ],
+)
+def test_checkpoints_are_found_again_by_the_next_elastic_job_and_below_a_job_set_by_the_next_job(
+    metadata: Object, folder: str
+) -> None:
+    body = elastic_body(job_body(), **metadata)
+    assert checkpoint_folder(msgspec.json.decode(msgspec.json.encode(body), type=ElasticJob)) == folder

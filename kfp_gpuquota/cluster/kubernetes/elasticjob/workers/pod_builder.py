@@ -40,6 +40,7 @@ SECRET_DIRECTORY: Final = "/var/run/secrets/gpuquota.dev"  # noqa: S105 - a path
 CHECKPOINT_DIRECTORY: Final = "/var/lib/gpuquota/checkpoints"
 RUNTIME_DIRECTORY: Final = "/opt/gpuquota/runtime"
 ISTIO_INJECT: Final = "sidecar.istio.io/inject"
+JOBSET_UID: Final = "jobset.sigs.k8s.io/jobset-uid"
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
 JOB_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 # Readable by all users: the container's user is arbitrary, and no other container mounts this directory.
@@ -235,11 +236,25 @@ def _mount(spec: Body, main: Body, job: ElasticJob, settings: PodSettings) -> No
     add("gpuquota-shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - of the container
     if job.spec.checkpoint is not None:
         claim = {"persistentVolumeClaim": {"claimName": job.spec.checkpoint.claim_name}}
-        add("gpuquota-checkpoints", CHECKPOINT_DIRECTORY, claim, subPath=job.metadata.uid)
+        add("gpuquota-checkpoints", CHECKPOINT_DIRECTORY, claim, subPath=checkpoint_folder(job))
     if settings.runtime_image:
         add("gpuquota-runtime", RUNTIME_DIRECTORY, {"emptyDir": {}}, readOnly=True)
         spec["initContainers"] = [_runtime_copy(settings.runtime_image), *(spec.get("initContainers") or [])]
     spec["volumes"], main["volumeMounts"] = volumes, mounts
+
+
+def checkpoint_folder(job: ElasticJob) -> str:
+    """Return the folder of the job's checkpoints in its claim.
+
+    That of a Job is the Job's, so that another ElasticJob of it continues, and below a JobSet that of all Jobs with this
+    name that the JobSet makes one after another.
+    """
+    meta = job.metadata
+    owner = next((one for one in meta.owner_references if one.controller and one.kind == "Job"), None)
+    if owner is None:
+        return meta.uid
+    above = meta.labels.get(JOBSET_UID)
+    return f"{above}-{meta.name}" if above else owner.uid
 
 
 def _runtime_copy(image: str) -> Body:
