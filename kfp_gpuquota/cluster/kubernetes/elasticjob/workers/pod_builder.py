@@ -246,7 +246,7 @@ def _mount(spec: Body, main: Body, job: ElasticJob, settings: PodSettings) -> No
 def checkpoint_folder(job: ElasticJob) -> str:
     """Return the folder of the job's checkpoints in its claim.
 
-    That of a Job is the Job's, so that another ElasticJob of it continues, and below a JobSet that of all Jobs with this
+    That of a Job is the Job's, so that another ElasticJob of it continues. Below a JobSet it is one for all Jobs with this
     name that the JobSet makes one after another.
     """
     meta = job.metadata
