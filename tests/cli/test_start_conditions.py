@@ -160,6 +160,9 @@ def test_an_array_is_one_line_also_if_it_is_on_several_pages(cli: Cli, monkeypat
     cli("submit after -g 1 --begin +1h -- true")
     assert [line.split()[0] for line in cli("list").splitlines()] == ["JOB", "before", "sweep-[0-7]", "after"]
     assert len(cli("list -o name").splitlines()) == 10
+    cli("delete before")
+    header, array, _ = cli("list").splitlines()
+    assert header.index("PROJECT") == array.index("team-a"), "the first page has no line of its own"
 
 
 def test_an_interrupted_submission_of_an_array_leaves_none_of_it(
