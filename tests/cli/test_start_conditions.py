@@ -11,12 +11,16 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.cli.arguments.start_conditions import array_of, begin_time, dependencies
 from kfp_gpuquota.cli.jobs import listing
+from kfp_gpuquota.cli.jobs.arrays import specs_of, submit_all
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job
     from tests.cli.conftest import Cli
+    from tests.conftest import EmbeddedCluster
 
 NOW = datetime(2027, 1, 31, 21, 30, tzinfo=UTC).timestamp()
 
@@ -105,6 +109,9 @@ def test_an_array_is_submitted_listed_awaited_and_deleted_by_its_name(cli: Cli) 
         "submit", "sweep", "-g", "1", "--array", "0-3%1", "--", "sh", "-c", "echo I am $GPUQUOTA_ARRAY_INDEX"
     )
     assert "4 jobs submitted to project team-a as array sweep" in submitted
+    for dry_run in ("client", "server"):
+        checked = json.loads(cli(f"submit other -g 1 --array 0-1 --dry-run={dry_run} -o json -- true"))
+        assert [job["spec"]["name"] for job in checked] == ["other-0", "other-1"]
     refused = cli.run("submit", "sweep", "--array", "4,0", "--", "true")
     assert "already has a job 'sweep-0'" in refused.err
     assert "sweep-4" not in cli("list -o name"), "those that were submitted before are deleted"
@@ -153,3 +160,25 @@ def test_an_array_is_one_line_also_if_it_is_on_several_pages(cli: Cli, monkeypat
     cli("submit after -g 1 --begin +1h -- true")
     assert [line.split()[0] for line in cli("list").splitlines()] == ["JOB", "before", "sweep-[0-7]", "after"]
     assert len(cli("list -o name").splitlines()) == 10
+    cli("delete before")
+    header, array, _ = cli("list").splitlines()
+    assert header.index("PROJECT") == array.index("team-a"), "the first page has no line of its own"
+
+
+def test_an_interrupted_submission_of_an_array_leaves_none_of_it(
+    embedded_cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = embedded_cluster.client
+    reached.create_project(Project(name="team-a", guaranteed=2))
+    submit = reached.submit
+
+    def interrupted(spec: JobSpec) -> Job:
+        if spec.name == "sweep-2":
+            raise KeyboardInterrupt
+        return submit(spec)
+
+    monkeypatch.setattr(reached, "submit", interrupted)
+    spec = JobSpec(name="sweep", project="team-a", command=("true",), gpus=1, begin_at=NOW)
+    with pytest.raises(KeyboardInterrupt):
+        submit_all(reached, specs_of(spec, array_of("0-3")))
+    assert not reached.list_jobs("team-a").jobs

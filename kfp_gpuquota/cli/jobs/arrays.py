@@ -32,12 +32,15 @@ def specs_of(spec: JobSpec, array: Array) -> list[JobSpec]:
 
 
 def submit_all(reached: ClusterApi, specs: Sequence[JobSpec]) -> list[Job]:
-    """Submit the jobs; if one is refused, those before it are deleted again. Raises what the cluster answered."""
+    """Submit the jobs; if one is refused, or the user interrupts it, those before it are deleted again.
+
+    Raises what the cluster answered.
+    """
     made: list[Job] = []
     try:
         for spec in specs:
             made.append(reached.submit(spec))  # noqa: PERF401 (those that were made are needed after an error)
-    except GpuQuotaError:
+    except (GpuQuotaError, KeyboardInterrupt):
         if made:
             reached.stop_jobs(specs[0].project, [job.spec.name for job in made], StopAction.DELETE)
         raise

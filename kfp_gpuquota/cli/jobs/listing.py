@@ -308,11 +308,11 @@ def _print_pages(reached: ClusterApi, project: str, wanted: Choice, look: Look) 
         jobs = (*later, *wanted.of(listed.jobs))
         later = _last_array(jobs) if listed.next_page else ()
         jobs = jobs[: len(jobs) - len(later)]
-        if jobs or headers:
+        if jobs or (headers and not listed.next_page):
             picture = "" if look.output is Format.NAME else look.table(jobs, headers=headers)
             if text := rendered(jobs, look.output, picture):
                 echo(text)
-        headers = False
+            headers = False
 
 
 def _last_array(jobs: Sequence[Job]) -> tuple[Job, ...]:

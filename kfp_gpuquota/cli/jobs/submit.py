@@ -375,7 +375,7 @@ def submit(
         _submit_array(reached, specs_of(spec, array_of(array)), dry_run, output)
         return
     if dry_run is not DryRun.NONE:
-        _show_dry_run(reached, spec, dry_run, output)
+        show(_checked(reached, spec, dry_run, output), output)
         return
     job = reached.submit(spec)
     if output is Format.TABLE:
@@ -399,8 +399,7 @@ def _check_follow(output: str, array: str | None) -> None:
 
 def _submit_array(reached: ClusterApi, specs: Sequence[JobSpec], dry_run: DryRun, output: str) -> None:
     if dry_run is not DryRun.NONE:
-        for spec in specs:
-            _show_dry_run(reached, spec, dry_run, output)
+        show(tuple(_checked(reached, spec, dry_run, output) for spec in specs), output)
         return
     jobs = submit_all(reached, specs)
     if output is Format.TABLE:
@@ -410,15 +409,14 @@ def _submit_array(reached: ClusterApi, specs: Sequence[JobSpec], dry_run: DryRun
     show(tuple(jobs), output)
 
 
-def _show_dry_run(reached: ClusterApi, spec: JobSpec, dry_run: DryRun, output: str) -> None:
-    """Show the job as it would be; with `--dry-run=server` as the cluster would queue it."""
-    checked = Job(uid="", spec=spec, status=JobStatus())
-    if dry_run is DryRun.SERVER:
-        checked = reached.submit(spec, dry_run=True)
+def _checked(reached: ClusterApi, spec: JobSpec, dry_run: DryRun, output: str) -> Job:
+    """Return the job as it would be; with `--dry-run=server` as the cluster would queue it."""
+    server = dry_run is DryRun.SERVER
+    checked = reached.submit(spec, dry_run=True) if server else Job(uid="", spec=spec, status=JobStatus())
     if is_tabular(output):
-        by = "server dry run" if dry_run is DryRun.SERVER else "dry run"
+        by = "server dry run" if server else "dry run"
         echo(f"job {spec.name} would be submitted to project {spec.project} ({by})")
-    show(checked, output)
+    return checked
 
 
 def whole_command(words: Sequence[str], program: str | None, args: Sequence[str]) -> tuple[str, ...]:
