@@ -62,8 +62,10 @@ class JobCollectives(JobView):
         """Return the mean over all workers of one number of each, weighted by each one's `weight`; the same on all.
 
         At a place that all workers reach, as for `job.repeat`: after an epoch's loop, or in an iteration after
-        `optimizer.step()` where `job.applied`; LoopError elsewhere.
+        `optimizer.step()` where `job.applied`; LoopError elsewhere. Where `job.dropped`, it is `value` itself.
         """
+        if self.dropped:
+            return float(value)
 
         def work() -> float:
             total = torch.tensor([float(value) * weight, weight], dtype=torch.float64)

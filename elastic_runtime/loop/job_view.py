@@ -65,6 +65,11 @@ class JobView:
         return self._prepared.applied
 
     @property
+    def dropped(self) -> bool:
+        """Whether what this iteration computes is dropped, since a worker was lost in it: its step is repeated."""
+        return self._prepared.dropped
+
+    @property
     def samples(self) -> int:
         """The number of samples of this iteration; 0 where they are copies, of a worker without one in a small step."""
         micro = self._prepared.micro_batch

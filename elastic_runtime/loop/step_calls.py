@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.loop.step_states import StepState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,11 @@ class StepCalls:
         self._step = step
         self.catching_up = False
         self.watches: list[LoopWatch] = []
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the step is repeated after this iteration, by this worker at least."""
+        return self._step.state is StepState.REPEATED
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Return to the step's beginning, and continue with the workers that are left."""

@@ -54,8 +54,8 @@ def test_a_script_trains_the_same_through_a_history(name: str) -> None:
     """ELASTIC_HISTORIES=all: through all 31."""
     modes = SCRIPTS[name].modes
     everything = os.environ.get("ELASTIC_HISTORIES") == "all"
-    sample = [one for one in IN_SAMPLE * 2 if name != ENDS_EARLY or "join" not in one]  # who comes late waits long
-    chosen = HISTORIES if everything else sample[NAMES.index(name) :][:3]
+    sample = [one for one in IN_SAMPLE * 3 if name != ENDS_EARLY or "join" not in one]  # who comes late waits long
+    chosen = HISTORIES if everything else sample[2 * NAMES.index(name) :][:3]
     cases = [
         Case(name, mode, (history,))
         for number, history in enumerate(chosen)

@@ -245,8 +245,10 @@ class _JobStrategy(SingleDeviceStrategy):
             super().clip_gradients_value(module, optimizer, clip_val)
 
     def _together(self, work: Callable[[], Value], alone: Value) -> Value:
-        """Return the result of a job's collective; `alone` outside of the loop. LoopError within a step."""
-        return self._job.repeat(work) if self.live else alone
+        """Return the result of a job's collective; `alone` outside of the loop, and in an iteration that is dropped, to
+        whose end not all workers come. LoopError within a step.
+        """
+        return self._job.repeat(work) if self.live and not self._job.dropped else alone
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:  # noqa: ARG002
         """Sum, or compute the mean, in place."""

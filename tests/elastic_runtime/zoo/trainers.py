@@ -151,8 +151,17 @@ class Figures(nn.Module):
         return found
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
 def with_fabric(
-    init: dict[str, Any], model: Figures, optimizer: Any, after_epoch: Any = lambda _fabric: None, **options: Any
+    init: dict[str, Any],
+    model: Figures,
+    optimizer: Any,
+    after_epoch: Any = _nothing,
+    after_step: Any = _nothing,
+    **options: Any,
 ) -> Any:
     """Train by a loop with Fabric, made with `options`: a plain one if `init` is empty."""
     given: dict[str, Any] = {"accelerator": "cpu", **options}
@@ -167,9 +176,11 @@ def with_fabric(
         model.train()
         for x, y in training:
             optimizer.zero_grad()
-            fabric.backward(cross_entropy(model(x), y))
+            loss = cross_entropy(model(x), y)
+            fabric.backward(loss)
             fabric.clip_gradients(model, optimizer, max_norm=0.5)
             optimizer.step()
+            after_step(fabric, loss.detach())
         model.eval()
         with torch.no_grad():
             losses = torch.stack([cross_entropy(model(x), y) for x, y in held_out])
@@ -179,6 +190,18 @@ def with_fabric(
     return model
 
 
+@script(modes=("fast",))
+def fabric_with_mixed_precision(**init: Any) -> Any:
+    """And the mean loss of each step, as a loop logs it, also of one that is repeated."""
+
+    def log(fabric: Any, loss: torch.Tensor) -> None:
+        assert fabric.all_reduce(loss).isfinite()
+
+    model = Figures()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return with_fabric(init, model, optimizer, after_step=log, precision="bf16-mixed")
+
+
 @script()
 def fabric_with_a_scheduler(**init: Any) -> Any:
     """Clipping, evaluation, collectives, a scheduler of epochs and a rate that the loop sets."""
@@ -186,12 +209,6 @@ def fabric_with_a_scheduler(**init: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
     return with_fabric(init, model, optimizer, lambda _fabric: scheduler.step())
-
-
-@script(modes=("fast",))
-def fabric_with_mixed_precision(**init: Any) -> Any:
-    model = Figures()
-    return with_fabric(init, model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16-mixed")
 
 
 @script(modes=("exact",))
