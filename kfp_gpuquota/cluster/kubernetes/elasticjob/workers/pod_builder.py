@@ -246,8 +246,8 @@ def _mount(spec: Body, main: Body, job: ElasticJob, settings: PodSettings) -> No
 def checkpoint_folder(job: ElasticJob) -> str:
     """Return the folder of the job's checkpoints in its claim.
 
-    That of a Job is the Job's, so that another ElasticJob of it continues. Below a JobSet it is one for all Jobs of this
-    name, of which the JobSet makes one after another.
+    That of a Job is the Job's, so that another ElasticJob of it continues. Below a JobSet it is one for all Jobs of
+    this name, of which the JobSet makes one after another.
     """
     meta = job.metadata
     owner = next((one for one in meta.owner_references if one.controller and one.kind == "Job"), None)
