@@ -263,7 +263,8 @@ class Events:
 
     def _at_step(self, session: Session, step: int) -> None:
         generation = session._member.generation
-        if 1 <= generation <= len(self._life.changes) and self._life.changes[generation - 1].step == step:
+        # a life that resumes beyond the step of a change has it at once: a joiner would wait for it in vain
+        if 1 <= generation <= len(self._life.changes) and self._life.changes[generation - 1].step <= step:
             self._change(session, generation)
         self._at(session, "stop", step)
         self._at(session, "crash", step)
