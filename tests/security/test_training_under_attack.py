@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,10 @@ time.sleep(1)
 
 
 def listening_ports(pid: int) -> list[int]:
-    links = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    links = set[str]()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            links.add(str(link.readlink()))
     inodes = {found[1] for link in links if (found := re.match(r"socket:\[(\d+)]", link))}
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()]
     own = [row[1].split(":") for row in rows[1:] if row[3] == "0A" and row[9] in inodes]

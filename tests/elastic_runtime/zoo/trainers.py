@@ -111,9 +111,9 @@ def trainer_that_stops_early(**init: Any) -> Any:
     return fitted(Classifier("step"), strategy_of(init), val_check_interval=2, callbacks=[stop])
 
 
-@script()
+@script(rehearsed="another state than the first one")
 def trainer_with_checkpoints(**init: Any) -> Any:
-    """Checkpoints of Lightning's, a scheduler of epochs."""
+    """Checkpoints of Lightning's in a folder of each process, whose path is in its state; a scheduler of epochs."""
     with tempfile.TemporaryDirectory() as directory:
         saved = ModelCheckpoint(directory, monitor="val_loss", save_top_k=2)
         return fitted(Classifier("epoch"), strategy_of(init), callbacks=[saved], enable_checkpointing=True)
