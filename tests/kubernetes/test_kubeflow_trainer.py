@@ -206,10 +206,14 @@ def test_a_job_set_restarts_a_job_that_has_failed_under_the_same_name(trainer: C
     path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{team}/jobsets"
     api.create(path, job_set)
     job = f"/apis/batch/v1/namespaces/{team}/jobs/set-node-0"
-    trainer.wait(lambda: api.exists(job), trainer.log)
-    uids = set()
+    uids = set[str]()
+
+    def exists_anew() -> bool:
+        found = {one["metadata"]["uid"] for one in api.items(job.rpartition("/")[0])}
+        return bool(found - uids)
+
     for _ in range(2):
-        trainer.wait(lambda: api.exists(job) and api.get(job)["metadata"]["uid"] not in uids, trainer.log)
+        trainer.wait(exists_anew, trainer.log)
         uid = active(trainer, job, 2)["metadata"]["uid"]
         uids.add(uid)
         pod = trainer.cluster.api.until(f"/api/v1/namespaces/{team}/pods/set-node-0-0", partial(is_bound, uid))
