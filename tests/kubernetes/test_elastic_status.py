@@ -21,9 +21,9 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import QUIET_S,
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import (
     record_of,
     status_of,
-    with_condition,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.conditions import with_condition
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus
 from kfp_gpuquota.cluster.kubernetes.user_client.views import job_of, node_view

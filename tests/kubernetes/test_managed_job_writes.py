@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import JOBSET_UID, checkpoint_folder
+from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_UID_LABEL
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import checkpoint_folder
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
     MANAGER,
     ManagedJob,
@@ -185,7 +186,7 @@ def test_a_number_that_only_a_job_may_have_becomes_the_nearest(given: Object, fi
     [
         ({"ownerReferences": []}, "elastic"),
         ({}, "the-job"),
-        ({"labels": {JOBSET_UID: "the-set"}}, "the-set-train"),
+        ({"labels": {JOBSET_UID_LABEL: "the-set"}}, "the-set-train"),
     ],
 )
 def test_checkpoints_are_found_again_by_the_next_elastic_job_and_below_a_job_set_by_the_next_job(

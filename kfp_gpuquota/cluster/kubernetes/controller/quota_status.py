@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import with_condition
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
+from kfp_gpuquota.cluster.kubernetes.objects.conditions import with_condition
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuotaStatus
 from kfp_gpuquota.cluster.kubernetes.quota.promises import promises_of

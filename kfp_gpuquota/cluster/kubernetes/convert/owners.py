@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
     Reader = Callable[[msgspec.Raw, msgspec.Raw, Collection[str]], "GangSize"]
 
+JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_UID_LABEL: Final = "jobset.sigs.k8s.io/jobset-uid"
 LEADER_WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"
 REPLICA_LABEL: Final = "leaderworkerset.sigs.k8s.io/group-index"
 POD_GROUP_LABEL: Final = "scheduling.x-k8s.io/pod-group"

@@ -4,8 +4,8 @@
     Job ─► ElasticJob of the same name, owned by the Job                conversion, reconciler
     ElasticJob's status ─► Job's status ─► JobSet, TrainJob             conversion, reconciler
 
-`managedBy` is how Kubernetes lets another controller run a Job: the Job controller leaves it alone, and whoever looks
-at the Job (JobSet, kubectl, Argo) sees a Job. So the number of pods changes in place, and no controller above
+`managedBy` is how Kubernetes lets another controller run a Job: the Job controller leaves it alone, and for JobSet,
+kubectl and Argo it is a Job. So the number of pods changes in place, and no controller above
 restarts anything. Beside `managedBy` such a Job has the label gpuquota.dev/elastic, by which it is watched.
 
 State is in the two objects only. What was derived from the Job is known by digests of the fields in an annotation of

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kfp_gpuquota.api import Phase, ReasonCode
-from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.api.request_paths import collection, join
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_PRIORITY, MAX_RUNTIME_S, MAX_SECONDS, check_name
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.conditions import any_is_true, with_condition
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
-API: Final = "/apis/batch/v1"
-PATH: Final = f"{API}/jobs"
+PATH: Final = "/apis/batch/v1/jobs"
 MANAGER: Final = labels.ELASTIC
 SELECTOR: Final = f"{labels.ELASTIC}=true"
 MAX_NODES: Final = 100_000
@@ -76,12 +76,12 @@ class ManagedJob(Struct, frozen=True):
     @property
     def has_finished(self) -> bool:
         """Return whether it has completed or failed, which is final."""
-        return any(one.type in _FINISHED and one.status == "True" for one in self.status.conditions or ())
+        return any_is_true(self.status.conditions, _FINISHED)
 
     @property
     def path(self) -> str:
         """Return its path."""
-        return join(f"{API}/namespaces", self.metadata.namespace, "jobs", self.metadata.name)
+        return join(collection("batch/v1", self.metadata.namespace, "jobs"), self.metadata.name)
 
 
 def elastic_job_of(job: ManagedJob) -> dict[str, Any]:
@@ -115,11 +115,8 @@ class Owner(NamedTuple):
 
 def owner_of(job: ElasticJob) -> Owner | None:
     """Return the Job that the ElasticJob runs for, which has its name; None for any other."""
-    meta = job.metadata
-    for one in meta.owner_references:
-        if one.controller and (one.api_version, one.kind, one.name) == ("batch/v1", "Job", meta.name):
-            return Owner(meta.namespace, one.uid)
-    return None
+    owner = job.owning_job
+    return None if owner is None else Owner(job.metadata.namespace, owner.uid)
 
 
 def changed_fields(derived: str, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,21 +257,26 @@ def without_times(status: Mapping[str, Any]) -> dict[str, Any]:
 def _conditions(
     job: ManagedJob, elastic: ElasticJob, phase: Phase, now: datetime, *, suspended: bool
 ) -> list[dict[str, Any]]:
-    known = {one.type: one for one in job.status.conditions or ()}
-    message = elastic.status.message
-    wanted = dict[str, tuple[str, str, str]]()
+    known: Sequence[Condition] = job.status.conditions or ()
+    for wanted in _wanted(elastic, phase, suspended=suspended, resumed=any(c.type == "Suspended" for c in known)):
+        known = with_condition(known, wanted, now.timestamp())
+    return [msgspec.to_builtins(one) for one in known]
+
+
+def _wanted(elastic: ElasticJob, phase: Phase, *, suspended: bool, resumed: bool) -> Iterator[Condition]:
+    """Yield the conditions to write. `resumed`: it has been suspended before."""
     if suspended:
-        wanted["Suspended"] = "True", "JobSuspended", "Job suspended"
-    elif "Suspended" in known:
-        wanted["Suspended"] = "False", "JobResumed", "Job resumed"
+        yield Condition("Suspended", "True", "JobSuspended", "Job suspended")
+    elif resumed:
+        yield Condition("Suspended", "False", "JobResumed", "Job resumed")
+    message = elastic.status.message
     if phase is Phase.SUCCEEDED:
-        wanted["SuccessCriteriaMet"] = wanted["Complete"] = "True", "CompletionsReached", message
+        yield Condition("SuccessCriteriaMet", "True", "CompletionsReached", message)
+        yield Condition("Complete", "True", "CompletionsReached", message)
     elif phase.final:
         reason = _failure(phase, elastic)
-        wanted["FailureTarget"] = wanted["Failed"] = "True", reason, message
-    kept = [one for one in known.values() if one.type not in wanted]
-    dated = [*kept, *(_dated(known.get(type_), type_, *content, now) for type_, content in wanted.items())]
-    return [msgspec.to_builtins(one) for one in dated]
+        yield Condition("FailureTarget", "True", reason, message)
+        yield Condition("Failed", "True", reason, message)
 
 
 def _failure(phase: Phase, elastic: ElasticJob) -> str:
@@ -282,12 +284,6 @@ def _failure(phase: Phase, elastic: ElasticJob) -> str:
     if phase is Phase.CANCELLED:
         return "Cancelled"
     return "DeadlineExceeded" if elastic.status.reason == ReasonCode.RAN_TOO_LONG else "BackoffLimitExceeded"
-
-
-def _dated(known: Condition | None, type_: str, status: str, reason: str, message: str, now: datetime) -> Condition:
-    same = known is not None and known.status == status
-    at = known.last_transition_time if same and known is not None else now.replace(microsecond=0)
-    return Condition(type_, status, reason, message, at)
 
 
 def _text(at: datetime) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, OwnerReference, Struct
 
 
 class GpuQuotaSpec(Struct, frozen=True):
@@ -241,6 +241,14 @@ class ElasticJob(Struct, frozen=True):
     metadata: Metadata
     spec: ElasticJobSpec = ElasticJobSpec()
     status: ElasticJobStatus = ElasticJobStatus()
+
+    @property
+    def owning_job(self) -> OwnerReference | None:
+        """Return the Job (batch/v1) that it runs for, which has its name; None for any other."""
+        for one in self.metadata.owner_references:
+            if one.controller and (one.api_version, one.kind, one.name) == ("batch/v1", "Job", self.metadata.name):
+                return one
+        return None
 
 
 class AutoscaledSpec(Struct, frozen=True):

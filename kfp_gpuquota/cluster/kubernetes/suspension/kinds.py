@@ -23,6 +23,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_LABEL
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.conditions import any_is_true
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
 
 if TYPE_CHECKING:
@@ -111,12 +112,12 @@ class Suspendable(Struct, frozen=True):
     @property
     def has_suspended(self) -> bool:
         """Return whether its controller has read that it is to be suspended."""
-        return any(one.type == "Suspended" and one.status == "True" for one in self.status.conditions or ())
+        return any_is_true(self.status.conditions, {"Suspended"})
 
     @property
     def has_finished(self) -> bool:
         """Return whether it has completed or failed: its controller suspends and resumes nothing any more."""
-        return any(one.type in _FINISHED and one.status == "True" for one in self.status.conditions or ())
+        return any_is_true(self.status.conditions, _FINISHED)
 
     @property
     def by_controller(self) -> bool:

@@ -198,12 +198,3 @@ def status_of(
         counted_until=_exact(status.counted_until),
         **retries,
     )
-
-
-def with_condition(known: Sequence[Condition], wanted: Condition, now: float) -> tuple[Condition, ...]:
-    """Return the conditions with this one; its transition time changes only with its status."""
-    old = next((c for c in known if c.type == wanted.type), None)
-    same = old is not None and old.status == wanted.status
-    at = old.last_transition_time if same and old is not None else _time(now)
-    dated = msgspec.structs.replace(wanted, last_transition_time=at)
-    return (*(c for c in known if c.type != wanted.type), dated)

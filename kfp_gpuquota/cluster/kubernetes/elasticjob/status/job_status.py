@@ -10,9 +10,10 @@ import msgspec
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import status_of, with_condition
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import status_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import retry_fields
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
+from kfp_gpuquota.cluster.kubernetes.objects.conditions import with_condition
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus
 

@@ -19,6 +19,7 @@ import msgspec
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS, as_annotations
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
+from kfp_gpuquota.cluster.kubernetes.convert.owners import INDEX_ANNOTATION, JOB_LABEL, JOBSET_UID_LABEL
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
 from kfp_gpuquota.cluster.kubernetes.convert.requests import PREFERRED, REQUIRED, node_term, outside_pools, preference
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
@@ -40,9 +41,6 @@ SECRET_DIRECTORY: Final = "/var/run/secrets/gpuquota.dev"  # noqa: S105 - a path
 CHECKPOINT_DIRECTORY: Final = "/var/lib/gpuquota/checkpoints"
 RUNTIME_DIRECTORY: Final = "/opt/gpuquota/runtime"
 ISTIO_INJECT: Final = "sidecar.istio.io/inject"
-JOBSET_UID: Final = "jobset.sigs.k8s.io/jobset-uid"
-JOB_NAME: Final = "batch.kubernetes.io/job-name"
-JOB_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 # Readable by all users: the container's user is arbitrary, and no other container mounts this directory.
 SECRET_MODE: Final = 0o444
 
@@ -140,7 +138,7 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
 def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker) -> Body:
     given = template.get("metadata") or {}
     given_labels = given.get("labels") or {}
-    index = {JOB_INDEX: str(worker.index)} if JOB_NAME in given_labels else {}  # as clients of Jobs read it
+    index = {INDEX_ANNOTATION: str(worker.index)} if JOB_LABEL in given_labels else {}  # as clients of Jobs read it
     reason = record.status.reason.message if record.status.reason else ""
     return {
         "name": pod_name(job.metadata.name, worker.index),
@@ -250,10 +248,10 @@ def checkpoint_folder(job: ElasticJob) -> str:
     this name, of which the JobSet makes one after another.
     """
     meta = job.metadata
-    owner = next((one for one in meta.owner_references if one.controller and one.kind == "Job"), None)
+    owner = job.owning_job
     if owner is None:
         return meta.uid
-    above = meta.labels.get(JOBSET_UID)
+    above = meta.labels.get(JOBSET_UID_LABEL)
     return f"{above}-{meta.name}" if above else owner.uid
 
 
