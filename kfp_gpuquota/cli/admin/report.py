@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import time
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 import typer
@@ -15,14 +13,16 @@ import typer
 from kfp_gpuquota.api.durations import UNITS_S
 from kfp_gpuquota.cli.admin.time_report import as_csv, as_table, time_rows
 from kfp_gpuquota.cli.arguments.options import client
-from kfp_gpuquota.cli.display.output import in_json, table
+from kfp_gpuquota.cli.display.output import csv_text, in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kfp_gpuquota.api.history import GpuHours
+
+Row = TypeVar("Row")
 
 _COLUMNS: Final = ("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS", "UNUSED")
 
@@ -69,38 +69,41 @@ def report(
       gpuquota --context NAME report --since 30d --prometheus http://localhost:9090 -o csv
     """
     if time_spent:
-        _report_time_spent(time.time() - _seconds(since), output)
+        now = time.time()
+        spent = time_rows(client().list_jobs("").jobs, now - _seconds(since), now)
+        _show(spent, output, in_csv=as_csv, in_table=as_table)
         return
     rows = client().gpu_hours(_seconds(since), prometheus=prometheus)
+    _show(rows, output, in_csv=_csv, in_table=_table)
+
+
+def _show(
+    rows: Sequence[Row],
+    output: ReportFormat,
+    *,
+    in_csv: Callable[[Sequence[Row]], str],
+    in_table: Callable[[Sequence[Row]], str],
+) -> None:
     if output is ReportFormat.JSON:
         echo_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
     elif output is ReportFormat.CSV:
-        echo_data(_csv(rows))
+        echo_data(in_csv(rows))
     else:
-        columns = _COLUMNS if any(row.unused is not None for row in rows) else _COLUMNS[:-1]
-        echo(table(columns, (_row(row)[: len(columns)] for row in rows)))
-
-
-def _report_time_spent(since: float, output: ReportFormat) -> None:
-    rows = time_rows(client().list_jobs("").jobs, since, time.time())
-    if output is ReportFormat.JSON:
-        echo_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
-    elif output is ReportFormat.CSV:
-        echo_data(as_csv(rows))
-    else:
-        echo(as_table(rows))
+        echo(in_table(rows))
 
 
 def _row(row: GpuHours) -> tuple[str, float, float, float, float | None]:
     return row.project, row.guaranteed, row.borrowed, row.total, row.unused
 
 
+def _table(rows: Sequence[GpuHours]) -> str:
+    columns = _COLUMNS if any(row.unused is not None for row in rows) else _COLUMNS[:-1]
+    return table(columns, (_row(row)[: len(columns)] for row in rows))
+
+
 def _csv(rows: Sequence[GpuHours]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours", "unused_gpu_hours"))
-    writer.writerows(map(_row, rows))
-    return text.getvalue().rstrip("\n")
+    columns = ("project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours", "unused_gpu_hours")
+    return csv_text(columns, map(_row, rows))
 
 
 def _seconds(text: str) -> float:

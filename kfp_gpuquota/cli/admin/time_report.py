@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.time_spent import Activity, time_spent
-from kfp_gpuquota.cli.display.output import duration, table
+from kfp_gpuquota.cli.display.output import csv_text, duration, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,8 +42,5 @@ def as_table(rows: Sequence[Row]) -> str:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """Return the rows as CSV, with all activities."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ("project", "jobs", *(f"{activity}_s" for activity in Activity)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().rstrip("\n")
+    columns = ("project", "jobs", *(f"{activity}_s" for activity in Activity))
+    return csv_text(columns, ([row[column] for column in columns] for row in rows))

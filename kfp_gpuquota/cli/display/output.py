@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import shutil
 import sys
@@ -87,6 +89,15 @@ def _names(content: object) -> Iterator[str]:
 def in_json(text: str) -> str:
     """JSON escapes ASCII's control characters by itself; others may be written as escapes as well."""
     return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return the rows as CSV, with a line of the columns' names."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue().rstrip("\n")
 
 
 def terminal_width() -> int | None:

@@ -68,20 +68,21 @@ def one_job(reached: ClusterApi, project: str, name: str) -> Job:
         raise
 
 
-def with_members(reached: ClusterApi, project: str, names: Iterable[str], *, ended: bool = True) -> list[str]:
+def expanded(names: Iterable[str], listed: Sequence[Job], *, ended: bool = True) -> list[str]:
     """Return the names with the jobs of an array in the place of its name, those that have `ended` among them or not.
 
-    Jobs are listed only if a name is no job's.
+    A name that is a job's own is that job.
     """
-    found: list[str] = []
-    arrays: dict[str, list[str]] | None = None
-    for name in names:
-        try:
+    own = {job.spec.name for job in listed}
+    arrays = arrays_in(job for job in listed if ended or not job.status.phase.final)
+    return [each for name in names for each in ([name] if name in own else arrays.get(name, [name]))]
+
+
+def with_members(reached: ClusterApi, project: str, names: Sequence[str], *, ended: bool = True) -> list[str]:
+    """Return the names as `expanded` does, each once. Jobs are listed only if a name is no job's."""
+    try:
+        for name in names:
             reached.get_job(project, name)
-            found.append(name)
-        except NotFoundError:
-            if arrays is None:
-                listed = reached.list_jobs(project).jobs
-                arrays = arrays_in(job for job in listed if ended or not job.status.phase.final)
-            found += arrays.get(name, [name])
-    return list(dict.fromkeys(found))
+    except NotFoundError:
+        names = expanded(names, reached.list_jobs(project).jobs, ended=ended)
+    return list(dict.fromkeys(names))

@@ -16,7 +16,7 @@ from kfp_gpuquota.cli.arguments.options import DryRun, DryRunOption, ProjectOpti
 from kfp_gpuquota.cli.arguments.parsers import seconds
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.cli.jobs.arrays import arrays_in, with_members
+from kfp_gpuquota.cli.jobs.arrays import expanded, with_members
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -145,9 +145,8 @@ def delete(
         raise UsageError("name the jobs, or give --ended for all that have ended: gpuquota delete JOB...")
     reached, project = client(), project_or_configured(project)
     listed = reached.list_jobs(project).jobs
-    uids, arrays = {job.spec.name: job.uid for job in listed}, arrays_in(listed)
-    jobs = [each for name in jobs for each in ([name] if name in uids else arrays.get(name, [name]))]
-    jobs = jobs or [
+    uids = {job.spec.name: job.uid for job in listed}
+    jobs = expanded(jobs, listed) or [
         job.spec.name for job in listed if selects(wanted, job.spec.labels) and (job.status.phase.final or not ended)
     ]
     if ignore_not_found:
