@@ -97,8 +97,8 @@ def train(task: Task, environment: dict[str, str], stop: Any) -> None:
 def run_body(body: Callable[..., None], *arguments: Any) -> None:
     """Run a worker's body, until the server that has forked this process ends.
 
-    It ends with the benchmark; and at a signal for the process group it ends before the workers, of whose ends
-    multiprocessing hears by it: they would be taken for ended, and train on.
+    It ends with the benchmark. At a signal for the process group it ends before the workers, whose ends it reports to
+    multiprocessing: they would count as ended, and would continue to train.
     """
     die_with_parent()
     if os.getppid() != 1:

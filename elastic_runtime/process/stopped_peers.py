@@ -37,7 +37,7 @@ WAITED_S: Final = 1.0
 """What a step may wait for its slowest worker before anything is looked for."""
 PAUSE_S: Final = 0.25
 LATE_S: Final = 1.0
-"""A look that comes later than that follows a time in which this process did not run: what it knows is outdated."""
+"""A look that comes later than that follows a time in which this process did not run: what it has seen is outdated."""
 STOPPED: Final = "T"
 
 _log = logging.getLogger("elastic_runtime")

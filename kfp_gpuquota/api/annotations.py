@@ -16,12 +16,11 @@ and a quantity where the request is memory; an annotation with the same meaning 
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.api.quantity import exact_text, parse_mib
 from kfp_gpuquota.api.share import share_fields
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.errors import InvalidFieldError
@@ -132,7 +131,7 @@ def _read(annotations: Mapping[str, str], name: str, parse: Callable[[str, str],
 
 
 def _decimal(value: float | None) -> str | None:
-    return None if value is None else f"{Decimal(repr(value)):f}"  # exact, and without an exponent
+    return None if value is None else exact_text(value)
 
 
 def _fraction(field: str, text: str) -> float:

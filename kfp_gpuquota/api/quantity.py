@@ -9,6 +9,7 @@ above 2^63 (1000E is 1).
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from fractions import Fraction
 from math import ceil
 from typing import Final
@@ -53,6 +54,11 @@ def parse_quantity(field: str, text: str) -> Fraction:
 def _power(exponent: str) -> Fraction:
     bounded = max(-2 * _LARGEST_EXPONENT, min(2 * _LARGEST_EXPONENT, int(exponent)))
     return Fraction(10) ** bounded
+
+
+def exact_text(value: float) -> str:
+    """Return the shortest decimal that is read as this number, without an exponent."""
+    return f"{Decimal(repr(value)):f}"
 
 
 def parse_mib(field: str, text: str) -> int:

@@ -8,7 +8,7 @@ from decimal import Decimal
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kfp_gpuquota.api.quantity import MIB, show_mib
+from kfp_gpuquota.api.quantity import MIB, exact_text, show_mib
 from kfp_gpuquota.api.validation import MAX_MIB, check_count
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -70,7 +70,7 @@ def limit_text(asked: Asked) -> str:
     """For RUNAI_GPU_MEMORY_LIMIT: a part where a fraction is asked for, bytes where memory is."""
     if asked.gpu_memory_mib is not None:
         return str((asked.gpu_memory_limit_mib or asked.gpu_memory_mib) * MIB)
-    return f"{Decimal(repr(asked.gpu_fraction_limit or asked.gpu_fraction)):f}"  # exact, and without an exponent
+    return exact_text(asked.gpu_fraction_limit or asked.gpu_fraction or 0.0)
 
 
 def compute_variables(compute: float | None) -> dict[str, str]:
