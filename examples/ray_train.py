@@ -4,8 +4,8 @@
     python examples/ray_train.py
 
 The training begins on the one free CPU; the other one is taken by other work of Ray. When that ends, a second worker
-joins; then the program asks for one worker again. The processes stay, and no step is lost. The training function knows
-nothing of that: it is one for TorchTrainer. With GPUs: `use_gpu=True`.
+joins; then the program asks for one worker again, and soon after ends the training. The processes stay, and no step is
+lost. The training function knows nothing of the sizes: it is one for TorchTrainer. With GPUs: `use_gpu=True`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_worker
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAME, EPOCHS = "digits", 80
+NAME, EPOCHS, LONGEST = "digits", 80, 4000
 
 
 def train(config: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def train(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     context = ray.train.get_context()
-    for epoch in range(config["epochs"]):
+    for epoch in range(LONGEST):
         loader.sampler.set_epoch(epoch)
         for inputs, targets in loader:
             loss = F.cross_entropy(model(inputs), targets)
@@ -60,6 +60,8 @@ def train(config: dict[str, Any]) -> None:
                 torch.save(model.module.state_dict(), Path(directory) / "model.pt")
                 checkpoint = Checkpoint.from_directory(directory)
             ray.train.report(metrics, checkpoint=checkpoint)
+        if epoch + 1 >= EPOCHS and Path(config["enough"]).exists():
+            break
 
 
 @ray.remote(num_cpus=1)
@@ -76,27 +78,29 @@ def main() -> None:
     with ray_cluster(nodes=2, cpus=1), tempfile.TemporaryDirectory() as directory:
         other = OtherWork.remote()
         ray.get(other.ready.remote())
-        threading.Thread(target=change, args=(other,), daemon=True).start()
+        enough = Path(directory) / "enough"
+        threading.Thread(target=change, args=(other, enough), daemon=True).start()
         trainer = ElasticTorchTrainer(
             train,
-            train_loop_config={"epochs": EPOCHS},
+            train_loop_config={"enough": str(enough)},
             scaling_config=ScalingConfig(num_workers=(1, 2)),
             run_config=RunConfig(name=NAME, storage_path=directory),
             global_batch_size=64,
         )
         result = trainer.fit()
         print("the last checkpoint:", result.metrics)
-        print("epochs:", result.metrics["epoch"] + 1, "of", EPOCHS)
+        print("epochs:", result.metrics["epoch"] + 1)
 
 
-def change(other: Any) -> None:
-    """Let the training grow, then shrink."""
+def change(other: Any, enough: Path) -> None:
+    """Let the training grow, then shrink, then end: on a slow machine it trains for longer."""
     wait_for(1)
     ray.kill(other)
     print("the other work has ended", flush=True)
     wait_for(2)
     limit_workers(NAME, 1)
     wait_for(1)
+    enough.touch()
 
 
 def wait_for(workers: int) -> None:

@@ -19,4 +19,5 @@ def test_the_example_grows_and_shrinks_without_losing_an_epoch() -> None:
     ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stdout.splitlines() if line.endswith("workers train") or "epochs:" in line]
-    assert lines == ["1 workers train", "2 workers train", "1 workers train", "epochs: 80 of 80"]
+    assert lines[:-1] == ["1 workers train", "2 workers train", "1 workers train"]
+    assert int(lines[-1].removeprefix("epochs: ")) >= 80
