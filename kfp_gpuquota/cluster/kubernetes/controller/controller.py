@@ -195,7 +195,7 @@ class Controller:
             self.unpinned,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
-        self.gangs = Gangs(snapshot.pods, self.put_pod, self._writer, self.rules)
+        self.gangs = Gangs(snapshot.pods, self.put_pod, self._owner_unread, self._writer, self.rules)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self.events, self.gangs, snapshot.unseen)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
@@ -305,6 +305,9 @@ class Controller:
         for one in itertools.chain.from_iterable(self.snapshot.state.promises.values()):
             found.setdefault(one.node, set()).update(one.devices)
         return found
+
+    def _owner_unread(self) -> None:
+        self._waiting.look_soon()
 
     def put_pod(self, view: PodView) -> None:
         """Process a pod that has changed, or whose reservation has moved."""

@@ -5,6 +5,7 @@
 | PodGroup (scheduling.x-k8s.io, Volcano) | label, annotation | `minMember` of them |
 | JobSet | label | all replicas of all its jobs |
 | LeaderWorkerSet | label | the leader and its workers: each replica is a group of its own |
+| PodGroup (scheduling.k8s.io) | the pod's `schedulingGroup` | `gang.minCount` of them; with policy `basic` each alone |
 | PyTorchJob, MPIJob, ... (kubeflow.org) | owner | all replicas, or `runPolicy.schedulingPolicy.minAvailable` |
 | RayCluster | owner | all replicas, or `minReplicas` where Ray scales it |
 | Job | owner | all, where it is Indexed and runs all its indexes at once |
@@ -43,6 +44,7 @@ JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID_LABEL: Final = "jobset.sigs.k8s.io/jobset-uid"
 LEADER_WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"
 REPLICA_LABEL: Final = "leaderworkerset.sigs.k8s.io/group-index"
+NATIVE_VERSIONS: Final = ("scheduling.k8s.io/v1beta1", "scheduling.k8s.io/v1alpha2")  # Kubernetes 1.37, 1.36
 POD_GROUP_LABEL: Final = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION: Final = "scheduling.k8s.io/group-name"
 INDEX_ANNOTATION: Final = "batch.kubernetes.io/job-completion-index"
@@ -62,6 +64,11 @@ class Owner(NamedTuple):
     def path(self) -> str:
         """Return the owner's API path."""
         return join(collection(self.api_version, self.namespace, f"{self.kind.lower()}s"), self.name)
+
+    @property
+    def is_native(self) -> bool:
+        """Return whether it is a PodGroup of Kubernetes' own, for which kube-scheduler waits, too."""
+        return self.api_version in NATIVE_VERSIONS
 
     @property
     def group(self) -> str:
@@ -113,6 +120,8 @@ def _named_owner(pod: Pod) -> Owner | None:
     if name := written.get(LEADER_WORKER_LABEL):
         replica = written.get(REPLICA_LABEL, "")
         return Owner("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", namespace, name, replica)
+    if (native := pod.spec.scheduling_group) is not None and native.pod_group_name:
+        return Owner(NATIVE_VERSIONS[0], "PodGroup", namespace, native.pod_group_name)
     owner = next((o for o in meta.owner_references if o.controller), None)
     if owner is None or _reader(owner.api_version, owner.kind) is None:
         return None
@@ -258,6 +267,18 @@ class _PodGroup(Struct, frozen=True):
     min_member: int = 1
 
 
+class _Gang(Struct, frozen=True):
+    min_count: int = 1
+
+
+class _GroupPolicy(Struct, frozen=True):
+    gang: _Gang = _Gang()
+
+
+class _NativePodGroup(Struct, frozen=True):
+    scheduling_policy: _GroupPolicy = _GroupPolicy()
+
+
 def _job(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
     job, done = msgspec.json.decode(spec, type=_Job), msgspec.json.decode(status, type=_JobStatus)
     left = job.at_once
@@ -360,6 +381,10 @@ def _pod_group(spec: msgspec.Raw, _status: msgspec.Raw, _counted: Collection[str
     return _all(msgspec.json.decode(spec, type=_PodGroup).min_member)
 
 
+def _native_pod_group(spec: msgspec.Raw, _status: msgspec.Raw, _counted: Collection[str]) -> GangSize:
+    return _all(msgspec.json.decode(spec, type=_NativePodGroup).scheduling_policy.gang.min_count)
+
+
 def _all(size: int, rest: tuple[Rest, ...] = ()) -> GangSize:
     return GangSize(max(1, size), max(1, size), rest)
 
@@ -374,6 +399,7 @@ _READERS: Final[dict[tuple[str, str], Reader]] = {
     ("jobset.x-k8s.io", "JobSet"): _job_set,
     ("leaderworkerset.x-k8s.io", "LeaderWorkerSet"): _leader_worker_set,
     ("ray.io", "RayCluster"): _ray_cluster,
+    ("scheduling.k8s.io", "PodGroup"): _native_pod_group,
     ("scheduling.x-k8s.io", "PodGroup"): _pod_group,
     ("scheduling.volcano.sh", "PodGroup"): _pod_group,
     ("apps", "ReplicaSet"): _replicas,

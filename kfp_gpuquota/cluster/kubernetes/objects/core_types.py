@@ -240,6 +240,12 @@ class PodVolume(Struct, frozen=True):
     rbd: Present | None = None
 
 
+class SchedulingGroup(Struct, frozen=True):
+    """The PodGroup of Kubernetes' own with which a pod is scheduled."""
+
+    pod_group_name: str = ""
+
+
 class PodSpec(Struct, frozen=True):
     """The specification of a pod."""
 
@@ -257,6 +263,7 @@ class PodSpec(Struct, frozen=True):
     topology_spread_constraints: tuple[SpreadConstraint, ...] = ()
     resource_claims: tuple[Present, ...] = ()
     scheduler_name: str = ""
+    scheduling_group: SchedulingGroup | None = None
 
 
 class Terminated(Struct, frozen=True):

@@ -1,8 +1,10 @@
 """Assigns waiting pods to their owner's group; the owner is read once, when its first pod arrives.
 
 An owner that cannot be read (the conversion webhook of its kind fails, its API server does not answer) is unknown: its
-pods wait with that reason, and it is read again after growing pauses. Nothing else waits for it: a call may take
-LOOK_UP_S and is in a lane that namespaces share in turn, and the first plan waits no longer for all of them together.
+pods wait with that reason, and it is read again after growing pauses. So do those of a PodGroup of Kubernetes' own that
+does not exist yet: kube-scheduler waits for it, too, and they would hold GPUs for nothing. Nothing else waits: a call
+may take LOOK_UP_S and is in a lane that namespaces share in turn, and the first plan waits no longer for all of them
+together.
 
 Owners are not watched: a cluster may have very many Jobs, and their gang size is needed only for some seconds, until
 their pods have been created. So a response is cached for a short time, and read again for pods that arrive later, and
@@ -22,7 +24,7 @@ import msgspec
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
-from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, GangSize, gang_size
+from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, NATIVE_VERSIONS, GangSize, gang_size
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
@@ -41,17 +43,26 @@ log = logging.getLogger(__name__)
 
 
 class Gangs:
-    """Gang sizes by owner. `pods` are all tracked pods by uid; `put` receives pods after their owner was read."""
+    """Gang sizes by owner. `pods` are all tracked pods by uid.
+
+    `put` receives pods after their owner was read; `unread` is called when an owner could not be.
+    """
 
     def __init__(
-        self, pods: Mapping[str, PodView], put: Callable[[PodView], None], writer: Writer, rules: CurrentRules
+        self,
+        pods: Mapping[str, PodView],
+        put: Callable[[PodView], None],
+        unread: Callable[[], None],
+        writer: Writer,
+        rules: CurrentRules,
     ) -> None:
-        self._pods, self._put, self._writer, self._rules = pods, put, writer, rules
+        self._pods, self._put, self._unread, self._writer, self._rules = pods, put, unread, writer, rules
         self._sizes: dict[Owner, tuple[GangSize, float]] = {}
         self._waiting: dict[Owner, dict[str, PodView]] = {}
         self._joined: dict[Owner, set[str]] = {}  # uids of pods whose group depends on the owner
         self._again: dict[Owner, tuple[float, float]] = {}  # when an incomplete group is read again, and the pause
         self._failures: dict[Owner, tuple[str, Backoff]] = {}  # why an owner is unknown, and the pauses
+        self._native_versions: tuple[str, ...] = NATIVE_VERSIONS  # of native PodGroups, the one that is served first
         self._all_read = asyncio.Event()
         self._all_read.set()
 
@@ -131,28 +142,45 @@ class Gangs:
 
     def _read(self, owner: Owner) -> None:
         self._all_read.clear()
+        versions = self._native_versions if owner.is_native else (owner.api_version,)
+        self._read_version(owner, versions)
+
+    def _read_version(self, owner: Owner, versions: tuple[str, ...]) -> None:
+        """Read the owner in the first of the versions of its API; if it is not there, in the next."""
         write = Write(
             verb="GET",
-            path=owner.path,
+            path=owner._replace(api_version=versions[0]).path,
             about=f"{owner.namespace}/{owner.group}",
             lane=Lane.LOOK_UP,
             level=logging.DEBUG,
             limit_s=LOOK_UP_S,
         )
-        self._writer.submit(write, partial(self._answered, owner), partial(self._failed, owner))
+        self._writer.submit(
+            write, partial(self._answered, owner, versions[0]), partial(self._failed, owner, versions[1:])
+        )
 
-    def _answered(self, owner: Owner, answer: bytes) -> None:
+    def _answered(self, owner: Owner, version: str, answer: bytes) -> None:
+        if owner.is_native:
+            self._native_versions = (version, *(one for one in NATIVE_VERSIONS if one != version))
         counted = {name for name, _ in self._rules.rules.gpu_weights}
         self._settle(owner, gang_size(owner, answer, counted))
 
-    def _failed(self, owner: Owner, error: Exception) -> None:
+    def _failed(self, owner: Owner, other_versions: tuple[str, ...], error: Exception) -> None:
         """Plan the pods one by one if the API server refuses to show the owner; retry if it was unavailable."""
-        if isinstance(error, ApiError) and not is_retryable(error):
+        absent = isinstance(error, ApiError) and error.not_found
+        if absent and other_versions:
+            self._read_version(owner, other_versions)
+            return
+        why = str(error)
+        if absent and owner.is_native:
+            why = "it does not exist yet; its pods start when it has been created"
+        elif isinstance(error, ApiError) and not is_retryable(error):
             log.warning("pods of %s/%s are planned one by one: %s", owner.namespace, owner.group, error)
             self._settle(owner, ALONE)
             return
         _, backoff = self._failures.get(owner, ("", Backoff(RETRY_S, LONGEST_PAUSE_S)))
-        self._failures[owner] = f"{error}"[:300], backoff
+        self._failures[owner] = why[:300], backoff
+        self._unread()
         asyncio.get_running_loop().call_later(backoff.next_s(), self._read_if_needed, owner)
 
     def _read_if_needed(self, owner: Owner) -> None:

@@ -63,7 +63,12 @@ class WaitEvents:
     def note(self, reasons: Mapping[str, Reason]) -> None:
         """Update the reasons why jobs wait, from the newest plan."""
         self._reasons = reasons
-        if self._timer is None and (reasons or any(self._pods.incomplete()) or any(self._owners.unknown())):
+        if reasons or any(self._pods.incomplete()) or any(self._owners.unknown()):
+            self.look_soon()
+
+    def look_soon(self) -> None:
+        """Report in a moment why pods wait, also where nothing is planned: those of an unknown owner are in no plan."""
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def close(self) -> None:
