@@ -55,8 +55,6 @@ def in_group(name: str) -> dict[str, Any]:
     return {"schedulingGroup": {"podGroupName": name}}
 
 
-
-
 def reasons(controlled: Controlled, team: str) -> str:
     """Return what the pods' events say."""
     events = controlled.cluster.api.items(f"/api/v1/namespaces/{team}/events")
