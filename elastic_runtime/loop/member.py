@@ -7,6 +7,7 @@ of `coordinator` and `generations`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import sys
 import time
@@ -268,10 +269,11 @@ class Member:
         if self._generations.adopted is not None:
             return
         if not dist.is_initialized():
-            if self._environment.static:
-                torchrun.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
-            else:
-                torchrun.init_alone(_backend())
+            with self._preemption.set_aside() if self._preemption else contextlib.nullcontext():
+                if self._environment.static:
+                    torchrun.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
+                else:
+                    torchrun.init_alone(_backend())
         assert dist.group.WORLD is not None
         group = Group(dist.group.WORLD, rank, size, self._generations.interrupt)
         members = tuple(f"rank{other}" for other in range(size))

@@ -7,13 +7,14 @@ summed, the training's state is that of the step's beginning, whatever the loop'
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 SAVE_AFTER_S = 1.0
@@ -68,6 +69,26 @@ class Preemption:
     def save_by(self, save: Callable[[], bool]) -> None:
         """Set the function that saves from another thread; it returns False if it cannot save now."""
         self._save = save
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let the previous handler act on SIGTERM at once, also while the main thread waits in native code.
+
+        A handler of Python's runs when that wait is over. A worker that waited there for a peer that was lost had to be
+        killed, by torchrun after 30 seconds, and its restart made the next worker wait in the same way.
+        """
+        ours = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) == self._on_sigterm
+            and self._before is not None
+        )
+        if ours:
+            signal.signal(signal.SIGTERM, self._before)
+        try:
+            yield
+        finally:
+            if ours:
+                signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process or not self.soft:  # a child that the script forked has the handler, too

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from elastic_runtime.membership.torchrun import agree_on_round
 from tests.elastic_runtime.training import Plan, train
+from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
 
 SCRIPT = """
@@ -73,6 +76,32 @@ def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(
             torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5)
     rows = [json.loads(line) for line in (tmp_path / "report-0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["event"] == "restored"] == [17]
+
+
+WAITING = """
+import pathlib, sys
+from tests.elastic_runtime import training
+
+training.train(training.Plan(), 0, pathlib.Path(sys.argv[1]), None)
+"""
+
+
+def test_a_rank_that_waits_for_lost_ones_ends_by_sigterm_at_once(
+    forked_python: tuple[str, ...], tmp_path: Path
+) -> None:
+    """torchrun would kill it after 30 seconds, at each of its restarts."""
+    port = free_port()
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"TORCHELASTIC_RUN_ID": "run", "ELASTIC_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    command = [*forked_python, "-c", WAITING, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as waiting:
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+            del store  # it is there: the rank waits within torch
+            waiting.terminate()
+            assert waiting.wait(20) == -signal.SIGTERM
+        finally:
+            waiting.kill()
 
 
 def test_ranks_agree_on_a_round_whatever_earlier_ones_left_in_the_store() -> None:

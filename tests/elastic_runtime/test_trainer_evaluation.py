@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ def own_kind(logits: Any, labels: torch.Tensor) -> Any:
 
 def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # a script's default; else each loader process imports torch
     batchwise = plan.options.get("batchwise", False)
     asked: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no", "num_train_epochs": 4}
     asked |= {"per_device_eval_batch_size": BATCH, "batch_eval_metrics": batchwise}
