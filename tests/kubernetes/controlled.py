@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests import forked, programs
-from tests.kubernetes.installation import QUOTAS, jobs_of
+from tests.kubernetes.installation import QUOTAS, batch_jobs_of, jobs_of
 from tests.polling import TIMEOUT_S, until
 from tools.devcluster import DevCluster, fake_nodes, image
 from tools.devcluster.layout import free_port
@@ -136,6 +136,11 @@ class Controlled:
         self.teams.append(name)
         return name
 
+    def borrower_and_owner(self, gpus: int) -> tuple[str, str]:
+        """A team that borrows, and the owner of all GPUs of a new node."""
+        self.add_nodes(1, gpus)
+        return self.team("borrower", guaranteed=0), self.team("owner", guaranteed=gpus)
+
     def pod(self, team: str, name: str, gpus: int = 1, **more: Any) -> str:
         """Create a pod, gated as the webhook would gate it; its path."""
         body = pod_body(name, gpus, **more)
@@ -226,6 +231,8 @@ class Controlled:
     def remove(self, team: str) -> None:
         """Delete a team with all that it has."""
         self.teams.remove(team)
+        for job in self.cluster.api.items(batch_jobs_of(team)):  # first: its controller would create its pods again
+            self.cluster.api.delete(f"{batch_jobs_of(team)}/{job['metadata']['name']}?propagationPolicy=Background")
         for job in self.cluster.api.items(jobs_of(team)):
             self.cluster.api.delete(f"{jobs_of(team)}/{job['metadata']['name']}")
         for name, pod in self.pods(team).items():

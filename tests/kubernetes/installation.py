@@ -45,6 +45,11 @@ def jobs_of(namespace: str) -> str:
     return f"/apis/gpuquota.dev/v1alpha1/namespaces/{namespace}/elasticjobs"
 
 
+def batch_jobs_of(namespace: str) -> str:
+    """Return the path of a namespace's Jobs, Kubernetes' own."""
+    return f"/apis/batch/v1/namespaces/{namespace}/jobs"
+
+
 def install_kubeflow(cluster: DevCluster) -> None:
     """The kind Profile, and the roles that its owners are given, as far as quotas go."""
     plugin = {

@@ -9,7 +9,16 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
-from tests.kubernetes.installation import CONTROLLER, KEYS, MANIFESTS, NAMESPACE, QUOTAS, WEBHOOK_ACCOUNT, jobs_of
+from tests.kubernetes.installation import (
+    CONTROLLER,
+    KEYS,
+    MANIFESTS,
+    NAMESPACE,
+    QUOTAS,
+    WEBHOOK_ACCOUNT,
+    batch_jobs_of,
+    jobs_of,
+)
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_managed_jobs import job_body
 from tests.kubernetes.test_rbac import denied, may
@@ -181,7 +190,7 @@ def test_of_a_namespace_it_sets_one_label(controller: Api, team: str) -> None:
 def test_of_a_job_it_changes_only_whether_it_is_suspended(
     kubeflow_cluster: DevCluster, controller: Api, team: str
 ) -> None:
-    jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+    jobs = batch_jobs_of(team)
     pod = {"containers": [{"name": "main", "image": "none"}], "restartPolicy": "Never"}
     kubeflow_cluster.api.create(jobs, {"metadata": {"name": "j"}, "spec": {"suspend": True, "template": {"spec": pod}}})
     marks = {"metadata": {"labels": {labels.SUSPENDED: "true"}, "annotations": {labels.SUSPENDED: "why"}}}
@@ -258,7 +267,7 @@ def test_of_elastic_jobs_it_creates_and_changes_those_of_jobs_that_it_runs(
 def test_it_writes_the_status_of_jobs_that_it_runs_and_those_have_the_label(
     kubeflow_cluster: DevCluster, controller: Api, team: str
 ) -> None:
-    api, jobs = kubeflow_cluster.api, f"/apis/batch/v1/namespaces/{team}/jobs"
+    api, jobs = kubeflow_cluster.api, batch_jobs_of(team)
     own = job_body(1, name="own")
     assert 'needs the label gpuquota.dev/elastic: "true"' in denied(
         api.create, jobs, {**own, "metadata": {"name": "own"}}

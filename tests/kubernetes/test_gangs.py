@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kfp_gpuquota.cluster.kubernetes.convert.owners import LEADER_WORKER_LABEL, REPLICA_LABEL
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.controlled import pod_body
+from tests.kubernetes.installation import batch_jobs_of
 from tests.kubernetes.test_owners import install_training_jobs, replicas
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def sized(size: int) -> dict[str, Any]:
 
 
 def create_job(controlled: Controlled, team: str, pods: int, **spec: Any) -> str:
-    jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+    jobs = batch_jobs_of(team)
     template = {"spec": {**pod_body("x")["spec"], "restartPolicy": "Never"}}
     counts = {"parallelism": pods, "completions": pods, "completionMode": "Indexed"}
     controlled.cluster.api.create(

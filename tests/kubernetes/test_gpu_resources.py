@@ -29,7 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler.explain import sentences
 from tests.kubernetes.controlled import Controlled
-from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS
+from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS, batch_jobs_of
 from tests.kubernetes.test_webhook import MANAGED, pod
 from tests.kubernetes.users import connection_of
 from tests.polling import until
@@ -251,7 +251,7 @@ def test_a_gang_of_a_resource_of_any_name_starts_together(world: Controlled) -> 
     """Its size was 1: the pods of its template did not look as if they requested GPUs."""
     team, path = team_of(world, guaranteed=4)
     api, spec = world.cluster.api, asking("", npus=2)["spec"]
-    jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+    jobs = batch_jobs_of(team)
     template = {"spec": {**spec, "restartPolicy": "Never"}}
     body = {"parallelism": 3, "completions": 3, "completionMode": "Indexed", "template": template}
     api.create(jobs, {"metadata": {"name": "wide"}, "spec": body})

@@ -5,24 +5,17 @@ The API server's own rules for the status of managed Jobs are the oracle: it ref
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import MANAGER
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.controlled import Controlled, pod_body
-from tests.kubernetes.installation import jobs_of
+from tests.kubernetes.installation import batch_jobs_of, jobs_of
 from tests.polling import until
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 Object = dict[str, Any]
-
-
-def path_of(team: str, name: str = "train") -> str:
-    return f"/apis/batch/v1/namespaces/{team}/jobs/{name}"
 
 
 def job_body(nodes: int = 2, name: str = "train", notes: dict[str, str] | None = None, **spec: Any) -> Object:
@@ -46,20 +39,14 @@ def bounds(least: int, most: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def teams(controlled: Controlled) -> Iterator[tuple[str, str]]:
+def teams(controlled: Controlled) -> tuple[str, str]:
     """A team that borrows, and the owner of the four GPUs of the only node."""
-    controlled.add_nodes(1, gpus=4)
-    borrower, owner = controlled.team("borrower", guaranteed=0), controlled.team("owner", guaranteed=4)
-    yield borrower, owner
-    api = controlled.cluster.api
-    for job in api.items(path_of(borrower, "")[:-1]):
-        api.delete(f"{path_of(borrower, job['metadata']['name'])}?propagationPolicy=Background")
-    until(lambda: not api.items(f"/api/v1/namespaces/{borrower}/pods"))
+    return controlled.borrower_and_owner(4)
 
 
 def run(controlled: Controlled, team: str, body: Object) -> str:
-    controlled.cluster.api.create(path_of(team, "")[:-1], body)
-    return path_of(team, body["metadata"]["name"])
+    controlled.cluster.api.create(batch_jobs_of(team), body)
+    return f"{batch_jobs_of(team)}/{body['metadata']['name']}"
 
 
 def active(controlled: Controlled, path: str, count: int) -> Object:

@@ -22,6 +22,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import (
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from tests.kubernetes.controlled import Controlled, pod_body
+from tests.kubernetes.installation import batch_jobs_of
 
 if TYPE_CHECKING:
     from tools.devcluster import DevCluster
@@ -185,7 +186,7 @@ def test_the_pods_of_an_indexed_job_start_together_or_not_at_all(controlled: Con
     blocker = controlled.pod(team, "blocker", gpus=2)
     controlled.start()
     controlled.until_bound(blocker)
-    jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+    jobs = batch_jobs_of(team)
     body = {**pod_body("x")["spec"], "restartPolicy": "Never"}
     spec = {"parallelism": 3, "completions": 3, "completionMode": "Indexed", "template": {"spec": body}}
     controlled.cluster.api.create(jobs, {"metadata": {"name": "train"}, "spec": spec})

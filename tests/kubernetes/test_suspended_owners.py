@@ -7,7 +7,7 @@ API documentation, and `trainer.py` plays their controllers.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,11 +19,8 @@ from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable,
 from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.detached import Unanswered, detached
+from tests.kubernetes.installation import batch_jobs_of
 from tests.kubernetes.trainer import Trainer, install_kinds, path_of
-from tests.polling import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Object = dict[str, Any]
 BY_KIND = {kind.kind: kind for kind in KINDS}
@@ -36,26 +33,20 @@ def job_spec(pods: int, **more: Any) -> Object:
 
 
 def job_path(team: str, name: str = "train") -> str:
-    return f"/apis/batch/v1/namespaces/{team}/jobs/{name}"
+    return f"{batch_jobs_of(team)}/{name}"
 
 
 @pytest.fixture
-def teams(controlled: Controlled) -> Iterator[tuple[str, str]]:
+def teams(controlled: Controlled) -> tuple[str, str]:
     """A team that borrows, and the owner of the two GPUs of the only node."""
-    controlled.add_nodes(1, gpus=2)
-    borrower, owner = controlled.team("borrower", guaranteed=0), controlled.team("owner", guaranteed=2)
-    yield borrower, owner
-    api = controlled.cluster.api
-    for job in api.items(f"/apis/batch/v1/namespaces/{borrower}/jobs"):
-        api.delete(f"{job_path(borrower, job['metadata']['name'])}?propagationPolicy=Background")
-    until(lambda: not api.items(f"/api/v1/namespaces/{borrower}/pods"))
+    return controlled.borrower_and_owner(2)
 
 
 def run_job(controlled: Controlled, team: str, pods: int = 2, **more: Any) -> str:
     """Create a Job; its path, when all its pods are bound."""
     spec = job_spec(pods, completionMode="Indexed", **more)
     path = job_path(team)
-    controlled.cluster.api.create(path.rpartition("/")[0], {"metadata": {"name": "train"}, "spec": spec})
+    controlled.cluster.api.create(batch_jobs_of(team), {"metadata": {"name": "train"}, "spec": spec})
     controlled.wait(lambda: len(controlled.bound(team)) == pods, lambda: controlled.log()[-3000:])
     return path
 
@@ -110,11 +101,11 @@ def test_what_a_user_has_suspended_stays_so(controlled: Controlled, teams: tuple
     controlled.wait(lambda: not controlled.pods(borrower))
     other = job_path(borrower, "other")
     taken = {"name": "other", "annotations": {labels.SUSPENDED: REASON}}
-    api.create(path.rpartition("/")[0], {"metadata": taken, "spec": job_spec(1, suspend=True)})
+    api.create(batch_jobs_of(borrower), {"metadata": taken, "spec": job_spec(1, suspend=True)})
     controlled.kill()
     controlled.start()
     third = {"name": "third", "labels": {labels.SUSPENDED: "true"}}
-    api.create(path.rpartition("/")[0], {"metadata": third, "spec": job_spec(1, suspend=True)})
+    api.create(batch_jobs_of(borrower), {"metadata": third, "spec": job_spec(1, suspend=True)})
     controlled.until(job_path(borrower, "third"), lambda job: not job["spec"]["suspend"])  # which a tenant may want
     assert api.get(path)["spec"]["suspend"]
     assert api.get(other)["spec"]["suspend"]
@@ -124,7 +115,7 @@ def test_a_job_of_which_other_pods_go_on_loses_one_by_eviction(controlled: Contr
     borrower, owner = teams
     controlled.start()
     spec = job_spec(2, backoffLimit=6)  # a work queue: each pod alone
-    controlled.cluster.api.create(job_path(borrower).rpartition("/")[0], {"metadata": {"name": "train"}, "spec": spec})
+    controlled.cluster.api.create(batch_jobs_of(borrower), {"metadata": {"name": "train"}, "spec": spec})
     controlled.wait(lambda: len(controlled.bound(borrower)) == 2)
     controlled.until_bound(controlled.pod(owner, "back"))
     assert len(controlled.bound(borrower)) == 1
@@ -142,7 +133,7 @@ def test_a_train_job_gives_way_under_its_own_name(controlled: Controlled, teams:
     controlled.start()
     path = path_of("trainjobs", borrower, "llm")
     body = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": "llm"}}
-    api.create(path.rpartition("/")[0], {**body, "spec": {"runtimeRef": {"name": "torch-distributed"}}})
+    api.create(path_of("trainjobs", borrower), {**body, "spec": {"runtimeRef": {"name": "torch-distributed"}}})
     controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
     controlled.pod(owner, "back", gpus=2)
     controlled.until_bound(f"/api/v1/namespaces/{owner}/pods/back")

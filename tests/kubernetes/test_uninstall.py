@@ -11,7 +11,7 @@ from kfp_gpuquota.cluster.kubernetes.operations.removal import Removal, Step, Wa
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from tests import forked, programs
 from tests.kubernetes.conftest import start_or_skip
-from tests.kubernetes.installation import QUOTAS, jobs_of
+from tests.kubernetes.installation import QUOTAS, batch_jobs_of, jobs_of
 from tests.kubernetes.test_chart import run_helm
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.users import connection_of
@@ -160,7 +160,7 @@ def test_steps_open_gates_release_workers_and_remove_labels(crds_cluster: DevClu
     gates = [{"name": "example.com/other"}, GATE]
     api.create(pods, {"metadata": {"name": "waiting"}, "spec": {"containers": [CONTAINER], "schedulingGates": gates}})
     api.patch(f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
-    suspended = f"/apis/batch/v1/namespaces/{namespace}/jobs"
+    suspended = batch_jobs_of(namespace)
     spec = {"suspend": True, "template": {"spec": {"containers": [CONTAINER], "restartPolicy": "Never"}}}
     api.create(suspended, {"metadata": {"name": "gave-way", "labels": {labels.SUSPENDED: "true"}}, "spec": spec})
     removal = Removal(Calls(connection_of(crds_cluster.kubeconfig), retry_for_s=10), Waiting.OPEN)
