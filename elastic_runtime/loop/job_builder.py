@@ -19,6 +19,7 @@ from elastic_runtime.plan.batches import lockstep_batches, shard_batches
 from elastic_runtime.process.device_memory import MemoryFollower
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.step_modes import ExactMode, FastMode, Mode, numerics
+from elastic_runtime.state.kept_gradients import KeptGradients
 from elastic_runtime.torch_internals.modules import uncompiled
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ class JobBuilder:
         if options.exact:
             state.numerics = numerics()
             mode: Mode = ExactMode(state, buffers, streams, options.seed)
+            state.kept_gradients = KeptGradients(mode.reducer)
             session = self._of(state, mode, scaler, None, MemoryFollower(directory, None))
             return session, partial(shard_batches, shards=options.shards)
         allowed = options.max_batch_per_gpu
         limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
         mode = FastMode(state, buffers, streams)
+        state.kept_gradients = KeptGradients(mode.reducer)
         return self._of(state, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
 
     def sharded(

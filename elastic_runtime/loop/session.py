@@ -448,6 +448,7 @@ class Session(StepCalls):
             self._mode.restore()  # buffers and random streams, as nothing since then was of effect
         if self._step.observer:
             self._step.observer.between_steps()
+        self._step.remember_gradients()
         self._mode.remember()
         self._member.stable_state.begin()
 

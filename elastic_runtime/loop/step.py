@@ -280,6 +280,11 @@ class GlobalStep:
         kept, self._shows_zeros = self._mode.reducer.kept, False
         self._set_zeros(lambda name, _parameter: name in kept)
 
+    def remember_gradients(self) -> None:
+        """Note which parameters have a gradient as the next step begins, unless `show_zeros` set them."""
+        if self._training.kept_gradients and not self._shows_zeros:
+            self._training.kept_gradients.begin_step()
+
     def show_zeros(self) -> None:
         """Set zero gradients on every trained parameter: the rest of an iteration may read them, without effect."""
         self._shows_zeros = True
@@ -386,6 +391,8 @@ class GlobalStep:
             return
         member.reporter.clock.summed(mode.metadata.busy_s / workers)
         self._distribute(factor)
+        if self._training.kept_gradients:
+            self._training.kept_gradients.end_step()
         if self.observer:
             self.observer.summed()
         mode.completed(self._training.position.step)

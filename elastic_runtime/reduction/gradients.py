@@ -51,6 +51,11 @@ class GradientReducer:
         raise NotImplementedError
 
     @property
+    def held(self) -> frozenset[str]:
+        """The names of the parameters that have a gradient now."""
+        return frozenset()
+
+    @property
     def kept(self) -> frozenset[str]:
         """The names of the parameters that had a gradient of zeros when the step began."""
         return frozenset()
@@ -122,6 +127,11 @@ class BucketReducer(GradientReducer):
     def metadata(self) -> torch.Tensor:
         """The caller's numbers, at the end of the last bucket. Shape: (metadata_size,)."""
         return self._layout.metadata
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The names of the parameters that have a gradient now."""
+        return frozenset([slot.name for slot in self._layout.slots if slot.parameter.grad is not None])
 
     @property
     def kept(self) -> frozenset[str]:

@@ -18,6 +18,8 @@ from elastic_runtime.state.sparse_parameters import sparse_parameters, zero_grad
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from elastic_runtime.state.kept_gradients import KeptGradients
+
 
 class Stateful(Protocol):
     """Anything with the usual two methods."""
@@ -66,6 +68,7 @@ class TrainingState:
     totals: Totals = field(default_factory=Totals)
     sample_checksum: int = 0  # of a few samples; 0: unknown, or different each time they are read
     transient: Transient | None = None  # of the buffers that a state_dict leaves out
+    kept_gradients: KeptGradients | None = None  # with sharded models: none
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
     round_is_shared: bool = True  # and all others come to it, since the last loss of a sharded training
@@ -91,6 +94,7 @@ class TrainingState:
             "parts": {name: part.state_dict() for name, part in self.parts},
             "groups": self.groups(),
             "transient": self.transient.transient() if self.transient else {},
+            "zero_gradients": self.kept_gradients.names() if self.kept_gradients else [],
             "epoch_start": self.epoch_start,
             "laid_out": True,
         }
@@ -122,6 +126,8 @@ class TrainingState:
                 load_optimizer(part, state["parts"][name], laid_out=state.get("laid_out", False))
             else:
                 part.load_state_dict(state["parts"][name])
+        if self.kept_gradients:
+            self.kept_gradients.load(state.get("zero_gradients", ()), self.model)
         self.position = Position(*state["position"])
         self.epoch_start, self.resumed = state.get("epoch_start"), True
 

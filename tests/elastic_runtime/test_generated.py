@@ -37,6 +37,8 @@ RIGHT = [
     ("transposed_moments", "exact", "stop:5 join:9"),
     ("transposed_moments+group_added_before", "fast", "with:2 join:4 stop_after:2"),
     ("shuffled_again_in_set_epoch", "fast", "stop:9 join:13"),
+    ("expert_of_every_third_step+cleared_to_zeros", "fast", "stop:5 join:9"),
+    ("expert_of_the_first_steps+adamw+cleared_to_zeros_first", "exact", "stop:6"),
     ("own_numpy_generator+extra_state", "exact", "with:2 kill:5:0 stop:9"),
 ]
 

@@ -224,7 +224,7 @@ def test_the_status_is_a_subresource_and_keeps_all_that_is_written(crds_cluster:
         gpus=0.25,
         message="lends 1 GPU to team-b",
         conditions=(condition,),
-        progress=custom_types.TrainingProgress(step=3, metrics={"loss": 0.5}),
+        progress=custom_types.TrainingProgress(step=3, metrics={"loss": 0.5}, not_finite={"norm": "nan"}),
     )
     written = msgspec.json.decode(msgspec.json.encode(status))
     kept = crds_cluster.api.patch(f"{jobs}/a/status", {"status": written})["status"]

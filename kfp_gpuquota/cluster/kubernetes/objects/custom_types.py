@@ -140,7 +140,7 @@ class StartRange(Struct, frozen=True):
 
 
 class TrainingProgress(Struct, frozen=True):
-    """The progress that the training last reported."""
+    """The progress that the training last reported. `notFinite` has the metrics that are "nan", "inf" or "-inf"."""
 
     step: int = 0
     total_steps: int | None = None
@@ -148,6 +148,7 @@ class TrainingProgress(Struct, frozen=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step_ms: float | None = None
     stragglers: dict[str, float] = msgspec.field(default_factory=dict)
+    not_finite: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class SizeChange(Struct, frozen=True):

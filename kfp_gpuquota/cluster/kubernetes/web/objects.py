@@ -275,7 +275,7 @@ class Objects:
         """Note a report of the training; of too many every second one is kept."""
         progress, found = progress_of(job.status.progress), self._reports.setdefault(uid, [])
         if progress is not None:
-            found.append(Report(time.time(), progress.step, progress.metrics))
+            found.append(Report(time.time(), progress.step, progress.metrics, not_finite=progress.not_finite))
         if len(found) > MAX_REPORTS:
             del found[1::2]
 

@@ -45,6 +45,8 @@ class Draft:
     scale_loss: Hook = field(default_factory=list)
     before_step: Hook = field(default_factory=list)  # ()
     after_step: Hook = field(default_factory=list)  # (loss)
+    clear: Callable[[], object] | None = None  # the gradients; None: optimizer.zero_grad()
+    clears_first: bool = False  # as an iteration begins, not as it ends
     epilogue: Hook = field(default_factory=list)  # (epoch) after the loader's loop
     by_global_steps: bool = False
     results: list[Any] = field(default_factory=list)
@@ -81,6 +83,8 @@ class Draft:
         return [self.model, *self.results]
 
     def _backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.clears_first:
+            self._clear()
         for hook in self.iteration:
             x = hook(x)
         found = self.loss(self.model(x), y)
@@ -99,7 +103,14 @@ class Draft:
         self.optimizer.step()
         for hook in self.after_step:
             hook(loss)
-        self.optimizer.zero_grad()
+        if not self.clears_first:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self.clear is None:
+            self.optimizer.zero_grad()
+        else:
+            self.clear()
 
 
 def all_groups(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:

@@ -216,6 +216,34 @@ def set_from_first_batch(s: Draft) -> None:
     s.model = FromFirstBatch()
 
 
+class Expert(nn.Module):
+    """A second layer, which some steps use."""
+
+    def __init__(self, s: Draft, wanted: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.first, self.expert = nn.Linear(8, 3), nn.Linear(8, 3)
+        self._job, self._wanted = (lambda: s.job), wanted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(x)
+        return out + self.expert(x) if self._wanted(self._job().step) else out
+
+
+@part("model")
+def expert_of_every_third_step(s: Draft) -> None:
+    s.model = Expert(s, lambda step: step % 3 == 1)
+
+
+@part("model")
+def expert_of_the_first_steps(s: Draft) -> None:
+    s.model = Expert(s, lambda step: step < 3)
+
+
+@part("model")
+def expert_of_the_last_steps(s: Draft) -> None:
+    s.model = Expert(s, lambda step: step > 8)
+
+
 @part("model")
 def tied_weights(s: Draft) -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -914,6 +942,34 @@ def weights_shrunk_after(s: Draft) -> None:
         next(s.model.parameters()).mul_(0.8)
 
     s.epilogue.append(shrink)
+
+
+# Gradients
+
+
+@part("clearing")
+def cleared_to_none(s: Draft) -> None:
+    pass
+
+
+@part("clearing")
+def cleared_first(s: Draft) -> None:
+    s.clears_first = True
+
+
+@part("clearing")
+def cleared_to_zeros(s: Draft) -> None:
+    s.clear = lambda: s.optimizer.zero_grad(set_to_none=False)
+
+
+@part("clearing")
+def cleared_to_zeros_first(s: Draft) -> None:
+    s.clear, s.clears_first = lambda: s.model.zero_grad(set_to_none=False), True
+
+
+@part("clearing")
+def cleared_to_zeros_in_some_steps(s: Draft) -> None:
+    s.clear = lambda: s.optimizer.zero_grad(set_to_none=s.job.step % 3 == 0)
 
 
 # Hooks
