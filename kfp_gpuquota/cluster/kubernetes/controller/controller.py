@@ -145,6 +145,7 @@ class Controller:
             limits=self.limits,
             volumes=self.volumes,
             rules=self.rules,
+            projects=cluster.projects,
             ready=ready,
             written_pods=self.pods,
             events=self,

@@ -23,6 +23,9 @@ class GpuQuotaSpec(Struct, frozen=True):
     guaranteed_memory: Any = None
     limit_memory: Any = None
     pools: Any = None
+    default_runtime_seconds: Any = None
+    max_runtime_seconds: Any = None
+    stop_policy: Any = None
 
 
 class PromisedPlacement(Struct, frozen=True):
@@ -224,6 +227,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     network_policy: str | None = None
     intent: str = "run"
     ended: tuple[int, ...] = ()
+    default_runtime_seconds: float | None = None
     ran_seconds: float = 0.0
     training_gpus: int = 0
     ranks: tuple[int, ...] = ()
