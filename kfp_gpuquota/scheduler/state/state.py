@@ -286,8 +286,12 @@ class State:
 
     @_apply.register
     def _(self, event: events.UsageRecalled) -> None:
-        queue = self._queue(event.project)
+        queue = self._queue(event.project, event.pool)
         queue.used, queue.used_until = event.gpu_seconds, event.at
+
+    @_apply.register
+    def _(self, event: events.TimePassed) -> None:
+        self.last_at = max(self.last_at, event.at)
 
     def _note_usage(self, job: Job, at: float | None) -> None:
         """Update the usage of the job's queues before a change at that time; None: at the last reported time."""

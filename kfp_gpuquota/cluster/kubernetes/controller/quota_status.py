@@ -43,6 +43,7 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         waiting=held.waiting,
         conditions=known,
         promises=promises_of(snapshot.state, name),
+        usage=snapshot.borrowed.of(name),
     )
     body = {
         "apiVersion": labels.API_VERSION,
