@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import print_conditions, print_result
 
 from tests.simulation import kubernetes
-from tests.simulation.histories import from_seed
+from tests.simulation.histories import hard_history
 from tests.simulation.running import play
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def main() -> None:
     violations, began = 0, time.perf_counter()
     played = {"embedded": 0, "kubernetes": 0}
     for seed in range(options.first, options.first + options.histories):
-        history = from_seed(seed).with_conditions().with_reservations().with_kills()
+        history = hard_history(seed)
         kinds: dict[str, Callable[[History], object]] = {"embedded": play}
         if options.kubernetes_every and seed % options.kubernetes_every == 0:
             kinds["kubernetes"] = kubernetes.play

@@ -15,7 +15,7 @@ from kfp_gpuquota.api.affinity import (
 )
 from kfp_gpuquota.api.job import ExpectedStart, Job, JobSpec, JobStatus, Kind, Occurrence, Phase, Progress, Resize
 from kfp_gpuquota.api.node import Device, Node
-from kfp_gpuquota.api.project import PoolQuota, Project
+from kfp_gpuquota.api.project import PoolQuota, Project, StopPolicy
 from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.worker import Worker, WorkerPhase
 
@@ -38,6 +38,7 @@ __all__ = [
     "ReasonCode",
     "Requirement",
     "Resize",
+    "StopPolicy",
     "Taint",
     "TaintEffect",
     "Toleration",

@@ -17,3 +17,15 @@ def seconds(text: str) -> float | None:
     if not text or _PART.sub("", text):
         return None
     return sum(float(number) * UNITS_S[unit] for number, unit in _PART.findall(text))
+
+
+def text_of(duration_s: float) -> str:
+    """Return a length of time as `seconds` reads it: "1h30m", "2d", "0.5s"."""
+    parts, left = [], duration_s
+    for unit in ("d", "h", "m"):
+        number, left = divmod(left, UNITS_S[unit])
+        if number:
+            parts.append(f"{number:.0f}{unit}")
+    if left or not parts:
+        parts.append(f"{left:g}s")
+    return "".join(parts)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import force_setattr
 
-from kfp_gpuquota.api.quantity import show_gpus
+from kfp_gpuquota.api.durations import text_of
+from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.validation import (
     MAX_COUNT,
     MAX_MIB,
     MAX_PRIORITY,
+    MAX_RUNTIME_S,
     MAX_WEIGHT,
     Cores,
     Gpus,
     Mebibytes,
     Name,
     Priority,
+    RunTime,
     Weight,
     check_gpus,
     check_name,
@@ -29,8 +33,22 @@ from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kfp_gpuquota.api.job import JobSpec
+
 DEFAULT_PROJECT_PRIORITY = 100
 MAX_LEVELS = 16
+
+
+class StopPolicy(StrEnum):
+    """Whether a project's jobs start, in the words of Kueue's `stopPolicy`.
+
+    HOLD: nothing of the project starts or grows, what runs goes on. HOLD_AND_DRAIN: also what runs is stopped after its
+    grace period and waits again, but for what cannot be preempted, which runs until it ends.
+    """
+
+    NONE = "None"
+    HOLD = "Hold"
+    HOLD_AND_DRAIN = "HoldAndDrain"
 
 
 class PoolQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +71,9 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     The same for CPU (cores) and main memory, for jobs that request them: None guarantees every request and sets no
     limit. `pools` has quotas in node pools (of a GPU model, for example), each shared separately: idle GPUs of one are
     borrowed by jobs that request that pool.
+
+    A job that is submitted without a maximum run time gets `default_runtime_s`, or else `max_runtime_s`, which is the
+    longest that one may ask for. `stop_policy` holds what is in it, and in the projects below it.
     """
 
     name: Name
@@ -66,9 +87,13 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     over_quota_weight: Weight = 1.0
     parent: Name | None = None
     pools: dict[str, PoolQuota] = {}
+    default_runtime_s: RunTime | None = None
+    max_runtime_s: RunTime | None = None
+    stop_policy: StopPolicy = StopPolicy.NONE
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
+        self._check_run_times()
         _check_quota(self, "")
         check_range("priority", self.priority, 0, MAX_PRIORITY)
         check_range("over_quota_weight", self.over_quota_weight, 0, MAX_WEIGHT)
@@ -81,10 +106,42 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if self.parent == self.name:
                 raise InvalidFieldError("parent", self.parent, "a project cannot be its own parent")
 
+    @property
+    def usual_runtime_s(self) -> float | None:
+        """The maximum run time of a job that has none of its own."""
+        return self.max_runtime_s if self.default_runtime_s is None else self.default_runtime_s
+
+    def _check_run_times(self) -> None:
+        for field in ("default_runtime_s", "max_runtime_s"):
+            if (value := getattr(self, field)) is not None:
+                check_range(field, value, 1, MAX_RUNTIME_S, "s")
+        default, most = self.default_runtime_s, self.max_runtime_s
+        if default is not None and most is not None and default > most:
+            rule = f"it must be at most max_runtime_s, which is {most:g}"
+            raise InvalidFieldError("default_runtime_s", default, rule)
+
 
 def version_of(project: Project) -> str:
     """Return a name of the project's contents, for If-Match: it differs whenever a field does."""
     return '"' + hashlib.sha256(msgspec.json.encode(project, order="deterministic")).hexdigest()[:32] + '"'
+
+
+def with_run_time(spec: JobSpec, project: Project) -> JobSpec:
+    """Return the job with the project's default where it has no maximum run time.
+
+    Raises InvalidFieldError for a longer one than the project allows.
+    """
+    if spec.max_runtime_s is None:
+        return msgspec.structs.replace(spec, max_runtime_s=project.usual_runtime_s)
+    check_run_time("max_runtime_s", spec.max_runtime_s, project)
+    return spec
+
+
+def check_run_time(field: str, given: float, project: Project) -> None:
+    """Raise InvalidFieldError, which names `field`, for a longer maximum run time than the project allows."""
+    most = project.max_runtime_s
+    if most is not None and given > most:
+        raise InvalidFieldError(field, as_number(given), f"project {project.name!r} allows at most {text_of(most)}")
 
 
 def check_parents(projects: Mapping[str, Project], project: Project) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -45,11 +46,21 @@ class ReasonCode(StrEnum):
     WAITS_FOR_JOBS = "waits-for-jobs"
     ARRAY_LIMIT = "array-limit"
     DEPENDENCY_FAILED = "dependency-failed"
+    PROJECT_HELD = "project-held"
+    PROJECT_DRAINED = "project-drained"
 
     @property
     def holds(self) -> bool:
-        """Whether a condition of the job's start is not met, so that it is not in the queue."""
-        return self in {ReasonCode.BEGINS_LATER, ReasonCode.WAITS_FOR_JOBS, ReasonCode.ARRAY_LIMIT}
+        """Whether a condition of the job's start is not met, or its project is held, so that it is not in the queue."""
+        return self in _HOLDS
+
+
+_HOLDS: Final = {
+    ReasonCode.BEGINS_LATER,
+    ReasonCode.WAITS_FOR_JOBS,
+    ReasonCode.ARRAY_LIMIT,
+    ReasonCode.PROJECT_HELD,
+}
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):

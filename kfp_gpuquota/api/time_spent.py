@@ -34,7 +34,7 @@ class Activity(StrEnum):
 
 
 _LABELS: Final = {
-    Activity.HELD: "held (begin, after, array)",
+    Activity.HELD: "held (begin, after, array, project)",
     Activity.SUSPENDED: "suspended",
     Activity.QUOTA: "waiting for quota",
     Activity.ROOM: "waiting for room",

@@ -127,7 +127,7 @@ def test_an_array_is_submitted_listed_awaited_and_deleted_by_its_name(cli: Cli) 
     for before, after in pairwise(ends):
         assert after["started_at"] >= before["finished_at"], "one at a time, in the order of their indices"
     assert jobs["summary"]["started_at"] >= ends[-1]["finished_at"]
-    assert "held (begin, after, array)" in cli("describe sweep-3").partition("TIME SPENT")[2]
+    assert "held (begin, after, array, project)" in cli("describe sweep-3").partition("TIME SPENT")[2]
     (row,) = json.loads(cli("report --since 1h --time-spent -o json"))
     assert (row["project"], row["jobs"], row["held_s"] > 0) == ("team-a", 5, True)
     cli("delete sweep")

@@ -47,6 +47,9 @@ QUOTA_FIELDS = {
     "overQuotaWeight": "over_quota_weight",
     "parent": "parent",
     "pools": "pools",
+    "defaultRuntimeSeconds": "default_runtime_s",
+    "maxRuntimeSeconds": "max_runtime_s",
+    "stopPolicy": "stop_policy",
 }
 
 

@@ -193,6 +193,13 @@ def test_an_unknown_field_is_named(crds_cluster: DevCluster, jobs: str) -> None:
         ({"guaranteed": -1}, "spec.guaranteed"),
         ({"overQuotaWeight": -0.5}, "spec.overQuotaWeight"),
         ({"parent": "Not A Name"}, "spec.parent"),
+        ({"stopPolicy": "hold"}, "spec.stopPolicy"),
+        ({"stopPolicy": None, "maxRuntimeSeconds": 0}, "spec.maxRuntimeSeconds"),
+        ({"defaultRuntimeSeconds": 1e300}, "spec.defaultRuntimeSeconds"),
+        (
+            {"defaultRuntimeSeconds": 61, "maxRuntimeSeconds": 60},
+            "defaultRuntimeSeconds is 61, but it must be at most maxRuntimeSeconds, which is 60",
+        ),
     ],
     ids=str,
 )

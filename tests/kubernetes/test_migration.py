@@ -111,7 +111,7 @@ def test_a_department_does_not_get_the_name_of_a_namespace() -> None:
 def test_what_is_not_carried_over_is_said() -> None:
     rows = [row(GPU, "many", lendingLimit=1), row("example.com/licenses", 3)]
     queue = cluster_queue(
-        "q", {"x": rows}, admissionChecks=["p"], queueingStrategy="StrictFIFO", stopPolicy="Hold",
+        "q", {"x": rows}, admissionChecks=["p"], queueingStrategy="StrictFIFO",
         preemption={"reclaimWithinCohort": "Never"},
     )  # fmt: skip
     other, idle = cluster_queue("r", {"x": [row(GPU, 1)]}), cluster_queue("idle", {"x": [row(GPU, 1)]})
@@ -120,10 +120,16 @@ def test_what_is_not_carried_over_is_said() -> None:
     notes = "\n".join(migrated(kueue(queue, other, idle, local_queues=queues, priorities=[priority])).notes)
     for words in (
         "it counts as 0", "lendingLimit", "example.com/licenses is no GPU", "admission checks", "StrictFIFO",
-        "stopPolicy Hold", "reclaimWithinCohort Never", "namespace t: it is in ClusterQueue q and r",
+        "reclaimWithinCohort Never", "namespace t: it is in ClusterQueue q and r",
         "ClusterQueue idle: it has no LocalQueue", "WorkloadPriorityClass urgent (1000)",
     ):  # fmt: skip
         assert words in notes, words
+
+
+def test_a_queue_that_is_held_stays_held() -> None:
+    queue = cluster_queue("q", {"x": [row(GPU, 2)]}, stopPolicy="Hold")
+    (made,) = migrated(kueue(queue, local_queues=[local_queue("t", "q")])).objects
+    assert made["spec"]["stopPolicy"] == "Hold"
 
 
 def test_a_profile_keeps_its_other_plugins() -> None:

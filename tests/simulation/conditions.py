@@ -1,17 +1,27 @@
-"""What must hold of jobs whose starts have conditions, on each kind of cluster and over its restarts."""
+"""What must hold of jobs whose starts have conditions or whose projects are held, on each kind of cluster."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, StopPolicy
 from kfp_gpuquota.api.start_conditions import parse_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from kfp_gpuquota.api import Project
     from kfp_gpuquota.engine.job_book import Change
     from kfp_gpuquota.engine.records import JobRecord
+
+
+def stop_policy_of(projects: Mapping[str, Project], name: str) -> StopPolicy:
+    """Return the stop policy that applies in a project: of itself or of one above it, the strictest."""
+    found, project = set[StopPolicy](), projects.get(name)
+    while project is not None:
+        found.add(project.stop_policy)
+        project = projects.get(project.parent or "")
+    return next((one for one in (StopPolicy.HOLD_AND_DRAIN, StopPolicy.HOLD) if one in found), StopPolicy.NONE)
 
 
 class Conditions:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.api import JobSpec, Kind, Project, StopPolicy
 from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from tests.simulation.trainings import ELASTIC, EPOCH, Pace
@@ -21,8 +21,12 @@ KILLED = 0.2
 """Of submissions and changes of quotas the part in which the process ends between two requests; of deletions, after."""
 TIMED = 0.5
 """Of the jobs that are no sessions, the part with a maximum run time."""
+HELD = 0.15
+"""Of what happens, the part before which a project's stop policy is set."""
 CONDITIONAL = 0.4
 """Of the jobs, the part whose start has a condition."""
+HOLDS_EVERY = 2
+"""Each second history has projects that are held: the others go on for longer."""
 PROJECTS = ("a", "b", "c")
 
 
@@ -128,6 +132,24 @@ class History(msgspec.Struct, frozen=True):
             earlier.append(spec)
         return msgspec.structs.replace(self, happenings=tuple(found))
 
+    def with_holds(self) -> History:
+        """Return the same history, in which projects are held, drained, and let go again."""
+        chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
+        projects = {project.name: project for project in self.projects}
+        for after_s, happening in self.happenings:
+            happens = happening
+            if isinstance(happening, SetQuota):
+                before = projects[happening.project.name]
+                project = msgspec.structs.replace(happening.project, stop_policy=before.stop_policy)
+                projects[project.name], happens = project, SetQuota(project)
+            elif chance.random() < HELD:
+                name = chance.choice(list(projects))
+                policy = chance.choice((StopPolicy.NONE, *StopPolicy))
+                projects[name] = msgspec.structs.replace(projects[name], stop_policy=policy)
+                found.append((chance.choice((0.0, 0.5, 5.0)), SetQuota(projects[name])))
+            found.append((after_s, happens))
+        return msgspec.structs.replace(self, happenings=tuple(found))
+
     def with_kills(self) -> History:
         """Return the same history, in which the process ends before some of its requests."""
         chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
@@ -146,6 +168,12 @@ class History(msgspec.Struct, frozen=True):
 def from_seed(seed: int, *, most: int = 24) -> History:
     """Return the history of a seed."""
     return draw_history(random.Random(seed).randint, seed, most=most)
+
+
+def hard_history(seed: int) -> History:
+    """Return the history of a seed with all that makes it harder."""
+    history = from_seed(seed).with_conditions().with_reservations()
+    return (history.with_holds() if seed % HOLDS_EVERY == 0 else history).with_kills()
 
 
 def draw_history(draw: Draw, seed: int, *, most: int = 24) -> History:

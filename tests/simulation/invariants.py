@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, StopPolicy
 from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
-from tests.simulation.conditions import Conditions
+from tests.simulation.conditions import Conditions, stop_policy_of
 from tests.simulation.records import wrongly_accounted
 from tests.simulation.search import fits, free_devices, left_for
 
@@ -120,6 +120,7 @@ class Invariants:
             old = state.workers.get(worker.worker.id)
             if old is None:
                 self._check_start(worker)
+                self._check_held(worker, change)
             elif worker.released and not old.released:
                 self._check_release(worker, change)
 
@@ -238,6 +239,18 @@ class Invariants:
             of_job = process.worker.job_uid == record.worker.job_uid
             if of_job and process.alive and earlier is not None and earlier.attempt < record.attempt:
                 self.fail(f"{record.worker.id} starts while {process.worker.id} of the run before still runs")
+
+    def _check_held(self, record: WorkerRecord, change: Change) -> None:
+        """In a project with a stop policy only the gang of a job that runs is completed."""
+        state = self.cluster.state
+        job = state.jobs.get(record.worker.job_uid)
+        if job is None or stop_policy_of(state.projects, job.spec.project) is StopPolicy.NONE:
+            return
+        workers = {w.worker.id: w for w in state.workers_of(job.uid)} | change.workers
+        own = [w for w in workers.values() if w.worker.job_uid == job.uid and w.alive and not w.released]
+        news = [w for w in own if w.worker.id not in state.workers]
+        if len(news) == len(own) or sum(w.worker.gpus for w in own) > job.spec.smallest:
+            self.fail(f"{job.spec.name} gets {record.worker.id}, and its project is held")
 
     def _check_release(self, record: WorkerRecord, change: Change) -> None:
         job = self.cluster.state.jobs[record.worker.job_uid]
@@ -377,6 +390,9 @@ class Invariants:
             waits = job.status.phase is Phase.PENDING and job.held is None
             if waits and self._may_start(job) and fits(job.spec, left):
                 self.fail(f"{job.spec.name} waits and could start: {job.status.reason}")
+            policy = stop_policy_of(state.projects, job.spec.project)
+            if policy is StopPolicy.HOLD_AND_DRAIN and state.wanted_of(job.uid) and not self._is_protected(job):
+                self.fail(f"{job.spec.name} runs, and its project is drained")
             if job.status.phase is Phase.RUNNING and self._may_grow(job) and fits(job.spec, left, workers=1):
                 self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")
 
@@ -388,6 +404,8 @@ class Invariants:
         state, spec = self.cluster.state, job.spec
         held = sum(record.worker.gpus for record in state.alive_of(job.uid))
         if held + spec.worker_gpus > spec.largest or job.intent is not Intent.RUN:
+            return False
+        if stop_policy_of(state.projects, job.spec.project) is not StopPolicy.NONE and held >= spec.smallest:
             return False
         pending = (other for other in state.jobs.values() if other.status.phase is Phase.PENDING)
         if held < spec.gpus and any(other.spec.project == spec.project for other in pending):
@@ -403,7 +421,7 @@ class Invariants:
         """Return whether limits and, for a session, the guarantee admit its smallest size."""
         state, spec = self.cluster.state, job.spec
         project = state.projects.get(spec.project)
-        if project is None:
+        if project is None or stop_policy_of(state.projects, job.spec.project) is not StopPolicy.NONE:
             return False
         size = spec.smallest * min(1.0, spec.share_of(0))
         held, own = 0.0, defaultdict[str, float](float)

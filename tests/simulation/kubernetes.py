@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Device, Kind, Node, Phase
+from kfp_gpuquota.api import Device, Kind, Node, Phase, StopPolicy
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
+from kfp_gpuquota.cluster.kubernetes.quota.quotas import quota_spec
 from tests.kubernetes import detached as watches
 from tests.kubernetes.twin_world import EPOCH, World, plan_of, records_of
 from tests.simulation import histories as h
 from tests.simulation import trainings
-from tests.simulation.conditions import Conditions
+from tests.simulation.conditions import Conditions, stop_policy_of
 from tests.simulation.controller import SimulatedController
 from tests.simulation.invariants import EPSILON, ViolationError, contradictions
 from tests.simulation.kubelets import JobHistory, Kubelets, job_of
@@ -234,11 +235,8 @@ class SimulatedKubernetes:
         self.world.put(watches.JOBS, job)
 
     def _put_quota(self, project: Any) -> None:
-        spec = {"guaranteed": project.guaranteed, "priority": project.priority}
-        if project.limit is not None:
-            spec["limit"] = project.limit
         meta = {"name": project.name, "uid": f"quota-{project.name}"}
-        self.world.put(watches.QUOTAS, {"metadata": meta, "spec": spec})
+        self.world.put(watches.QUOTAS, {"metadata": meta, "spec": quota_spec(project)})
 
     def _put_node(self, name: str) -> None:
         gpus = str(self.kubelets.nodes[name])
@@ -350,10 +348,20 @@ class SimulatedKubernetes:
             if (charged := status.get("restarts", 0)) > (failed := self.jobs[name].failures):
                 self.fail(f"{name} is charged {charged} restarts, and failed {failed} times")
             waits = status.get("phase") == "Pending" and records[name].held is None
+            if self._is_stopped(spec, gpus, waits=waits):
+                continue
             if waits and self._may_start(spec) and fits(spec, left):
                 self.fail(f"{name} waits and could start: {status.get('message')}")
             if status.get("phase") == "Running" and self._may_grow(name, gpus) and fits(spec, left, workers=1):
                 self.fail(f"{name} could have one more worker: {status.get('message')}")
+
+    def _is_stopped(self, spec: JobSpec, gpus: float, *, waits: bool) -> bool:
+        """Return whether a stop policy keeps the job from getting more; what is drained must not run."""
+        assert self.controller is not None
+        policy = stop_policy_of(self.controller.controller.snapshot.projects, spec.project)
+        if policy is StopPolicy.HOLD_AND_DRAIN and gpus and not waits and spec.may_be_preempted:
+            self.fail(f"{spec.name} runs, and its project is drained")
+        return policy is not StopPolicy.NONE and (waits or gpus >= spec.smallest)
 
     async def _check_restart(self) -> None:
         """A restarted controller has the state that this one has, and would decide what it does.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
 from tests.simulation import kubernetes
-from tests.simulation.histories import Delete, History, Kill, Restart, Submit, draw_history, from_seed
+from tests.simulation.histories import Delete, History, Kill, Restart, Submit, draw_history, from_seed, hard_history
 from tests.simulation.running import play
 from tests.simulation.trainings import ELASTIC
 
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds:
         try:
-            play(from_seed(seed).with_conditions().with_reservations().with_kills())
+            play(hard_history(seed))
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
@@ -41,7 +41,7 @@ def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> No
 def test_the_controller_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds[::KUBERNETES_EVERY]:
         try:
-            kubernetes.play(from_seed(seed).with_conditions().with_reservations().with_kills())
+            kubernetes.play(hard_history(seed))
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kfp_gpuquota.api import PoolQuota, Project
+from kfp_gpuquota.api import PoolQuota, Project, StopPolicy
 from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_gpus
 from kfp_gpuquota.cli.arguments.completion import complete_project
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
-from kfp_gpuquota.cli.arguments.parsers import gpu_quota, pairs
+from kfp_gpuquota.cli.arguments.parsers import gpu_quota, pairs, seconds
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.terminal import echo
@@ -26,6 +26,7 @@ config = typer.Typer(help="What other commands use where nothing is given.", no_
 
 NewNameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_project)]
+NamesArgument = Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=complete_project)]
 GuaranteedOption = Annotated[
     float | None,
     typer.Option("--guaranteed", "-g", metavar="N", help="GPUs the project can always get back; 0.5 is half of one."),
@@ -55,6 +56,13 @@ PoolOption = Annotated[
     typer.Option("--pool", metavar="POOL=N[:LIMIT]", help="The quota in a node pool; may be repeated."),
 ]
 ParentOption = Annotated[str | None, typer.Option("--parent", help="The department it belongs to.")]
+DefaultTimeOption = Annotated[
+    str | None,
+    typer.Option("--default-time", metavar="TIME", help="The --time of jobs submitted without one, as 8h; or 'none'."),
+]
+MaxTimeOption = Annotated[
+    str | None, typer.Option("--max-time", metavar="TIME", help="The longest --time of a job, as 2d; or 'none'.")
+]
 MemberOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -79,6 +87,8 @@ def create(
     memory: MemoryOption = None,
     memory_limit: MemoryLimitOption = None,
     pool: PoolOption = None,
+    default_time: DefaultTimeOption = None,
+    max_time: MaxTimeOption = None,
     member: MemberOption = None,
 ) -> None:
     """Create a project with its quota.
@@ -93,7 +103,7 @@ def create(
       gpuquota project create team-d --pool h100=8:16 --pool t4=4
       gpuquota project create vision --guaranteed 2 --member anna --member @students
     """
-    others = _amounts(cpu, cpu_limit, memory, memory_limit)
+    others = _amounts(cpu, cpu_limit, memory, memory_limit) | _times(default_time, max_time)
     given = _given(guaranteed, limit, priority, weight, parent)
     project = Project(name=name, **given, **others, pools=_pools(pool or []))
     reached = client()
@@ -118,6 +128,8 @@ def set_quota(
     memory: MemoryOption = None,
     memory_limit: MemoryLimitOption = None,
     pool: PoolOption = None,
+    default_time: DefaultTimeOption = None,
+    max_time: MaxTimeOption = None,
     member: MemberOption = None,
     remove_member: RemoveMemberOption = None,
 ) -> None:
@@ -126,10 +138,12 @@ def set_quota(
     Examples:
       gpuquota project set team-a --guaranteed 4
       gpuquota project set team-a --limit none
+      gpuquota project set team-a --default-time 8h --max-time 2d
       gpuquota project set team-a --member ben --remove-member anna
       gpuquota project set team-a
     """
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
+    changed |= _times(default_time, max_time)
     quota, members = bool(changed or pool), bool(member or remove_member)
     if not quota and not members:
         config_project(name)
@@ -172,6 +186,48 @@ def _changed(reached: ClusterApi, name: str, changed: dict[str, Any], pools: dic
             before = found
 
 
+@app.command("hold", short_help="Start nothing of projects.")
+def hold(names: NamesArgument) -> None:
+    """Start nothing of projects and of those below them; what runs goes on, at its size.
+
+    Jobs may still be submitted. They wait with their age until: gpuquota project resume
+
+    Example:
+      gpuquota project hold team-a
+    """
+    _set_stop_policy(names, StopPolicy.HOLD, "held: none of its jobs starts")
+
+
+@app.command("drain", short_help="Start nothing of projects, and stop what runs.")
+def drain(names: NamesArgument) -> None:
+    """Start nothing of projects and of those below them, and stop what runs, after it has saved a checkpoint.
+
+    Stopped jobs wait with their age until: gpuquota project resume. Sessions, and others that cannot be preempted, run
+    until they end.
+
+    Example:
+      gpuquota project drain team-a team-b
+    """
+    _set_stop_policy(names, StopPolicy.HOLD_AND_DRAIN, "drained: none of its jobs starts, and what runs is stopped")
+
+
+@app.command("resume", short_help="Let projects start jobs again.")
+def resume(names: NamesArgument) -> None:
+    """Let projects start jobs again that were held or drained.
+
+    Example:
+      gpuquota project resume team-a
+    """
+    _set_stop_policy(names, StopPolicy.NONE, "resumed: its jobs start again")
+
+
+def _set_stop_policy(names: list[str], policy: StopPolicy, done: str) -> None:
+    reached = client()
+    for name in names:
+        _changed(reached, name, {"stop_policy": policy}, {})
+        echo(f"project {name} is {done}")
+
+
 @app.command("list", short_help="List projects.")
 def list_projects(output: OutputOption = Format.TABLE) -> None:
     """List projects with their quota and what they hold.
@@ -185,7 +241,7 @@ def list_projects(output: OutputOption = Format.TABLE) -> None:
 
 
 @app.command("delete", short_help="Delete empty projects.")
-def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=complete_project)]) -> None:
+def delete(names: NamesArgument) -> None:
     """Delete projects that have no jobs.
 
     Example:
@@ -301,6 +357,12 @@ def _amounts(cpu: str | None, cpu_limit: str | None, memory: str | None, memory_
         if text is not None:
             given[field] = None if text in {"all", "none"} else parse(field, text)
     return given
+
+
+def _times(default: str | None, most: str | None) -> dict[str, Any]:
+    """The maximum run times of a project's jobs; 'none' takes them away."""
+    given = (("default_runtime_s", "default_time", default), ("max_runtime_s", "max_time", most))
+    return {field: None if text == "none" else seconds(name, text) for field, name, text in given if text is not None}
 
 
 def _pools(given: list[str]) -> dict[str, PoolQuota]:

@@ -42,6 +42,8 @@ _PARAMETERS: Final = {
     "restart_window_s": "restart_window",
     "cool_down_s": "cool_down",
     "min_run_time_s": "min_run_time",
+    "default_runtime_s": "default_time",
+    "max_runtime_s": "max_time",
 }
 """The parameter of a command for a field of the API where their names differ by more than a unit."""
 

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import as_number, show_mib
 from kfp_gpuquota.cli.display.output import table
-from kfp_gpuquota.cli.display.project_table import shown_cpu, shown_memory, shown_pools
+from kfp_gpuquota.cli.display.project_table import (
+    shown_cpu,
+    shown_memory,
+    shown_pools,
+    shown_stop_policy,
+    shown_times,
+)
 from kfp_gpuquota.cli.display.tables import job_table
 
 if TYPE_CHECKING:
@@ -32,6 +38,8 @@ def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
         ("cpu", shown_cpu(project)),
         ("memory", shown_memory(project)),
         ("node pools", shown_pools(project)),
+        ("time of jobs", shown_times(project)),
+        ("stop policy", shown_stop_policy(project)),
         ("members", ", ".join(view.members or ())),
     ]
     parts = [table(("PROJECT", project.name), [(name, value) for name, value in facts if value != ""])]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import StopPolicy
+from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.cli.display.output import table
 
@@ -13,10 +15,22 @@ if TYPE_CHECKING:
 
 
 def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers: bool = True) -> str:
-    """Return quotas and holdings: LENT is what others hold of a guarantee, SURPLUS what is held above requests."""
+    """Return quotas and holdings: LENT is what others hold of a guarantee, SURPLUS what is held above requests.
+
+    STOP POLICY is a column if a project has one.
+    """
     columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED", "SURPLUS"]
-    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS"] if wide else []
-    rows = ([*_row(view), *(_wide_row(view) if wide else [])] for view in views)
+    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS", "TIME"] if wide else []
+    stopped = wide or any(shown_stop_policy(view.project) for view in views)
+    more += ["STOP POLICY"] if stopped else []
+    rows = (
+        [
+            *_row(view),
+            *(_wide_row(view) if wide else []),
+            *([shown_stop_policy(view.project)] if stopped else []),
+        ]
+        for view in views
+    )
     return table(columns + more, rows, headers=headers)
 
 
@@ -36,6 +50,7 @@ def _wide_row(view: ProjectView) -> list[object]:
         shown_cpu(project),
         shown_memory(project),
         shown_pools(project),
+        shown_times(project),
     ]
 
 
@@ -56,6 +71,18 @@ def shown_pools(project: Project) -> str:
     return ", ".join(
         f"{name}: {_both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
     )
+
+
+def shown_times(project: Project) -> str:
+    """Return the maximum run times of its jobs: "8h by default, at most 2d"."""
+    default, most = project.default_runtime_s, project.max_runtime_s
+    parts = [] if default is None else [f"{text_of(default)} by default"]
+    return ", ".join(parts if most is None else [*parts, f"at most {text_of(most)}"])
+
+
+def shown_stop_policy(project: Project) -> str:
+    """Return its stop policy; "" if its jobs start."""
+    return "" if project.stop_policy is StopPolicy.NONE else project.stop_policy.value
 
 
 def _both(amounts: list[str | None]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.job_sentences import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
@@ -197,6 +198,7 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
         ("labels", ", ".join(f"{key}={value}" for key, value in spec.labels.items())),
         ("command", shlex.join(spec.command)),
         ("asks for", request_of(spec)),
+        ("maximum run time", "" if spec.max_runtime_s is None else text_of(spec.max_runtime_s)),
         ("policies", ", ".join(_set_by(job, field, policy) for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {show_gpus(status.gpus)}"),
         ("page", status.page),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Kind
+from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.job import (
     DEFAULT_COOL_DOWN_S,
     DEFAULT_GRACE_PERIOD_S,
@@ -39,7 +40,7 @@ from kfp_gpuquota.cluster.submission import forwarded_environment, most_gpus, wi
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
@@ -379,15 +380,23 @@ def submit(
         return
     job = reached.submit(spec)
     if output is Format.TABLE:
-        for field, policy in job.status.set_by.items():
-            value = getattr(job.spec, field)
-            shown = show_mib(value) if field.endswith("_mib") else f"{value:g}"
-            echo(f"{field} is {shown}: policy {policy} says so", err=follow)
+        for line in _set_by_others(spec, job):
+            echo(line, err=follow)
         see = f"see it with: gpuquota describe {name} -p {project}"
         echo(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
     show(job, output)
     if follow:
         raise typer.Exit(follow_to_the_end(reached, project, name))
+
+
+def _set_by_others(spec: JobSpec, job: Job) -> Iterator[str]:
+    """Yield what policies and the project have set of a submitted job."""
+    for field, policy in job.status.set_by.items():
+        value = getattr(job.spec, field)
+        shown = show_mib(value) if field.endswith("_mib") else f"{value:g}"
+        yield f"{field} is {shown}: policy {policy} says so"
+    if spec.max_runtime_s is None and (longest := job.spec.max_runtime_s) is not None:
+        yield f"its maximum run time is {text_of(longest)}: the default of project {spec.project}"
 
 
 def _check_follow(output: str, array: str | None) -> None:

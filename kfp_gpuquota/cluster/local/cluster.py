@@ -14,7 +14,7 @@ from kfp_gpuquota.api import Job, JobStatus, Project, Reason, ReasonCode
 from kfp_gpuquota.api.annotations import with_limit_variable
 from kfp_gpuquota.api.job_sentences import over
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
-from kfp_gpuquota.api.project import check_parents, version_of
+from kfp_gpuquota.api.project import check_parents, version_of, with_run_time
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.start_conditions import parse_after
 from kfp_gpuquota.api.wire import (
@@ -222,7 +222,9 @@ class LocalCluster:
             return self._state.view(made.uid)
         spec, set_by = admit(with_limit_variable(request.spec), self._store.load_policies())
         self._driver.runtime.check(spec)
-        check_fits(spec, self._state.project(spec.project), tuple(self._state.nodes.values()))
+        project = self._state.project(spec.project)
+        spec = with_run_time(spec, project)
+        check_fits(spec, project, tuple(self._state.nodes.values()))
         if self._state.has_name(spec.project, spec.name):
             raise AlreadyExistsError(
                 f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it first: "

@@ -74,7 +74,7 @@ def _consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, shelte
 
 def may_return(job: Job, now: float) -> bool:
     """Return whether a worker of the job that is stopped now can start again elsewhere."""
-    return job.movable and not job.completing and job.deferred_until <= now
+    return job.movable and not job.completing and job.deferred_until <= now and not job.halted
 
 
 def lost_work_s(job: Job, now: float) -> float:

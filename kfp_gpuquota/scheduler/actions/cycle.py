@@ -4,7 +4,8 @@
     consolidate   move preemptible jobs together if that frees capacity for a job
     reclaim       reclaim from queues above their share
     preempt       reclaim from lower priorities of the same queue
-    evict_stale   stop gangs that have been below their minimum for too long, and what exceeds an enforced limit
+    evict_stale   stop gangs that have been below their minimum for too long, what exceeds an enforced limit, and
+                  what is drained
     lend          give remaining idle GPUs to elastic jobs above their request
 
 Before the first of them come entitled jobs that have waited too long, and what is kept for them (reservations.py).
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.promises import keep
@@ -361,7 +363,7 @@ class Cycle:
         Rejected: counting from the shrinking. A job that releases a GPU once, for a moment, should receive it again
         when it is idle; only repeated growth in vain is to be avoided.
         """
-        if self._is_deferred(job):
+        if self._is_deferred(job) or (job.active > 0 and job.halted and not below(job)):
             return True
         flaps = job.shrunk_at >= job.grown_at > NEVER and job.active > 0 and not below(job)
         return flaps and self._too_early(job.grown_at + job.cool_down_s)
@@ -427,7 +429,8 @@ class Cycle:
 
     def _evict_stale(self) -> None:
         for task in enforce(self.ledger):
-            self.causes[task] = (task.job, "limit")
+            drained = task.job.queue.halt is StopPolicy.HOLD_AND_DRAIN
+            self.causes[task] = (task.job, "drain" if drained else "limit")
             self.victims[task.job] = None
         for job in sorted(self.below, key=lambda j: j.uid):
             if job.active and below(job) and self._stale(job):
@@ -462,7 +465,7 @@ class Cycle:
         return (share, -gain(job.throughput, job.active), job.lent, -job.priority, job.submitted_at, job.uid)
 
     def _may_borrow(self, job: Job) -> bool:
-        return job not in self.victims and job.wanted <= job.active < job.most
+        return job not in self.victims and job.wanted <= job.active < job.most and not job.halted
 
     def _settled(self, job: Job) -> bool:
         """Return whether the job's cool-down and deferral are over. All growth within one plan is one change."""

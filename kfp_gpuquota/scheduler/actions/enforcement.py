@@ -1,8 +1,8 @@
-"""Chooses the workers that a project loses whose limit was lowered below its use, once that is enforced.
+"""Chooses the workers that a project loses that drains, or whose limit was lowered below its use and is enforced.
 
 Workers above what their job requests go first, then those above a gang's minimum, then whole jobs: each by the lowest
 priority, and the youngest of equals. Jobs that cannot be preempted keep their gangs, so a project may stay above its
-limit; nothing more starts in it.
+limit; nothing more starts in it. A project that drains loses all that can be preempted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.scheduler.state.groups import loose
 from kfp_gpuquota.scheduler.state.model import Status
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def enforce(ledger: Ledger) -> Iterator[Task]:
-    """Mark workers as leaving until no enforced limit is exceeded, and yield them."""
+    """Mark workers as leaving until no enforced limit is exceeded and nothing is to be drained, and yield them."""
     for queue in ledger.queues.values():
-        if not (queue.enforced and _exceeds(queue)):
+        if not _exceeds(queue):
             continue
         jobs = [(_order(job), job) for job in _running(queue)]
         heapify(jobs)
@@ -38,7 +39,10 @@ def enforce(ledger: Ledger) -> Iterator[Task]:
 
 
 def _exceeds(queue: Queue) -> bool:
-    return any(queue.held[r] > queue.limit[r] for r in range(3))
+    """Return whether the queue, with those below it, holds more than it may keep."""
+    if queue.stop_policy is StopPolicy.HOLD_AND_DRAIN:
+        return any(queue.held)
+    return queue.enforced and any(queue.held[r] > queue.limit[r] for r in range(3))
 
 
 def _running(queue: Queue) -> Iterator[Job]:

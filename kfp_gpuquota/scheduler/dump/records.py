@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from kfp_gpuquota.api import Project, Reason
+from kfp_gpuquota.api import Project, Reason, StopPolicy
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Plan
@@ -62,6 +62,7 @@ class QueueRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pool: str = ""
     deserved: AmountRecord = AmountRecord()
     limit: AmountRecord = AmountRecord()
+    stop_policy: StopPolicy = StopPolicy.NONE
     priority: int = 100
     weights: tuple[Number, Number, Number] = (1.0, 1.0, 1.0)
     created: Number = 0.0
@@ -176,6 +177,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     suspended: tuple[str, ...] = ()
     emptying: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()
+    halted: tuple[str, ...] = ()
     promised: tuple[str, ...] = ()
 
 

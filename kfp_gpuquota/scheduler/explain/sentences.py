@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api import Reason, ReasonCode, StopPolicy
 from kfp_gpuquota.api.quantity import MIB, SHOWN_PLACES, show_mib
 from kfp_gpuquota.scheduler.state.groups import below
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Job, Request, Task
@@ -121,6 +121,14 @@ def suspended(job: Job) -> Reason:
     return Reason(code=ReasonCode.SUSPENDED, message="suspended by a user", project=job.queue.name)
 
 
+def halted(job: Job) -> Reason:
+    """Return why a job does not start in a project that is held."""
+    by, halt = job.queue.halted_by, job.queue.halt
+    done = "drained" if halt is StopPolicy.HOLD_AND_DRAIN else "held"
+    message = f"project {by.name} is {done} by an administrator, so that none of its jobs starts (stop policy {halt})"
+    return Reason(code=ReasonCode.PROJECT_HELD, message=message, project=by.name, details={"stop_policy": str(halt)})
+
+
 def emptying(job: Job) -> Reason:
     """Return why a job waits whose own workers are still exiting."""
     left = len(job.tasks)
@@ -150,6 +158,7 @@ def _cause(victim: Job, cause: tuple[Job, str]) -> str:
     if action in ("allocate", "reclaim") and victim.queue is not beneficiary.queue and _guaranteed(beneficiary):
         why = "project {project} takes back its guaranteed {gpus} for {job}"
     words = {"project": beneficiary.queue.label, "job": beneficiary.name, "gpus": _own(size_needed(beneficiary))}
+    words["halted_by"] = beneficiary.queue.halted_by.name
     return why.format(**words)
 
 
@@ -169,6 +178,7 @@ _CAUSES = {
     "preempt": (ReasonCode.PREEMPTED, "{job} has a higher priority in project {project}"),
     "evict_stale": (ReasonCode.STALE_GANG, "it ran below its minimum for too long, and a gang runs whole"),
     "limit": (ReasonCode.OVER_LIMIT, "the limit of project {project} was lowered below what it holds"),
+    "drain": (ReasonCode.PROJECT_DRAINED, "project {halted_by} is drained (stop policy HoldAndDrain)"),
     "consolidate": (ReasonCode.CONSOLIDATED, "it makes room for {job} and gets a place elsewhere"),
 }
 

@@ -80,7 +80,17 @@ class _Copier:
         self._fill_ledger(original.ledger)
         self.state.last_at, self.state.projects = original.last_at, dict(original.projects)
         self.state.workers = {name: self.tasks[task] for name, task in original.workers.items()}
-        for name in ("jobs", "growable", "below", "sheltered", "suspended", "emptying", "deferred", "promised"):
+        for name in (
+            "jobs",
+            "growable",
+            "below",
+            "sheltered",
+            "suspended",
+            "emptying",
+            "deferred",
+            "halted",
+            "promised",
+        ):
             setattr(self.state, name, {uid: self.jobs[job] for uid, job in getattr(original, name).items()})
 
     def _fill_ledger(self, original: Ledger) -> None:

@@ -194,10 +194,20 @@ class PlacementsPromised(Event, frozen=True, tag=True):
 
 
 class UsageRecalled(Event, frozen=True, tag=True):
-    """The project's decayed over-quota usage up to `at`, which replaces the recorded one (after a restart)."""
+    """The project's decayed over-quota usage up to `at`, which replaces the recorded one (after a restart).
+
+    It is that in a node pool, or in nodes of no pool.
+    """
 
     project: str
     gpu_seconds: float
+    at: float
+    pool: str = ""
+
+
+class TimePassed(Event, frozen=True, tag=True):
+    """It is at least `at`: what was held until then counts as usage. For events that come without a time."""
+
     at: float
 
 

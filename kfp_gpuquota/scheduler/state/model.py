@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
 from kfp_gpuquota.api.resources import capacity_of, weighed
 
@@ -136,8 +137,9 @@ class Queue:
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
     requests of elastic jobs, `fixed` the part that cannot be preempted. `granted` bounds `deserved` for a cycle.
     `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is
-    stopped. `waiting` has the jobs that plans consider, by shape and in order; `shelved` those that no plan considers
-    until a node changes, because no node can hold them (rotation.py).
+    stopped. `stop_policy` is its own; `halt` is the strictest one of it and of those above it. `waiting` has the jobs
+    that plans consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no
+    node can hold them (rotation.py).
     """
 
     name: str
@@ -146,6 +148,7 @@ class Queue:
     deserved: Amount = NOTHING
     limit: Amount = BOUNDLESS
     enforced: bool = False
+    stop_policy: StopPolicy = StopPolicy.NONE
     priority: int = 100
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     created: float = 0.0
@@ -177,6 +180,18 @@ class Queue:
     def guarantee(self) -> Amount:
         """What it is guaranteed in this cycle: `deserved`, or the part that higher priorities leave of the nodes."""
         return Amount(*map(min, self.deserved, self.granted))
+
+    @property
+    def halt(self) -> StopPolicy:
+        """The stop policy that applies to its jobs."""
+        policies = {queue.stop_policy for queue in self.path}
+        return next((one for one in (StopPolicy.HOLD_AND_DRAIN, StopPolicy.HOLD) if one in policies), StopPolicy.NONE)
+
+    @property
+    def halted_by(self) -> Queue:
+        """The nearest queue, itself or above it, whose policy is the one that applies."""
+        halt = self.halt
+        return next(queue for queue in self.path if queue.stop_policy is halt)
 
     def claim(self, r: int) -> float:
         """Return the amount of resource `r` that the queue holds, without lent workers."""
@@ -338,6 +353,16 @@ class Job:
         Also of a training that others of its workers carry on.
         """
         return self.checkpoint_at > NEVER or (bool(self.throughput) and self.active > self.gang)
+
+    @property
+    def halted(self) -> bool:
+        """Whether a stop policy of its project, or of one above it, applies."""
+        return any(queue.stop_policy is not StopPolicy.NONE for queue in self.queue.path)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what the job runs stays, in a project with a stop policy: its gang is completed when it loses one."""
+        return self.active > 0 and (self.queue.halt is StopPolicy.HOLD or self.core > 0)
 
     @property
     def surplus(self) -> int:

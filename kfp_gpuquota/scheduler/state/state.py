@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from contextlib import contextmanager
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
@@ -28,10 +30,10 @@ from kfp_gpuquota.scheduler.state.model import (
     Task,
 )
 from kfp_gpuquota.scheduler.state.order import job_key, shape_of
-from kfp_gpuquota.scheduler.state.tree import graft, set_quota
+from kfp_gpuquota.scheduler.state.tree import graft, set_quota, subtree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.api.placement import Placement
@@ -63,6 +65,7 @@ class State:
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
         self.deferred: dict[str, Job] = {}
+        self.halted: dict[str, Job] = {}
         self.promised: dict[str, Job] = {}
         self.projects: dict[str, Project] = {}
         self.last_at = 0.0
@@ -108,19 +111,24 @@ class State:
     def _(self, event: events.QuotaChanged) -> None:
         project = self.projects[event.project.name] = event.project
         pools = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
-        for pool in sorted({"", *project.pools, *pools}):
-            self._configure(project, pool)
+        with self._halts_followed(project.name):
+            for pool in sorted({"", *project.pools, *pools}):
+                self._configure(project, pool)
 
     @_apply.register
     def _(self, event: events.QuotaRemoved) -> None:
         self.projects.pop(event.name, None)
-        for key, queue in list(self.ledger.queues.items()):
-            if queue.name != event.name:
-                continue
-            queue.deserved, queue.limit, queue.exists = NOTHING, NOTHING, False
-            if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
-                graft(queue, None)
-                del self.ledger.queues[key]
+        with self._halts_followed(event.name):
+            for key, queue in list(self.ledger.queues.items()):
+                if queue.name == event.name:
+                    self._remove_quota(key, queue)
+
+    def _remove_quota(self, key: str, queue: Queue) -> None:
+        queue.deserved, queue.limit, queue.exists = NOTHING, NOTHING, False
+        queue.stop_policy = StopPolicy.NONE
+        if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
+            graft(queue, None)
+            del self.ledger.queues[key]
 
     @_apply.register
     def _(self, event: events.LimitEnforced) -> None:
@@ -278,8 +286,12 @@ class State:
 
     @_apply.register
     def _(self, event: events.UsageRecalled) -> None:
-        queue = self._queue(event.project)
+        queue = self._queue(event.project, event.pool)
         queue.used, queue.used_until = event.gpu_seconds, event.at
+
+    @_apply.register
+    def _(self, event: events.TimePassed) -> None:
+        self.last_at = max(self.last_at, event.at)
 
     def _note_usage(self, job: Job, at: float | None) -> None:
         """Update the usage of the job's queues before a change at that time; None: at the last reported time."""
@@ -304,6 +316,16 @@ class State:
         if parent is not queue.parent:
             graft(queue, parent)
         set_quota(queue, project)
+
+    @contextmanager
+    def _halts_followed(self, project: str) -> Iterator[None]:
+        """Update the jobs of a project, and of those below it, for which another stop policy applies afterwards."""
+        before = {queue: queue.halt for top in self.queues_of(project) for queue in subtree(top)}
+        yield
+        changed = {queue for queue, halt in before.items() if queue.halt is not halt}
+        for job in list(self.jobs.values()) if changed else ():
+            if job.queue in changed:
+                self._changed(job)
 
     def _queue(self, name: str, pool: str = "") -> Queue:
         key = _key(name, pool)
@@ -337,7 +359,9 @@ class State:
         _unfile(job)
         if job.removed and not job.tasks:
             del self.jobs[job.uid]
-        considered = not job.removed and not job.suspended and not job.completing
+        runnable = not job.removed and not job.suspended and not job.completing
+        halted = runnable and job.halted
+        considered = runnable and (not halted or (job.goes_on and below(job)))
         tasks = next_tasks(job) if considered and not job.stopped else []
         if tasks:
             _file(job, tasks)
@@ -351,6 +375,7 @@ class State:
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and below(job))
         self._note(self.deferred, job, considered and job.deferred_for is not None)
+        self._note(self.halted, job, halted)
         self._note(self.promised, job, considered and bool(job.promised))
 
     @staticmethod

@@ -10,6 +10,8 @@ from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Amount, Queue
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kfp_gpuquota.api import Project
 
 
@@ -21,12 +23,20 @@ def set_quota(queue: Queue, project: Project) -> None:
     else:
         queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
         queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
+    queue.stop_policy = project.stop_policy
     queue.priority, queue.weights, queue.exists = project.priority, (project.over_quota_weight,) * 3, True
 
 
 def _amount(gpus: float | None, cpu: float | None, memory_mib: int | None) -> Amount:
     given = ((gpus, GPU), (cpu, MILLI), (memory_mib, MIB))
     return Amount(*(UNLIMITED if value is None else round(value * unit) for value, unit in given))
+
+
+def subtree(queue: Queue) -> Iterator[Queue]:
+    """Yield the queue and all below it."""
+    yield queue
+    for child in queue.children.values():
+        yield from subtree(child)
 
 
 def graft(queue: Queue, parent: Queue | None) -> None:

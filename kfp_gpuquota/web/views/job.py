@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.job_sentences import preemption_of, request_of
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.time_spent import activity_of, time_spent
@@ -135,6 +136,8 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
     """Yield what the job asks for and where it stands, as (name, value)."""
     spec, status = job.spec, job.status
     yield "Asks for", request_of(spec)
+    if spec.max_runtime_s is not None:
+        yield "Runs for at most", text_of(spec.max_runtime_s)
     yield "Holds", show_gpus(status.gpus)
     yield "Type", f"{spec.kind.value}, priority {spec.effective_priority}, {preemption_of(spec)}"
     if status.progress is not None:

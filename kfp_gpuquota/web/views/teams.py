@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
+from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.query import Choices, Query
@@ -29,6 +30,7 @@ FLAGS: Final = {
     "borrows": "borrow",
     "lends": "lend",
     "idle": "leave GPUs idle",
+    "stopped": "are held or drained",
 }
 CHART_WIDTH: Final = 160
 CHART_HEIGHT: Final = 32
@@ -70,10 +72,13 @@ class Team:
     department: bool
     amounts: Amounts
     priority: int
+    stop_policy: StopPolicy = StopPolicy.NONE
 
     def flags(self) -> Iterator[tuple[str, str]]:
         """Yield (kind, words) for what stands out."""
         amounts = self.amounts
+        if self.stop_policy is not StopPolicy.NONE:
+            yield "stopped", "drained" if self.stop_policy is StopPolicy.HOLD_AND_DRAIN else "held"
         if amounts.waiting and amounts.held < amounts.guaranteed:
             within = amounts.waiting <= amounts.unused
             left = "of its guarantee" if within else f"and has {show_gpus(amounts.unused)} of its guarantee left"
@@ -166,7 +171,7 @@ def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
             lent=sum(view.lent for view in views),
             surplus=sum(view.surplus for view in views),
         )
-        yield Team(name, level, department, summed, project.priority)
+        yield Team(name, level, department, summed, project.priority, project.stop_policy)
         for child in children.get(name, ()):
             yield from lines(child, level + 1)
 

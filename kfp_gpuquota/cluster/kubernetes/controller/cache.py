@@ -32,6 +32,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.pods.unseen_pods import UnseenPods
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
+from kfp_gpuquota.cluster.kubernetes.quota.borrowed import Borrowed
 from kfp_gpuquota.cluster.kubernetes.quota.promises import stored_promises
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
@@ -79,6 +80,7 @@ class Snapshot:
         self.emit, self._apply, self._wake = cluster.emit, cluster.apply, cluster.wake
         self.plain = PlainPods(self.emit, self.allocator, rules)
         self.unseen = UnseenPods(rules, self._put_counted)
+        self.borrowed = Borrowed(cluster.state, cluster.quotas, cluster.emit, cluster.now)
         self.refused_quotas: dict[str, str] = {}
         self._jobs: dict[str, ElasticJob] = {}  # until everything is listed
         self._node_names: dict[str, str] = {}
@@ -124,6 +126,7 @@ class Snapshot:
             await slices.yield_if_due()
         self.elastic.start()
         self._restore_promises()
+        self.borrowed.recall()
         self.complete = True
         self._wake()
 
@@ -177,7 +180,12 @@ class Snapshot:
             self.emit(scheduler.NodeRemoved(name))
 
     def rules_changed(self) -> None:
-        """Emit all nodes again if devices are shared by other rules, or other resources count as GPUs."""
+        """Emit all nodes again if devices are shared by other rules, or other resources count as GPUs.
+
+        Begin to count what is borrowed, if that is new.
+        """
+        if self.complete:
+            self.borrowed.recall()
         if self._counting != (counting := (self.rules.rules.sharing, self.rules.rules.gpu_weights)):
             self._counting = counting
             self._outdated.update(dict.fromkeys(self.emitted_nodes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
 
+_OF_WORKERS: Final = (scheduler.WorkerStarted, scheduler.WorkerLeaving, scheduler.WorkerGone)
+
 log = logging.getLogger(__name__)
 
 
 class ClusterObjects:
     """Data only; `Snapshot` updates it. Nodes, quotas and projects are by name, pods by uid.
 
-    `emitted_nodes` are the nodes in the scheduler's state. `wake()` requests a plan. `feed` receives each event after
-    it was applied, for the planner's copy of the state.
+    `emitted_nodes` are the nodes in the scheduler's state. `wake()` requests a plan, `now()` is in seconds since
+    1970. `feed` receives each event after it was applied, for the planner's copy of the state.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.wake = wake
+    def __init__(self, wake: Callable[[], None], now: Callable[[], float]) -> None:
+        self.wake, self.now = wake, now
         self.state = scheduler.State()
         self.allocator = DeviceAllocator()
         self.nodes: dict[str, Node] = {}
@@ -48,6 +50,13 @@ class ClusterObjects:
         self.wake()
 
     def apply(self, event: scheduler.Event) -> None:
-        """Apply an event to the scheduler's state, and feed it to the planner. Raises what the state raises."""
+        """Apply an event to the scheduler's state, and feed it to the planner. Raises what the state raises.
+
+        Where past borrowing counts, the time comes first: pods' starts and ends have none.
+        """
+        if self.state.ledger.half_life_s is not None and isinstance(event, _OF_WORKERS):
+            passed = scheduler.TimePassed(self.now())
+            self.state.apply(passed)
+            self.feed(passed)
         self.state.apply(event)
         self.feed(event)

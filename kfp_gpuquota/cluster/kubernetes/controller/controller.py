@@ -118,7 +118,7 @@ class Controller:
         self.volumes, self.limits = Volumes(self._volume_changed), LimitRanges(self._limits_changed)
         watches = Watches(connection, self.quarantine)
         self.pods = watches.pods(self._pod_changed, self._pod_deleted)
-        cluster = ClusterObjects(self.wake)
+        cluster = ClusterObjects(self.wake, self._now)
         self._planner = planner(cluster.state)
         cluster.feed = self._planner.feed
         self._repulsions = PodRepulsions()
@@ -145,6 +145,7 @@ class Controller:
             limits=self.limits,
             volumes=self.volumes,
             rules=self.rules,
+            projects=cluster.projects,
             ready=ready,
             written_pods=self.pods,
             events=self,
@@ -399,6 +400,7 @@ class Controller:
         self.snapshot.state.ledger.reclaim_shelter_s = rules.reclaim.max_min_run_time_s
         self.snapshot.state.ledger.moves = rules.moves
         self.snapshot.state.ledger.reserve_after_s = rules.reserve_after_s
+        self.snapshot.state.ledger.half_life_s = rules.usage_half_life_s
         self.reservations.memory_reserve = rules.sharing.memory_reserve
         self.gangs.forget_sizes()
         self.snapshot.rules_changed()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.conditions import with_condition
@@ -31,6 +32,9 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         kept = "the last valid one stays in effect" if project is not None else "no quota is in effect"
         accepted = Condition("Accepted", "False", "Invalid", f"{refused}; {kept}")
     known = with_condition(conditions.get(name, quota.status.conditions), accepted, time.time())
+    stopped = _active(snapshot, name)
+    if stopped.status == "False" or any(one.type == stopped.type for one in known):
+        known = with_condition(known, stopped, time.time())
     conditions[name] = known
     status = GpuQuotaStatus(
         gpus=held.gpus,
@@ -39,6 +43,7 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         waiting=held.waiting,
         conditions=known,
         promises=promises_of(snapshot.state, name),
+        usage=snapshot.borrowed.of(name),
     )
     body = {
         "apiVersion": labels.API_VERSION,
@@ -47,4 +52,12 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         "status": {"gpus": 0, "borrowed": 0, "waiting": 0, **msgspec.to_builtins(status)},
     }
     path = paths.quota(name)
-    return Built(path, name, body, (accepted.status, accepted.message, status.promises))
+    return Built(path, name, body, (accepted.status, accepted.message, stopped.message, status.promises))
+
+
+def _active(snapshot: Snapshot, name: str) -> Condition:
+    """Return the condition in Kueue's words for a queue whose jobs start, or that has a stop policy."""
+    queue = next(iter(snapshot.state.queues_of(name)), None)
+    if queue is None or queue.halt is StopPolicy.NONE:
+        return Condition("Active", "True", "Ready", "jobs can start")
+    return Condition("Active", "False", "Stopped", f"stop policy {queue.halt} of {queue.halted_by.name}")

@@ -18,6 +18,7 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.project import check_run_time
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
@@ -29,6 +30,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import ElasticJobTimers
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_timeout import Readiness
+from kfp_gpuquota.cluster.kubernetes.objects.conditions import any_is_true
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.decisions import Decisions
 from kfp_gpuquota.engine.job_book import Change
@@ -37,9 +39,9 @@ from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.api import Project, Worker
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
@@ -60,8 +62,9 @@ if TYPE_CHECKING:
 class ElasticJobs:
     """All ElasticJobs. All methods run in the event loop.
 
-    `limits` and `volumes` add default requests and volumes' nodes to a job's specification, and `rules` cap its grace
-    period. `page_url` is the address of the web page. Its parts report to it as `JobPartEvents`.
+    `limits` and `volumes` add default requests and volumes' nodes to a job's specification, `rules` cap its grace
+    period, and `projects` its run time. `page_url` is the address of the web page. Its parts report to it as
+    `JobPartEvents`.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ElasticJobs:
         limits: LimitRanges,
         volumes: Volumes,
         rules: CurrentRules,
+        projects: Mapping[str, Project],
         ready: ReadyRules,
         written_pods: WrittenPods,
         events: ElasticJobEvents,
@@ -83,7 +87,7 @@ class ElasticJobs:
         page_url: str = "",
     ) -> None:
         self.book, self._settings, self._page_url = book, settings, page_url
-        self._limits, self._volumes, self._rules = limits, volumes, rules
+        self._limits, self._volumes, self._rules, self._projects = limits, volumes, rules, projects
         self.statuses = statuses = StatusWriter(writer, self._status)
         book.changed, book.decided = statuses.changed, self._decided
         self.workers = WorkerPods(
@@ -238,13 +242,36 @@ class ElasticJobs:
         self._follow_spec(uid)
 
     def _record_of(self, job: ElasticJob) -> JobRecord:
-        """Return the job's record, its grace period capped by the cluster's rules. Raises InvalidFieldError."""
-        record = record_of(job, self._limits.requests_in(job.metadata.namespace), self._volumes.terms)
+        """Return the job's record, with its grace period and run time by the rules of the cluster and its team.
+
+        Raises InvalidFieldError.
+        """
+        record = self._with_run_time(
+            job, record_of(job, self._limits.requests_in(job.metadata.namespace), self._volumes.terms)
+        )
         longest = self._rules.rules.reclaim.max_grace_s
         if record.spec.grace_period_s <= longest:
             return record
         spec = msgspec.structs.replace(record.spec, grace_period_s=longest)
         return msgspec.structs.replace(record, spec=spec)
+
+    def _with_run_time(self, job: ElasticJob, record: JobRecord) -> JobRecord:
+        """Return the record with the run time that its team had for jobs without one when this one was accepted.
+
+        Raises InvalidFieldError for a given one that is new, and longer than the team may have.
+        """
+        state, before = self.book.runtime_states[record.uid], self.book.jobs.get(record.uid)
+        given, project = record.spec.max_runtime_s, self._projects.get(record.spec.project)
+        accepted = before is not None or any_is_true(job.status.conditions, ("Accepted",))
+        if not accepted:
+            state.default_runtime_s = None if project is None else project.usual_runtime_s
+        if given is None:
+            spec = msgspec.structs.replace(record.spec, max_runtime_s=state.default_runtime_s)
+            return msgspec.structs.replace(record, spec=spec)
+        changed = given != before.spec.max_runtime_s if before is not None else not accepted
+        if project is not None and changed:
+            check_run_time("maxRuntimeSeconds", given, project)
+        return record
 
     def _follow_spec(self, uid: str) -> None:
         """Apply changes of the specification: suspend, resume, and fields that may change while the job waits.

@@ -25,6 +25,7 @@ class RuntimeState:
         self.object = job
         self.reserved = self.durable = job.status.generation_reserved  # claimed; stored by the API server
         self.ended = set(job.status.ended)
+        self.default_runtime_s = job.status.default_runtime_seconds  # without a maximum run time of its own
         self.refused = ""  # why its specification is invalid
         self.explained_at = -math.inf  # when the reason why it waits was last written
         self.held_back = ""  # why its pods could not be created

@@ -23,6 +23,9 @@ class GpuQuotaSpec(Struct, frozen=True):
     guaranteed_memory: Any = None
     limit_memory: Any = None
     pools: Any = None
+    default_runtime_seconds: Any = None
+    max_runtime_seconds: Any = None
+    stop_policy: Any = None
 
 
 class PromisedPlacement(Struct, frozen=True):
@@ -45,8 +48,19 @@ class Promise(Struct, frozen=True):
     victims: tuple[str, ...] = ()
 
 
+class OverQuotaUsage(Struct, frozen=True):
+    """GPU-seconds above the guarantee in a node pool until `at` (seconds since 1970), each halved by its age."""
+
+    gpu_seconds: float
+    at: float
+    pool: str = ""
+
+
 class GpuQuotaStatus(Struct, frozen=True):
-    """The status of a GpuQuota: GPUs that the team holds, borrows and requests, and what its jobs are promised."""
+    """The status of a GpuQuota: GPUs that the team holds, borrows and requests, and what its jobs are promised.
+
+    `usage` is what it has borrowed, if that counts.
+    """
 
     gpus: float = 0
     borrowed: float = 0
@@ -54,6 +68,7 @@ class GpuQuotaStatus(Struct, frozen=True):
     waiting: int = 0
     conditions: tuple[Condition, ...] = ()
     promises: tuple[Promise, ...] = ()
+    usage: tuple[OverQuotaUsage, ...] = ()
 
 
 class GpuQuota(Struct, frozen=True):
@@ -225,6 +240,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     network_policy: str | None = None
     intent: str = "run"
     ended: tuple[int, ...] = ()
+    default_runtime_seconds: float | None = None
     ran_seconds: float = 0.0
     training_gpus: int = 0
     ranks: tuple[int, ...] = ()
@@ -294,6 +310,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     sharing: dict[str, Any] | None = None
     moves: bool = True
     reserve_after_seconds: float = 1800.0
+    usage_half_life_seconds: float | None = None
 
 
 class QuotaPolicyObject(Struct, frozen=True):

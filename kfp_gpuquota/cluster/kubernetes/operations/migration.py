@@ -6,6 +6,7 @@
 | ClusterQueue with LocalQueues in several | a department with the queue's quota; its namespaces, without a guarantee of their own |
 | `nominalQuota`, and with `borrowingLimit` | `guaranteed`, and `limit`; without a cohort `limit` is the nominal quota |
 | `fairSharing.weight` | `overQuotaWeight` |
+| `stopPolicy` of a ClusterQueue | `stopPolicy` |
 | Cohort that is an object | a department |
 | several flavors with GPUs | node pools with the names of the flavors |
 
@@ -205,7 +206,9 @@ def _cluster_queue(queue: Json, old: Old, made: Migration) -> Json:
         else:
             made.notes.append(f"{name}: {resource['name']} is no GPU, and has no quota")
     made.notes += [f"{name}: {what}" for what in _unsupported(spec)]
-    return _sums(flavors, amounts, (spec.get("fairSharing") or {}).get("weight"))
+    sums = _sums(flavors, amounts, (spec.get("fairSharing") or {}).get("weight"))
+    policy = spec.get("stopPolicy", "None")
+    return sums if policy == "None" else {**sums, "stopPolicy": policy}
 
 
 def _resources(spec: Json) -> Iterable[tuple[str, Json]]:
@@ -240,8 +243,6 @@ def _unsupported(spec: Json) -> Iterable[str]:
         yield "queueingStrategy StrictFIFO; jobs that fit pass those that do not, unless these wait too long"
     if (spec.get("preemption") or {}).get("reclaimWithinCohort") == "Never":
         yield "reclaimWithinCohort Never; borrowed GPUs are always reclaimed for a guarantee"
-    if spec.get("stopPolicy", "None") != "None":
-        yield f"stopPolicy {spec['stopPolicy']}"
     if spec.get("flavorFungibility"):
         yield "flavorFungibility; a job names its node pool, or runs in any"
 

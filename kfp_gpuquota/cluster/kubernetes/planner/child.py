@@ -40,7 +40,8 @@ class Request(msgspec.Struct, frozen=True):
     """Apply the events, then plan at `now`.
 
     `reclaim_shelter_s`: the rules' limit of minimum run times. Without `moves` no job is moved to make room.
-    `reserve_after_s`: how long an entitled job waits until what it needs is kept for it.
+    `reserve_after_s`: how long an entitled job waits until what it needs is kept for it. `half_life_s`: that of
+    over-quota usage; None: it does not count.
     """
 
     events: list[scheduler.Event]
@@ -48,6 +49,7 @@ class Request(msgspec.Struct, frozen=True):
     reclaim_shelter_s: float
     moves: bool
     reserve_after_s: float
+    half_life_s: float | None
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -104,7 +106,7 @@ def _answer(state: scheduler.State, planner: BoundedPlanner, request: Request) -
     began = time.process_time()
     try:
         state.ledger.reclaim_shelter_s, state.ledger.moves = request.reclaim_shelter_s, request.moves
-        state.ledger.reserve_after_s = request.reserve_after_s
+        state.ledger.reserve_after_s, state.ledger.half_life_s = request.reserve_after_s, request.half_life_s
         for event in request.events:
             _apply(state, event)
             planner.applied(event)

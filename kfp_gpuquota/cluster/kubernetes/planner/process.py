@@ -122,7 +122,9 @@ class PlannerProcess:
         try:
             async with asyncio.timeout(self._hang_s):
                 rules = self._state.ledger
-                request = Request(events, now, rules.reclaim_shelter_s, rules.moves, rules.reserve_after_s)
+                request = Request(
+                    events, now, rules.reclaim_shelter_s, rules.moves, rules.reserve_after_s, rules.half_life_s
+                )
                 self._writer.write(packed(request))
                 length = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
                 answer: Planned | Failed = pickle.loads(await self._reader.readexactly(length))  # noqa: S301 - ours

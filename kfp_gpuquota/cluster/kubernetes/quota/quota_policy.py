@@ -10,6 +10,7 @@
 | sharing | the most workers that share a GPU, and the part of its memory that is the driver's | 16, 0.02 |
 | moves | jobs within the guarantee make room by moving others | true |
 | reserveAfterSeconds | after how long a job within the guarantee is served first, and what it needs is kept for it | 1800 |
+| usageHalfLifeSeconds | past borrowing reduces a team's part of idle GPUs, and counts half after this time | never counts |
 | limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
@@ -33,7 +34,7 @@ import msgspec
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.resources import WHOLE_GPU, Resources
 from kfp_gpuquota.api.share import refuse_small_share
-from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS, check_range
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_RUNTIME_S, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
@@ -55,6 +56,9 @@ RECLAIM_SLACK_S: Final = 15.0
 
 MIN_WEIGHT: Final = 0.001
 """The fewest GPUs that one unit of another resource may count as."""
+
+MIN_HALF_LIFE_S: Final = 60.0
+"""Shares change with time alone: while jobs wait there are plans in each sixteenth of the half-life."""
 
 RECREATING_OWNERS: Final = frozenset(
     {
@@ -126,10 +130,13 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     sharing: SharingRules = SharingRules()
     moves: bool = True
     reserve_after_s: float = RESERVE_AFTER_S
+    usage_half_life_s: float | None = None
     gpu_weights: Resources = ()
 
     def __post_init__(self) -> None:
         check_range("reserveAfterSeconds", self.reserve_after_s, 0, MAX_SECONDS, "s")
+        if self.usage_half_life_s is not None:
+            check_range("usageHalfLifeSeconds", self.usage_half_life_s, MIN_HALF_LIFE_S, MAX_RUNTIME_S, "s")
         check_range("limitGraceSeconds", self.limit_grace_s, 0, MAX_SECONDS, "s")
         check_range("maxWaitingPods", self.max_waiting_pods, 1, MAX_COUNT)
 
@@ -190,6 +197,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             sharing=msgspec.convert(_renamed(spec.sharing or {}, _SHARING), SharingRules),
             moves=spec.moves,
             reserve_after_s=spec.reserve_after_seconds,
+            usage_half_life_s=spec.usage_half_life_seconds,
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
         )
     except msgspec.ValidationError as error:

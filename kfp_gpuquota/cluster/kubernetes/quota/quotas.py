@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Project
+from kfp_gpuquota.api import Project, StopPolicy
 from kfp_gpuquota.api.quantity import MIB, parse_cores, parse_quantity
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota, GpuQuotaSpec
@@ -28,7 +28,8 @@ _QUANTITIES: Final[dict[str, tuple[str, Callable[[str, str], float]]]] = {
     "guaranteed_memory_mib": ("guaranteed_memory", _mib),
     "limit_memory_mib": ("limit_memory", _mib),
 }
-_AS_GIVEN: Final = ("guaranteed", "limit", "priority", "over_quota_weight", "parent", "pools")
+_AS_GIVEN: Final = ("guaranteed", "limit", "priority", "over_quota_weight", "parent", "pools", "stop_policy")
+_SECONDS: Final = {"default_runtime_s": "default_runtime_seconds", "max_runtime_s": "max_runtime_seconds"}
 _WIRE: Final = dict(zip(GpuQuotaSpec.__struct_fields__, GpuQuotaSpec.__struct_encode_fields__, strict=True))
 
 
@@ -36,6 +37,7 @@ def project_of(quota: GpuQuota) -> Project:
     """Return the quota as the scheduler's project. Raises InvalidFieldError, whose text becomes a condition."""
     spec = quota.spec
     given: dict[str, object] = {name: getattr(spec, name) for name in _AS_GIVEN}
+    given |= {field: getattr(spec, name) for field, name in _SECONDS.items()}
     for field, (name, parse) in _QUANTITIES.items():
         text = getattr(spec, name)
         given[field] = None if text is None else parse(_WIRE[name], str(text))
@@ -61,6 +63,8 @@ class _Strict(GpuQuotaSpec, frozen=True, forbid_unknown_fields=True):
 def quota_spec(project: Project) -> dict[str, Any]:
     """Return the spec of the project's GpuQuota."""
     spec: dict[str, Any] = {_WIRE[name]: getattr(project, name) for name in _AS_GIVEN}
+    spec |= {_WIRE[name]: getattr(project, field) for field, name in _SECONDS.items()}
+    spec["stopPolicy"] = None if project.stop_policy is StopPolicy.NONE else project.stop_policy.value
     spec["pools"] = msgspec.to_builtins(project.pools) or None
     spec[_WIRE["guaranteed_cpu"]] = _cores(project.guaranteed_cpu)
     spec[_WIRE["limit_cpu"]] = _cores(project.limit_cpu)

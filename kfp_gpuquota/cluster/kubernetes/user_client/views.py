@@ -152,10 +152,11 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     ranks = {index: rank for rank, index in enumerate(status.ranks)}
     known = (worker_of(pod, stored.metadata.uid) for pod in pods)
     workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
-    found = status_of_object(stored)
+    found, spec = status_of_object(stored), plain_job(job_spec_of(stored))
+    longest = status.default_runtime_seconds if spec.max_runtime_s is None else spec.max_runtime_s
     return Job(
         uid=stored.metadata.uid,
-        spec=msgspec.structs.replace(plain_job(job_spec_of(stored)), command=_command(stored)),
+        spec=msgspec.structs.replace(spec, command=_command(stored), max_runtime_s=longest),
         status=msgspec.structs.replace(
             found,
             reason=_trouble(status) or found.reason,

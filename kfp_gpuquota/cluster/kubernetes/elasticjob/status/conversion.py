@@ -149,8 +149,12 @@ def status_of(
     ended: Iterable[int],
     retries: RetryFields = NO_RETRIES,
     expected: ExpectedStart | None = None,
+    default_runtime_s: float | None = None,
 ) -> ElasticJobStatus:
-    """Return the status of the job's object; `expected` is when it is expected to start."""
+    """Return the status of the job's object.
+
+    `expected` is when it is expected to start, `default_runtime_s` its maximum run time without one of its own.
+    """
     status = record.status
     alive = [worker.worker for worker in workers if worker.alive]
     progress = status.progress
@@ -190,6 +194,7 @@ def status_of(
         network_policy=network_policy,
         intent=record.intent.value,
         ended=tuple(sorted(ended)),
+        default_runtime_seconds=default_runtime_s,
         ran_seconds=round(record.ran_s, 1),
         training_gpus=record.size,
         ranks=tuple(map(index_of, record.members)),

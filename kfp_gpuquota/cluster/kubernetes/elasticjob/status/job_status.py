@@ -52,6 +52,7 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
             ended=state.ended,
             retries=retry_fields(state.complaints, state.requeue, state.grow),
             expected=book.expected_starts.get(uid),
+            default_runtime_s=state.default_runtime_s,
         )
     body = {
         "apiVersion": labels.API_VERSION,

@@ -1,0 +1,86 @@
+"""Keeps what teams have borrowed in the status of their GpuQuotas, if it counts, so that another leader knows it.
+
+Invariant: what is stored and halved by its age, with what is borrowed now since then, differs from what counts by less
+than `MIN_CHANGE_S` and `MIN_CHANGE` of it, or is less than `WRITTEN_EVERY_S` old. So a team that borrows nothing, or
+always as much, is not written. Rejected: usage from Prometheus, which a cluster need not have, or from a history of
+events, which a controller has none of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import OverQuotaUsage
+from kfp_gpuquota.scheduler.state.usage import decayed, used_by
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
+    from kfp_gpuquota.scheduler.state.model import Queue
+
+WRITTEN_EVERY_S: Final = 60.0
+MIN_CHANGE: Final = 0.02
+MIN_CHANGE_S: Final = 60.0
+LEAST_S: Final = 1.0
+
+
+class Borrowed:
+    """What counts for each team, and what of it was stored. `emit` receives the scheduler's events."""
+
+    def __init__(
+        self,
+        state: scheduler.State,
+        quotas: Mapping[str, GpuQuota],
+        emit: Callable[[scheduler.Event], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._state, self._quotas, self._emit, self._now = state, quotas, emit, now
+        self._stored: dict[tuple[str, str], OverQuotaUsage] = {}
+        self._counts = False
+
+    def recall(self) -> None:
+        """Begin to count, with what was stored, after all objects are listed or a rule has changed."""
+        half_life_s, counted = self._state.ledger.half_life_s, self._counts
+        self._counts = half_life_s is not None
+        if half_life_s is None or counted:
+            return
+        now = self._now()
+        self._stored = {
+            (name, one.pool): OverQuotaUsage(max(0.0, one.gpu_seconds), min(one.at, now), one.pool)
+            for name, quota in self._quotas.items()
+            for one in quota.status.usage
+        }
+        for queue in list(self._state.ledger.queues.values()):
+            stored = self._stored.get((queue.name, queue.pool)) or OverQuotaUsage(0.0, now)
+            self._emit(scheduler.UsageRecalled(queue.name, stored.gpu_seconds, stored.at, queue.pool))
+
+    def of(self, team: str) -> tuple[OverQuotaUsage, ...]:
+        """Return what is to be stored of a team, by node pool."""
+        half_life_s = self._state.ledger.half_life_s
+        if half_life_s is None or not self._counts:
+            return ()
+        return tuple(self._noted(team, half_life_s))
+
+    def _noted(self, team: str, half_life_s: float) -> Iterator[OverQuotaUsage]:
+        for queue in self._state.queues_of(team):
+            note = self._note(queue, half_life_s)
+            if note is None:
+                self._stored.pop((team, queue.pool), None)
+            else:
+                self._stored[team, queue.pool] = note
+                yield note
+
+    def _note(self, queue: Queue, half_life_s: float) -> OverQuotaUsage | None:
+        """Return the note of a queue: the last one while it says as much."""
+        now, before = self._now(), self._stored.get((queue.name, queue.pool))
+        used = used_by(queue, now, half_life_s)
+        if used < LEAST_S:
+            return None
+        if before is not None:
+            left = decayed(before.gpu_seconds, 0.0, now - before.at, half_life_s)
+            small = abs(used - left) <= max(MIN_CHANGE_S, MIN_CHANGE * used)
+            if small or now - before.at < WRITTEN_EVERY_S:
+                return before
+        return OverQuotaUsage(round(used, 1), round(now, 3), queue.pool)
