@@ -157,7 +157,7 @@ class Server:
                     store.save_worker(worker)
         self._state = ClusterState(store, self._nodes)
         cluster = SimpleNamespace(list_nodes=self._state.list_nodes, memory=SimpleNamespace(of=lambda *_: ()))
-        source = LocalPages(home, store, self._state, cast("LocalCluster", cluster))
+        source = LocalPages(store, self._state, cast("LocalCluster", cluster))
         self._page = PageServer(home, source, AuditLog(home.audit_file))
         return (await self._page.open()).url
 

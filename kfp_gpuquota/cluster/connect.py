@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
     from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
+    from kfp_gpuquota.cluster.operations import ClusterOperations
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
 URL_VARIABLE: Final = "GPUQUOTA_URL"
@@ -85,11 +86,27 @@ def connect(
     return Client(locate, retry_for_s=retry_for_s)
 
 
-def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
+def kube_calls() -> Calls:
     """Return a blocking client of the selected context's API server, or of the kubeconfig's current one."""
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls  # noqa: PLC0415 (the embedded cluster does not need it)
 
-    return Calls(_connection(kubeconfig_context(), os.environ), retry_for_s=retry_for_s)
+    return Calls(_connection(kubeconfig_context(), os.environ))
+
+
+def chosen_calls() -> Calls | None:
+    """Return calls to the API server of the selected cluster; None if it is not a Kubernetes cluster."""
+    return None if kube_context() is None else kube_calls()
+
+
+def operations() -> ClusterOperations:
+    """Return what an administrator does with the selected cluster as a whole; starts none."""
+    if (calls := chosen_calls()) is not None:
+        from kfp_gpuquota.cluster.kubernetes.operations.installed import KubernetesOperations  # noqa: PLC0415 (see above)
+
+        return KubernetesOperations(calls)
+    from kfp_gpuquota.cluster.local.operations import LocalOperations  # noqa: PLC0415 (a launcher does without)
+
+    return LocalOperations(embedded_home(), connect, shared=shared_socket() is not None)
 
 
 def kube_context(environment: Mapping[str, str] | None = None) -> str | None:

@@ -26,7 +26,7 @@ from kfp_gpuquota.api import JobSpec, JobStatus, Phase
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.cluster.connect import connect, current_project, kube_context
 from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError, UnauthorizedError, UsageError
-from kfp_gpuquota.server.cluster_api import log_so_far
+from kfp_gpuquota.server.cluster_api import follow_log, log_so_far
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ class JobHandle:
 
     def follow_logs(self, *, worker: str = "") -> Iterator[str]:
         """Yield what a worker prints, as it comes, until it has ended."""
-        pieces = self._client.follow_log(self.project, self.name, worker=worker)
+        pieces = follow_log(self._client, self.project, self.name, worker=worker)
         return codecs.iterdecode(pieces, "utf-8", errors="replace")
 
     def suspend(self) -> None:

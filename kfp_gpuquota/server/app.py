@@ -14,7 +14,7 @@ from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageAddress, P
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.audit import TARGET, Writing, audited, begin_change
-from kfp_gpuquota.server.backend import Backend
+from kfp_gpuquota.server.cluster_api import Backend
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, convert_body, decode_body, target_of
 from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
 from kfp_gpuquota.server.users_memory import bounded

@@ -41,7 +41,6 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.server.cluster_api import follow_log, watch_jobs
 from kfp_gpuquota.server.response_decoding import decoded
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
@@ -208,10 +207,6 @@ class Client:
         """Renew the job's lease for `lease.duration_s`. Raises ConflictError if another holder took it over."""
         self._call("POST", _job_path(project, name) + "/lease", None, lease)
 
-    def watch_jobs(self, project: str = "") -> Iterator[JobList]:
-        """Yield the list now and after each change, without end."""
-        return watch_jobs(self, project)
-
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
@@ -240,10 +235,6 @@ class Client:
         path = join(_job_path(project, name), "logs")
         path = with_query(path, worker=worker, offset=offset, timeout_s=timeout_s)
         return self._call("GET", path, LogChunk, wait_s=timeout_s)
-
-    def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
-        """Yield a worker's log from byte `offset` as it grows, until the worker has ended."""
-        return follow_log(self, project, name, worker, offset)
 
     def open_page(self, address: PageAddress | None = None, *, log_out: bool = False) -> PageLink:
         """Make the daemon serve the web page, and return a link that opens it once.

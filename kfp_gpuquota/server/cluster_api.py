@@ -29,8 +29,10 @@ if TYPE_CHECKING:
         PageLink,
         ProjectView,
         StopAction,
+        SubmitJob,
         Supposition,
     )
+    from kfp_gpuquota.scheduler.dump import StateDump
 
 
 LONG_POLL_S: Final = 25.0
@@ -129,9 +131,6 @@ class ClusterApi(ClusterCalls, Protocol):
     def queue(self, project: str) -> tuple[Queued, ...]:
         """Return the waiting jobs and pods of the project, unordered."""
 
-    def watch_jobs(self, project: str = "") -> Iterator[JobList]:
-        """Yield the list now and after each change, without end."""
-
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision."""
 
@@ -149,11 +148,41 @@ class ClusterApi(ClusterCalls, Protocol):
     ) -> LogChunk:
         """Return a part of a worker's log."""
 
-    def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
-        """Yield a worker's log from byte `offset` as it grows, until the worker has ended."""
-
     def stop_cluster(self) -> None:
         """Stop the server; running jobs continue."""
+
+
+class Backend(ClusterCalls, Protocol):
+    """What the server calls of the embedded cluster: answers that wait are awaited. A change is durable on return."""
+
+    def set_project(self, project: Project, *, if_match: str = "") -> ProjectView:
+        """Create or replace the project if its version is still `if_match` ("": any version)."""
+
+    def submit(self, request: SubmitJob) -> Job:
+        """Queue a job, once per request id."""
+
+    async def list_jobs(
+        self, project: str, after: int | None, timeout_s: float, *, limit: int | None = None, page: str = ""
+    ) -> JobList:
+        """Return all jobs, or those of a project; with `after` when the revision differs or the time is over.
+
+        With `limit` at most this number, those of the `page` that the previous list named.
+        """
+
+    def metrics(self) -> str:
+        """Return the cluster's metrics in Prometheus's text format."""
+
+    def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
+        """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
+
+    def debug_state(self) -> StateDump:
+        """Return what the planner sees, and the plan that it makes of it."""
+
+    async def events(self, after: int, timeout_s: float) -> EventList:
+        """Return the history after a revision."""
+
+    async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
+        """Return a part of a worker's log."""
 
 
 def log_so_far(client: ClusterApi, project: str, name: str, worker: str, offset: int = 0) -> Iterator[bytes]:
@@ -163,7 +192,7 @@ def log_so_far(client: ClusterApi, project: str, name: str, worker: str, offset:
         offset = chunk.next_offset
 
 
-def follow_log(client: ClusterApi, project: str, name: str, worker: str, offset: int) -> Iterator[bytes]:
+def follow_log(client: ClusterApi, project: str, name: str, worker: str = "", offset: int = 0) -> Iterator[bytes]:
     """Yield a worker's log from byte `offset` in the pieces that `read_log` returns, until the worker has ended."""
     more = True
     while more:
@@ -173,7 +202,7 @@ def follow_log(client: ClusterApi, project: str, name: str, worker: str, offset:
             yield chunk.text
 
 
-def watch_jobs(client: ClusterApi, project: str) -> Iterator[JobList]:
+def watch_jobs(client: ClusterApi, project: str = "") -> Iterator[JobList]:
     """Yield the list now and after each change, without end, also over restarts of the server."""
     after: int | None = None
     while True:

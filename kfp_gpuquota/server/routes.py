@@ -34,7 +34,7 @@ from kfp_gpuquota.server.audit import Writing
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from kfp_gpuquota.server.backend import Backend
+    from kfp_gpuquota.server.cluster_api import Backend
 
 MAX_WAIT_S: Final = 60.0
 MAX_PAGE: Final = 10_000

@@ -9,7 +9,7 @@ import pytest
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Reason, ReasonCode, Resize
 from kfp_gpuquota.api.time_spent import Activity, time_spent
-from kfp_gpuquota.cli.admin.time_report import as_csv, as_table, time_rows
+from kfp_gpuquota.cli.admin.report import time_csv, time_rows, time_table
 from kfp_gpuquota.engine.records import JobRecord, with_status
 from kfp_gpuquota.engine.time_accounting import account
 
@@ -81,6 +81,6 @@ def test_a_report_adds_up_the_jobs_of_each_project(since: float) -> None:
     count = 3 if since == 0.0 else 1
     assert rows[0]["jobs"] == count
     assert rows[0]["room_s"] == 90.0 * count
-    assert as_table(rows).split() == ["PROJECT", "JOBS", "WAITING", "FOR", "ROOM", "RUNNING", "team-a", str(count),
+    assert time_table(rows).split() == ["PROJECT", "JOBS", "WAITING", "FOR", "ROOM", "RUNNING", "team-a", str(count),
                                       {3: "4m", 1: "90s"}[count], {3: "30s", 1: "10s"}[count]]  # fmt: skip
-    assert as_csv(rows).startswith("project,jobs,held_s,suspended_s,quota_s,room_s,")
+    assert time_csv(rows).startswith("project,jobs,held_s,suspended_s,quota_s,room_s,")

@@ -22,6 +22,7 @@ from kfp_gpuquota.cli.arguments.completion import complete_job, complete_kind, c
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError
+from kfp_gpuquota.server.cluster_api import follow_log
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
@@ -368,7 +369,7 @@ def test_a_shell_beside_a_job_and_a_port_of_it(team: Cli) -> None:
         "c = s.accept()[0]; c.sendall(b'hello'); c.close(); s.accept()"
     )
     team("submit", "server", "-g", "0.1", "--", sys.executable, "-c", serve)
-    following = connect({"GPUQUOTA_HOME": str(team.cluster.home.root)}).follow_log("team-a", "server")
+    following = follow_log(connect({"GPUQUOTA_HOME": str(team.cluster.home.root)}), "team-a", "server")
     remote = int(next(following))
     forwarding = subprocess.Popen(
         [PROGRAM, "port-forward", "server", f"{local}:{remote}"],
@@ -400,7 +401,7 @@ def test_the_log_before_a_restart_is_at_hand(team: Cli) -> None:
     marker = team.cluster.home.root / "restarted"
     script = f"test -e {marker} && exec sleep 1000; echo first run; touch {marker}; exec sleep 1000"
     team("submit", "again", "-g", "0.1", "--grace-period", "1", "--", "sh", "-c", script)
-    following = team.cluster.client.follow_log("team-a", "again")
+    following = follow_log(team.cluster.client, "team-a", "again")
     assert next(following) == b"first run\n"
     team("suspend again")
     assert team.run("wait again --for suspended --timeout 60").code == 0

@@ -14,12 +14,14 @@ import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, Project
 from kfp_gpuquota.api.wire import EventKind, Lease, StopAction
+from kfp_gpuquota.cluster.local.workers.runtime import read_from
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
     InvalidFieldError,
     NotFoundError,
 )
+from kfp_gpuquota.server.cluster_api import follow_log, watch_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +55,7 @@ def test_a_job_runs_and_its_exit_code_and_log_are_kept(two_teams: EmbeddedCluste
     two_teams.submit("job", "sh", "-c", "echo hello; exit 3")
     job = two_teams.wait_for_phase("job", "Failed")
     assert job.status.exit_code == 3
-    assert b"".join(two_teams.client.follow_log("team-a", "job")) == b"hello\n"
+    assert b"".join(follow_log(two_teams.client, "team-a", "job")) == b"hello\n"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_the_reason_of_a_failure_has_the_error_that_ended_the_script(
 def test_a_worker_is_told_who_it_is(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("job", "env", environment={"MINE": "1", "JOB_NAME": "not-mine"})
     job = two_teams.wait_for_phase("job", "Succeeded")
-    log = b"".join(two_teams.client.follow_log("team-a", "job")).decode()
+    log = b"".join(follow_log(two_teams.client, "team-a", "job")).decode()
     output = dict(line.split("=", 1) for line in log.splitlines() if "=" in line)
     assert (output["JOB_NAME"], output["JOB_UUID"], output["POD_INDEX"]) == ("job", job.uid, "0")
     assert (output["RUNAI_NUM_OF_GPUS"], output["MINE"], output["CUDA_VISIBLE_DEVICES"]) == ("1", "1", "")
@@ -90,7 +92,7 @@ def test_a_worker_is_told_who_it_is(two_teams: EmbeddedCluster) -> None:
 def test_the_log_can_be_followed_while_the_job_writes_it(two_teams: EmbeddedCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     two_teams.submit("job", "sh", "-c", f"echo one; while [ ! -e {gate} ]; do sleep 0.01; done; echo two")
-    chunks = two_teams.client.follow_log("team-a", "job")
+    chunks = follow_log(two_teams.client, "team-a", "job")
     assert next(chunks) == b"one\n"
     gate.touch()
     assert b"".join(chunks) == b"two\n"
@@ -178,7 +180,7 @@ def test_quota_is_not_released_while_a_worker_still_runs(two_teams: EmbeddedClus
     stubborn = f"trap '' TERM; echo up; while [ ! -e {gate} ]; do sleep 0.01; done"
     two_teams.submit("train", "sh", "-c", stubborn, gpus=2, grace_period_s=60.0)
     gpus(two_teams, "train", 2)
-    next(two_teams.client.follow_log("team-a", "train"))
+    next(follow_log(two_teams.client, "team-a", "train"))
     two_teams.submit("notebook", project="team-b", kind="build")
     two_teams.wait_for_phase("train", "Stopping")
     assert two_teams.job("notebook", "team-b").status.phase is Phase.PENDING
@@ -284,7 +286,7 @@ def test_the_holder_of_a_lease_is_remembered_by_the_next_daemon(two_teams: Embed
 
 def test_a_job_that_is_being_stopped_is_not_taken_over(two_teams: EmbeddedCluster) -> None:
     renew = _leased(two_teams, "sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done")
-    assert next(two_teams.client.follow_log("team-a", "leased")) == b"ready\n"
+    assert next(follow_log(two_teams.client, "team-a", "leased")) == b"ready\n"
     two_teams.client.cancel_job("team-a", "leased")
     with pytest.raises(ConflictError, match="is being stopped, and cannot be taken over"):
         renew("pod-2", take_over=True)
@@ -360,7 +362,7 @@ def test_the_directory_its_token_and_its_state_are_private(two_teams: EmbeddedCl
 def test_a_waiting_client_goes_on_when_the_daemon_is_replaced(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("job")
     gpus(two_teams, "job", 1)
-    seen = two_teams.client.watch_jobs("team-a")
+    seen = watch_jobs(two_teams.client, "team-a")
     next(seen)
     killer = threading.Thread(target=two_teams.kill_daemon)
     killer.start()
@@ -380,3 +382,13 @@ def test_the_history_tells_how_many_gpus_each_project_held(two_teams: EmbeddedCl
     kinds = [event.kind for event in events if event.job == "job"]
     assert kinds[:3] == [EventKind.JOB_SUBMITTED, EventKind.JOB_STARTED, EventKind.WORKER_STARTED]
     assert EventKind.JOB_ENDED in kinds
+
+
+@pytest.mark.parametrize(
+    ("offset", "piece"),
+    [(0, (b"abcdef", 0)), (4, (b"ef", 4)), (9, (b"", 9)), (-2, (b"ef", 4)), (-9, (b"abcdef", 0))],
+)
+def test_a_log_is_read_from_an_offset_or_from_its_end(tmp_path: Path, offset: int, piece: tuple[bytes, int]) -> None:
+    (tmp_path / "log").write_bytes(b"abcdef")
+    assert read_from(tmp_path / "log", offset) == piece
+    assert read_from(tmp_path / "none", offset) == (b"", max(0, offset))

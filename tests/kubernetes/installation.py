@@ -13,7 +13,7 @@ from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject, QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES, WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
@@ -155,7 +155,7 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
 
     async def run() -> None:
         async with Connection(load_credentials(str(kubeconfig), None)) as connection:
-            names = (*server.service_names(NAMESPACE), "127.0.0.1")
+            names = (*paths.service_names(server.SERVICE, NAMESPACE), "127.0.0.1")
             certificates = server.Certificates(connection, KEYS, names)
             await certificates.refresh(time.time())
             book = CurrentPolicies()

@@ -11,17 +11,23 @@ import pytest
 from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.api.policy import PartRule, WorkloadPolicy
 from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction
+from kfp_gpuquota.cluster.connect import operations
+from kfp_gpuquota.cluster.kubernetes.operations.installed import KubernetesOperations
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
-from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, GpuQuotaError, NotFoundError
+from kfp_gpuquota.cluster.local.operations import LocalOperations
+from kfp_gpuquota.cluster.operations import ClusterOperations
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, GpuQuotaError, NotFoundError, UsageError
 from kfp_gpuquota.server.client import Client
-from kfp_gpuquota.server.cluster_api import ClusterApi, ClusterCalls
+from kfp_gpuquota.server.cluster_api import ClusterApi
 from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
 
 KINDS = ("embedded", "kubernetes")
-METHODS = sorted(name for kind in (ClusterCalls, ClusterApi) for name in vars(kind) if not name.startswith("_"))
 
 
 @pytest.fixture(params=KINDS)
@@ -45,10 +51,20 @@ def spec(team: str, name: str = "train", **more: object) -> JobSpec:
     )
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", [Client, KubernetesClient])
-def test_a_client_has_each_method_with_the_protocols_parameters(kind: type, name: str) -> None:
-    asked, found = inspect.getattr_static(ClusterApi, name), inspect.getattr_static(kind, name)
+def of_protocol(protocol: type, *implementations: type) -> list[tuple[type, type, str]]:
+    names = {name for part in protocol.__mro__ if part is not object for name in vars(part) if not name.startswith("_")}
+    return [(protocol, kind, name) for kind in implementations for name in sorted(names)]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "kind", "name"),
+    [
+        *of_protocol(ClusterApi, Client, KubernetesClient),
+        *of_protocol(ClusterOperations, LocalOperations, KubernetesOperations),
+    ],
+)
+def test_an_implementation_has_each_method_with_the_protocols_parameters(protocol: type, kind: type, name: str) -> None:
+    asked, found = inspect.getattr_static(protocol, name), inspect.getattr_static(kind, name)
     if isinstance(asked, property):
         assert isinstance(found, property)
         return
@@ -151,3 +167,25 @@ def test_what_a_cluster_cannot_do_is_refused_with_a_sentence(reached: ClusterApi
             with pytest.raises(GpuQuotaError, match=sentence):
                 call()
     reached.delete_job(team, "train")
+
+
+def test_the_commands_about_a_state_file_are_refused_where_there_is_none(
+    crds_cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if this user has an embedded cluster, which is not the one that was chosen."""
+    monkeypatch.setenv("KUBECONFIG", str(crds_cluster.kubeconfig))
+    monkeypatch.setenv("GPUQUOTA_CONTEXT", ".")
+    copy = tmp_path / "copy.db"
+    chosen = operations()
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: chosen.back_up(copy),
+        chosen.repair,
+        chosen.set_aside,
+        chosen.discard_set_aside,
+    )
+    for call in calls:
+        with pytest.raises(UsageError, match="the state is in objects, not in a file"):
+            call()
+    assert not copy.exists()
+    with pytest.raises(UsageError, match="cannot be read"):
+        list(chosen.restore(copy))

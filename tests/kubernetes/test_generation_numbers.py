@@ -10,7 +10,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAlloc
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import EPOCH_SPAN, JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of
-from kfp_gpuquota.cluster.kubernetes.elasticjob.store import RESERVED_AT_ONCE, Book
+from kfp_gpuquota.cluster.kubernetes.elasticjob.store import RESERVED_AT_ONCE, ElasticJobStore
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus
@@ -26,7 +26,7 @@ class Leader:
     def __init__(self, stored: int, epoch: int) -> None:
         spec = ElasticJobSpec(template=b'{"spec": {"containers": [{"name": "main"}]}}', gpus=2)  # type: ignore[arg-type]
         job = ElasticJob(metadata=META, spec=spec, status=ElasticJobStatus(generation_reserved=stored))
-        book = self.book = Book(lambda _: None, DeviceAllocator(), {}, lambda: 0.0)
+        book = self.book = ElasticJobStore(lambda _: None, DeviceAllocator(), {}, lambda: 0.0)
         self.state = book.runtime_states["uid"] = RuntimeState(job)
         book.commit(Change(jobs={"uid": record_of(job)}))
         self.requested: list[str] = []

@@ -17,7 +17,7 @@ from kfp_gpuquota.api import annotations as asked
 from kfp_gpuquota.cluster.kubernetes.admission import gate_configuration, server
 from kfp_gpuquota.cluster.kubernetes.controller import what_if
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
-from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUDIENCE, AUTHORITY, AUTHORITY_FILE, PATH
 from kfp_gpuquota.cluster.kubernetes.web.options import parsed
 from kfp_gpuquota.cluster.kubernetes.web.planner import TOKEN_FILE
@@ -150,7 +150,7 @@ def test_the_page_asks_the_leader_what_ifs_and_nobody_else_reaches_that_port(
     container = page["spec"]["containers"][0]
     options = parsed(container["args"])
     url = urlsplit(options.what_if)
-    assert url.hostname in what_if.service_names(NAMESPACE), "a name in the controller's certificate"
+    assert url.hostname in paths.service_names(what_if.SERVICE, NAMESPACE), "a name in the controller's certificate"
     (service,) = [one for one in of_kind(objects, "Service") if one["metadata"]["name"] == what_if.SERVICE]
     with_leader = {**controller["metadata"]["labels"], labels.LEADER: "true"}
     assert service["spec"]["selector"].items() <= with_leader.items()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.api import Device, JobSpec, JobStatus, Node, Phase, Project, Worker
 from kfp_gpuquota.cluster.kubernetes.controller.forecast import EVERY_S, RESTS, SELDOM_S, SOON_S, StartForecast
-from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
 from kfp_gpuquota.engine.job_book import Change
 from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
@@ -61,7 +61,7 @@ def test_forecasts_go_on_after_one_has_failed_and_rest_after_long_ones() -> None
 
     def begin() -> None:
         loop = asyncio.get_running_loop()
-        book = Book(state.apply, cast("DeviceAllocator", _Free()), {}, loop.time)
+        book = ElasticJobStore(state.apply, cast("DeviceAllocator", _Free()), {}, loop.time)
         book.commit(Change(jobs={"first": record("first", Phase.PENDING)}))
         forecast = StartForecast(planner, lambda: state, book, loop.time)
         for at in range(200):
@@ -83,7 +83,7 @@ def test_a_forecast_follows_plans_and_is_renewed_while_jobs_wait() -> None:
 
     def begin() -> None:
         loop = asyncio.get_running_loop()
-        book = Book(state.apply, cast("DeviceAllocator", _Free()), {}, loop.time)
+        book = ElasticJobStore(state.apply, cast("DeviceAllocator", _Free()), {}, loop.time)
         book.changed = lambda uid: written.append((loop.time(), uid))
         worker = Worker(id="first-0", job_uid="first", index=0, node="node", devices=(0, 1))
         book.commit(Change(jobs={"first": record("first", Phase.RUNNING, max_runtime_s=600.0)}))

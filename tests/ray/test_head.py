@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.cluster.check_results import Level
-from kfp_gpuquota.cluster.local import checks
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.operations import LocalOperations
 from kfp_gpuquota.cluster.local.start import start_with
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import ClusterStartError
@@ -89,7 +89,8 @@ def test_a_head_with_redis_is_restarted_and_every_worker_goes_on(
         head.kill_gcs_server()
         until(lambda: "Ray" in cluster.client.health().problem, cluster.client.health)
         until(lambda: 'id="problem" class="problem" role="alert">Ray' in visitor.get("/queue").text, "a banner")
-        (found,) = (one for one in checks.examine(cluster.home, lambda: cluster.client) if one.check == "connection")
+        findings = LocalOperations(cluster.home, lambda: cluster.client, shared=False).check()
+        (found,) = (one for one in findings if one.check == "connection")
         assert found.level == Level.FAIL
         head.start_gcs_server()
         until(lambda: not cluster.client.health().problem, cluster.client.health)

@@ -6,6 +6,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.server.cluster_api import follow_log
 from tests.conftest import running_cluster
 from tests.web.conftest import visitor_of
 
@@ -33,6 +34,6 @@ def test_every_file_of_a_cluster_is_its_users_alone(tmp_path: Path) -> None:
             cluster.wait_for_phase("job", "Succeeded")
             visitor_of(cluster)
             assert sorted(opened_to_others(cluster.home.root)) == []
-            assert b"umask 22" in b"".join(cluster.client.follow_log("team-a", "job")), "a job has the usual one"
+            assert b"umask 22" in b"".join(follow_log(cluster.client, "team-a", "job")), "a job has the usual one"
     finally:
         os.umask(before)

@@ -8,6 +8,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.local.workers.environment import LOGIN
+from kfp_gpuquota.server.cluster_api import follow_log
 from tests.security.other_user import open_to_everybody
 from tests.shared.people import MARKS
 
@@ -42,7 +43,7 @@ def job(name: str, *command: str, **more: object) -> tuple[str, str, dict[str, A
 
 
 def log_of(cluster: SharedCluster, name: str) -> str:
-    return b"".join(cluster.client.follow_log("vision", name)).decode()
+    return b"".join(follow_log(cluster.client, "vision", name)).decode()
 
 
 def submit(cluster: SharedCluster, person: Person, name: str, *command: str, **more: object) -> None:

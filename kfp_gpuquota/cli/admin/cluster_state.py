@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path  # noqa: TC003 (typer reads the annotations)
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kfp_gpuquota.cli.arguments.options import on_kubernetes
 from kfp_gpuquota.cli.display.output import in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data, make_output_private
-from kfp_gpuquota.errors import ConflictError, StateFileError, UsageError
-
-if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.local.home import Home
 
 
 def register(app: typer.Typer) -> None:
@@ -33,10 +27,9 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to w
     Example:
       gpuquota cluster backup state-backup.db
     """
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.storage.database import back_up  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import operations  # noqa: PLC0415
 
-    back_up(embedded_home().database, file.absolute())
+    operations().back_up(file)
     echo(f"the cluster's state is in {file}")
 
 
@@ -54,22 +47,10 @@ def restore(
       gpuquota cluster restore state-backup.db
       gpuquota --context NAME cluster restore quotas.json
     """
-    if on_kubernetes():
-        _restore_to_kubernetes(file)
-        return
-    from kfp_gpuquota.cluster.local.storage import database  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import operations  # noqa: PLC0415
 
-    home = _stopped_home("restored")
-    former = database.restore(file.absolute(), home.database)
-    echo(f"the state was restored from {file}" + (f"; the former one is {former}" if former else ""))
-
-
-def _restore_to_kubernetes(file: Path) -> None:
-    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415
-    from kfp_gpuquota.cluster.kubernetes.operations.exporting import restored  # noqa: PLC0415
-
-    for name, outcome in restored(kube_calls(), file.read_text()):
-        echo(f"{name} {outcome}")
+    for sentence in operations().restore(file):
+        echo(sentence)
 
 
 def export(
@@ -90,20 +71,10 @@ def export(
       gpuquota cluster export > state.json
       gpuquota --context NAME cluster export > quotas.json
     """
-    if on_kubernetes():
-        from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415
-        from kfp_gpuquota.cluster.kubernetes.operations import exporting  # noqa: PLC0415
-
-        make_output_private()
-        echo_data(in_json(exporting.exported(kube_calls(), jobs=jobs, secrets=with_secrets)))
-        return
-    if jobs:
-        raise UsageError("--jobs is for Kubernetes: on this machine all jobs are exported; leave it out")
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.storage.exporting import exported  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import operations  # noqa: PLC0415
 
     make_output_private()
-    echo_data(in_json(exported(embedded_home().database, secrets=with_secrets)))
+    echo_data(in_json(operations().export(jobs=jobs, secrets=with_secrets)))
 
 
 def repair(
@@ -115,40 +86,13 @@ def repair(
       gpuquota cluster repair
       gpuquota cluster repair --discard
     """
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.storage.exporting import quarantined  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.storage.store import Store  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import operations  # noqa: PLC0415
 
-    home = embedded_home()
-    if not home.is_locked():
-        _salvage_if_damaged(home)
+    chosen = operations()
+    if repaired := chosen.repair():
+        echo(repaired)
     if discard:
-        store = Store(_stopped_home("repaired").database)
-        echo(f"{store.discard_quarantined()} records were deleted")
-        store.close()
+        echo(f"{chosen.discard_set_aside()} records were deleted")
         return
-    rows = [(each.kind, each.key, each.why) for each in quarantined(home.database)]
+    rows = chosen.set_aside()
     echo(table(("KIND", "NAME", "WHY"), rows) if rows else "nothing is set aside")
-
-
-def _salvage_if_damaged(home: Home) -> None:
-    from kfp_gpuquota.cluster.local.storage.database import open_database, salvage  # noqa: PLC0415
-
-    try:
-        open_database(home.database).close()
-    except (StateFileError, sqlite3.DatabaseError) as error:
-        if "newer version" in str(error):
-            raise
-        damaged, kept = salvage(home.database)
-        counts = ", ".join(f"{count} {name}" for name, count in kept.items() if count)
-        echo(f"the state file was damaged and is now {damaged}; kept were {counts or 'no records'}")
-
-
-def _stopped_home(what: str) -> Home:
-    """The cluster's directory. Raises ConflictError while its daemon runs."""
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-
-    home = embedded_home()
-    if home.is_locked():
-        raise ConflictError(f"a running cluster cannot be {what}; stop it first: gpuquota cluster stop")
-    return home

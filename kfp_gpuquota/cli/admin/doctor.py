@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
+from kfp_gpuquota.cli.arguments.options import OutputOption  # noqa: TC001 (typer reads the annotations)
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.cluster.check_results import Level, worst
 
@@ -31,8 +31,9 @@ def doctor(output: OutputOption = Format.TABLE) -> None:
       gpuquota doctor
       gpuquota --context NAME doctor -o json
     """
-    findings = _findings()
-    show_findings(findings, output)
+    from kfp_gpuquota.cluster.connect import operations  # noqa: PLC0415
+
+    show_findings(operations().check(), output)
 
 
 def show_findings(findings: tuple[Finding, ...], output: str) -> None:
@@ -40,18 +41,6 @@ def show_findings(findings: tuple[Finding, ...], output: str) -> None:
     show(findings, output, "\n".join(_lines(findings)))
     if worst(findings) is Level.FAIL:
         raise typer.Exit(1)
-
-
-def _findings() -> tuple[Finding, ...]:
-    if on_kubernetes():
-        from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster does not need it)
-        from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examine  # noqa: PLC0415
-
-        return examine(kube_calls())
-    from kfp_gpuquota.cluster.connect import embedded_home, shared_socket  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local import checks  # noqa: PLC0415
-
-    return tuple(checks.daemon(client()) if shared_socket() else checks.examine(embedded_home(), client))
 
 
 def _lines(findings: tuple[Finding, ...]) -> Iterator[str]:

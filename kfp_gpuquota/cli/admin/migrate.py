@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.cli.arguments.options import on_kubernetes
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.operations import migration
@@ -34,8 +33,6 @@ def migrate(
     """
     if not dry_run:
         raise UsageError("migrate changes nothing; add --dry-run, and apply its output: kubectl apply -f FILE")
-    if not on_kubernetes():
-        raise UsageError("migrate reads a Kubernetes cluster; choose one with --context NAME")
     made = _migrated(source)
     for note in made.notes:
         echo(f"# not carried over: {note}")
@@ -43,10 +40,12 @@ def migrate(
 
 
 def _migrated(source: migration.Source) -> migration.Migration:
-    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import chosen_calls  # noqa: PLC0415
     from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory  # noqa: PLC0415
     from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls  # noqa: PLC0415
 
-    calls = kube_calls()
+    calls = chosen_calls()
+    if calls is None:
+        raise UsageError("migrate reads a Kubernetes cluster; choose one with --context NAME")
     weights = {row.name: counts_as(row) for row in ProjectCalls(calls).gpu_resources()}
     return migration.migrated(migration.read(source, Inventory(calls).listed, weights))

@@ -10,7 +10,7 @@ import typer
 from kfp_gpuquota.api import Kind  # noqa: TC001 (typer reads annotations at run time)
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.api.quantity import parse_gpu_memory, show_mib
-from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
+from kfp_gpuquota.cli.arguments.options import OutputOption, client
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import UsageError
@@ -98,14 +98,14 @@ def check_policy(
       gpuquota --context NAME policy check quota-policy.yaml
     """
     from kfp_gpuquota.cli.admin.doctor import show_findings  # noqa: PLC0415
-    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster does not need it)
+    from kfp_gpuquota.cluster.connect import chosen_calls  # noqa: PLC0415
     from kfp_gpuquota.cluster.kubernetes.operations import policy_check  # noqa: PLC0415
 
     try:
         policy = policy_check.policy_in(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from None
-    show_findings(policy_check.examine(policy, kube_calls() if on_kubernetes() else None), output)
+    show_findings(policy_check.examine(policy, chosen_calls()), output)
 
 
 @app.command("delete", short_help="Delete a policy.")

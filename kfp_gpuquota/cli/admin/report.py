@@ -11,15 +11,16 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api.durations import UNITS_S
-from kfp_gpuquota.cli.admin.time_report import as_csv, as_table, time_rows
+from kfp_gpuquota.api.time_spent import Activity, time_spent
 from kfp_gpuquota.cli.arguments.options import client
-from kfp_gpuquota.cli.display.output import csv_text, in_json, table
+from kfp_gpuquota.cli.display.output import csv_text, duration, in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import GpuHours
 
 Row = TypeVar("Row")
@@ -71,7 +72,7 @@ def report(
     if time_spent:
         now = time.time()
         spent = time_rows(client().list_jobs("").jobs, now - _seconds(since), now)
-        _show(spent, output, in_csv=as_csv, in_table=as_table)
+        _show(spent, output, in_csv=time_csv, in_table=time_table)
         return
     rows = client().gpu_hours(_seconds(since), prometheus=prometheus)
     _show(rows, output, in_csv=_csv, in_table=_table)
@@ -111,3 +112,37 @@ def _seconds(text: str) -> float:
     if match is None:
         raise InvalidFieldError("--since", text, "it must be a number of hours, days or weeks", hint="for example 30d")
     return int(match[1]) * UNITS_S[match[2]]
+
+
+TimeRow = dict[str, str | float]
+"""A project, the number of its jobs, and the seconds that these spent on each activity."""
+
+
+def time_rows(jobs: Iterable[Job], since: float, now: float) -> list[TimeRow]:
+    """Return a row for each project, by name, of its jobs that were submitted since then."""
+    rows: dict[str, TimeRow] = {}
+    sums: dict[str, dict[Activity, float]] = {}
+    for job in jobs:
+        if job.status.submitted_at < since:
+            continue
+        of_project = sums.setdefault(job.spec.project, dict.fromkeys(Activity, 0.0))
+        for activity, seconds in time_spent(job.status, now).items():
+            of_project[activity] += seconds
+        row = rows.setdefault(job.spec.project, {"project": job.spec.project, "jobs": 0})
+        row["jobs"] = int(row["jobs"]) + 1
+    for project, row in rows.items():
+        row |= {f"{activity}_s": round(seconds, 3) for activity, seconds in sums[project].items()}
+    return [rows[project] for project in sorted(rows)]
+
+
+def time_table(rows: Sequence[TimeRow]) -> str:
+    """Return the rows as a table; activities of no job are left out."""
+    shown = [each for each in Activity if any(row[f"{each}_s"] for row in rows)]
+    cells = ([row["project"], row["jobs"], *(duration(float(row[f"{each}_s"])) for each in shown)] for row in rows)
+    return table(("PROJECT", "JOBS", *(each.label.partition(" (")[0].upper() for each in shown)), cells)
+
+
+def time_csv(rows: Sequence[TimeRow]) -> str:
+    """Return the rows as CSV, with all activities."""
+    columns = ("project", "jobs", *(f"{activity}_s" for activity in Activity))
+    return csv_text(columns, ([row[column] for column in columns] for row in rows))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kfp_gpuquota.cli.arguments.options import on_kubernetes
 from kfp_gpuquota.cli.display.output import table
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cluster.kubernetes.operations.removal import Removal, Waiting
@@ -44,14 +43,14 @@ def uninstall(
       gpuquota --context NAME uninstall --dry-run
       gpuquota --context NAME uninstall --waiting-pods open --yes
     """
-    if not on_kubernetes():
+    from kfp_gpuquota.cluster.connect import chosen_calls  # noqa: PLC0415
+
+    calls = chosen_calls()
+    if calls is None:
         raise UsageError(
             "uninstall removes an installation from a Kubernetes cluster; choose one with --context NAME. On this "
             "machine: gpuquota cluster stop, then delete the directory that `gpuquota cluster status` shows"
         )
-    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster does not need it)
-
-    calls = kube_calls()
     removal = Removal(calls, waiting)
     if not removal.steps:
         echo(f"nothing of gpuquota is installed in {calls.connection.server}")

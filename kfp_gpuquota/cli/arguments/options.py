@@ -74,19 +74,12 @@ def client(image: str = "") -> ClusterApi:
 
     `image` is that of the jobs which it submits; a cluster without images ignores it, with a warning.
     """
-    from kfp_gpuquota.cluster.connect import connect  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import connect, kube_context  # noqa: PLC0415
 
-    if image and not on_kubernetes():
+    if image and kube_context() is None:
         echo(f"warning: -i {image} is ignored: on this machine jobs run its programs, in no image", err=True)
         image = ""
     return connect(image=image)
-
-
-def on_kubernetes() -> bool:
-    """Return whether the chosen cluster is a Kubernetes cluster."""
-    from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
-
-    return kube_context() is not None
 
 
 def project_or_configured(given: str) -> str:

@@ -18,6 +18,7 @@ from kfp_gpuquota.cli.display.tables import output_hint, phase_text
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.arrays import expanded, with_members
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
+from kfp_gpuquota.server.cluster_api import watch_jobs
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
@@ -202,6 +203,6 @@ def _is_failure(job: Job, wanted: Phase | None) -> bool:
 
 
 def _wait_until_deleted(reached: ClusterApi, project: str, uids: set[str]) -> None:
-    for listed in reached.watch_jobs(project):
+    for listed in watch_jobs(reached, project):
         if not uids.intersection(job.uid for job in listed.jobs):
             return

@@ -28,6 +28,7 @@ from kfp_gpuquota.cli.display.output import watch as watch_pictures
 from kfp_gpuquota.cli.display.tables import event_table, job_table, node_table
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import UsageError
+from kfp_gpuquota.server.cluster_api import watch_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -140,7 +141,7 @@ def list_things(
     reached, look = client(), Look(output, headers=not no_headers, labels=show_labels)
     chosen = "" if all_projects or what is not What.JOBS else listed_project_or_error(reached, project)
     if watch:  # quotas and nodes change in what they hold when jobs do
-        watch_pictures(_listed(reached, what, wanted.of(seen.jobs), look) for seen in reached.watch_jobs(chosen))
+        watch_pictures(_listed(reached, what, wanted.of(seen.jobs), look) for seen in watch_jobs(reached, chosen))
     if what is What.JOBS and output in {Format.TABLE, Format.NAME}:
         _print_pages(reached, chosen, wanted, look)
         return
@@ -203,7 +204,7 @@ def get(
     look = Look(output, headers=not no_headers, labels=show_labels, grouped=False)
     reached = client()
     if watch:
-        changes = reached.watch_jobs()
+        changes = watch_jobs(reached)
         watch_pictures(
             _named(reached, _ALIASES[kind], wanted, project, look, ignore_not_found=ignore_not_found) for _ in changes
         )

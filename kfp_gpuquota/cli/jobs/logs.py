@@ -13,7 +13,7 @@ from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, clien
 from kfp_gpuquota.cli.display.terminal import echo, write_log
 from kfp_gpuquota.cli.jobs.arrays import one_job
 from kfp_gpuquota.errors import NotFoundError, UsageError
-from kfp_gpuquota.server.cluster_api import log_so_far
+from kfp_gpuquota.server.cluster_api import follow_log, log_so_far, watch_jobs
 
 PREVIOUS: Final = "previous"
 """In the place of a worker: the first one of the run before the present one."""
@@ -62,7 +62,7 @@ def logs(
     if not follow:
         chunks = log_so_far(reached, project, job, worker, begin(worker))
     elif worker:
-        chunks = reached.follow_log(project, job, worker=worker, offset=begin(worker))
+        chunks = follow_log(reached, project, job, worker=worker, offset=begin(worker))
     else:
         chunks = _job_log(reached, project, job, begin)
     written = write_log(chunks)
@@ -163,7 +163,7 @@ def _job_log(
 
     reached.get_job(project, name)
     followed: list[str] = []
-    for listed in reached.watch_jobs(project):
+    for listed in watch_jobs(reached, project):
         found = next((job for job in listed.jobs if job.spec.name == name), None)
         if found is not None:
             seen(found)
@@ -173,7 +173,7 @@ def _job_log(
             worker = left[0].id
             offset = 0 if followed else begin(worker)
             followed.append(worker)
-            yield from reached.follow_log(project, name, worker=worker, offset=offset)
+            yield from follow_log(reached, project, name, worker=worker, offset=offset)
             found = reached.get_job(project, name)
             seen(found)
         if found is None or found.status.phase.final:

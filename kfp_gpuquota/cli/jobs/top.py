@@ -16,6 +16,7 @@ from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.tables import job_table, node_table
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import InvalidFieldError, UnauthorizedError, UsageError
+from kfp_gpuquota.server.cluster_api import watch_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ def top(
         return
     project = _visible_project(reached)
     if watch:
-        watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
+        watch_pictures(_overview(reached, project) for _ in watch_jobs(reached, project))
     echo(_overview(reached, project))
 
 

@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 class LocalCluster:
-    """The embedded cluster's answer to `server.backend.Backend`."""
+    """The embedded cluster's answer to `server.cluster_api.Backend`."""
 
     def __init__(
         self,

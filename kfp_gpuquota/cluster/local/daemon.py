@@ -109,7 +109,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         audit = AuditLog(home.audit_file)
         stack.callback(audit.close)
         problem = runtime.problem if runtime is not None else str
-        page = PageServer(home, LocalPages(home, store, state, cluster, problem), audit)
+        page = PageServer(home, LocalPages(store, state, cluster, problem), audit)
         stack.push_async_callback(page.close)
         app = build_app(
             cluster,

@@ -31,12 +31,12 @@ class WorkerLogs:
             await self._state.wait_for_change(self._state.revision, timeout_s)
         chosen = self.worker_id(self._state.jobs.get(job.uid, job), worker)
         if chosen is None:
-            return LogChunk(text=b"", next_offset=offset, more=not self._state.view(job.uid).status.phase.final)
+            return LogChunk(text=b"", next_offset=max(0, offset), more=not self._state.view(job.uid).status.phase.final)
         deadline = time.monotonic() + timeout_s
         while True:
             found = self._state.workers.get(chosen)
             if found is None:  # the job was deleted meanwhile
-                return LogChunk(text=b"", next_offset=offset, more=False)
+                return LogChunk(text=b"", next_offset=max(0, offset), more=False)
             alive = found.alive
             text, begin = await self._runtime.read_log(found.worker, offset)
             if text or not alive or time.monotonic() >= deadline:

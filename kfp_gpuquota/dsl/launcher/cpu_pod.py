@@ -18,6 +18,7 @@ from kfp_gpuquota.dsl.launcher.log_stream import ENDED, lines_of
 from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.staging import Staging
 from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, JobFailedError
+from kfp_gpuquota.server.cluster_api import follow_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,7 @@ def _await_start(client: KubernetesClient, path: str, write: Callable[[str], Non
 
 def _followed(client: KubernetesClient, namespace: str, name: str, write: Callable[[str], None]) -> int:
     """Write the pod's log, and return the exit code of its command."""
-    for line in lines_of(client.follow_log(namespace, "", worker=name)):
+    for line in lines_of(follow_log(client, namespace, "", worker=name)):
         text, ended, code = line.partition(ENDED)
         if text or not ended:
             write(f"[0] {text}")

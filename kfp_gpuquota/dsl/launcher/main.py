@@ -18,7 +18,7 @@ import uuid
 from datetime import UTC
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.wire import Lease
@@ -27,7 +27,7 @@ from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion, prog
 from kfp_gpuquota.dsl.launcher.log_stream import LogFollower, tail
 from kfp_gpuquota.dsl.launcher.step import Step, step_from
 from kfp_gpuquota.dsl.launcher.submission import claim
-from kfp_gpuquota.dsl.launcher.worker_location import worker_location
+from kfp_gpuquota.dsl.launcher.worker_location import in_pods, worker_location
 from kfp_gpuquota.dsl.spec.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
 from kfp_gpuquota.dsl.worker import start
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError, UsageError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
     from kfp_gpuquota.dsl.launcher.staging import Staging
     from kfp_gpuquota.dsl.launcher.worker_location import WorkerLocation
     from kfp_gpuquota.server.cluster_api import ClusterApi
@@ -163,7 +162,7 @@ def _run_on_cpu(step: Step) -> int:
     client = connect(retry_for_s=CLUSTER_TIMEOUT_S)
     location = worker_location(client)
     try:
-        code = cpu_pod.run(cast("KubernetesClient", client), location.with_identity(step), _write)
+        code = cpu_pod.run(in_pods(client), location.with_identity(step), _write)
     except _StoppedError as stopped:
         if stopped.number != signal.SIGINT and not location.timeout():
             location.prepare_next_attempt()

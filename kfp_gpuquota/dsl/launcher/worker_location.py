@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
-from kfp_gpuquota.cluster.connect import kube_context
 from kfp_gpuquota.dsl.worker import start
 
 if TYPE_CHECKING:
@@ -56,11 +55,19 @@ class WorkerLocation(Protocol):
 
 def worker_location(client: ClusterApi) -> WorkerLocation:
     """Return the location of this launcher's workers: this machine, or pods with a Kubernetes context."""
-    if kube_context() is None:
+    if client.runs_here:
         return LocalWorkers(client)
     from kfp_gpuquota.dsl.launcher.pod_workers import PodWorkers  # noqa: PLC0415 (on one machine none of it is needed)
 
-    return PodWorkers(cast("KubernetesClient", client))
+    return PodWorkers(in_pods(client))
+
+
+def in_pods(client: ClusterApi) -> KubernetesClient:
+    """Return the client of a cluster whose jobs are pods, with the calls that only such a cluster has."""
+    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient  # noqa: PLC0415 (see above)
+
+    assert isinstance(client, KubernetesClient)
+    return client
 
 
 class LocalWorkers:

@@ -80,11 +80,6 @@ def build_app(
     return app
 
 
-def service_names(namespace: str) -> tuple[str, ...]:
-    """Return the DNS names by which an API server calls the Service."""
-    return (f"{SERVICE}.{namespace}.svc", f"{SERVICE}.{namespace}.svc.cluster.local")
-
-
 class ServingCertificate(Protocol):
     """A TLS context whose certificate `keep` renews, until it is cancelled."""
 

@@ -34,7 +34,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pods import counted_view
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
-from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
 from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
@@ -136,7 +136,7 @@ class Controller:
         self._not_ready = self.metrics.decisions.labels(NOT_READY)
         ready = ready or ReadyRules()
         self.elastic = ElasticJobs(
-            Book(cluster.emit, cluster.allocator, cluster.emitted_nodes, self._now),
+            ElasticJobStore(cluster.emit, cluster.allocator, cluster.emitted_nodes, self._now),
             cluster.allocator,
             self._writer,
             settings,

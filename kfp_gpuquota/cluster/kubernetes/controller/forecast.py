@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota import scheduler
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
 
 SOON_S: Final = 1.0
@@ -45,7 +45,11 @@ class StartForecast:
     """
 
     def __init__(
-        self, planner: Planner, state: Callable[[], scheduler.State | None], book: Book, clock: Callable[[], float]
+        self,
+        planner: Planner,
+        state: Callable[[], scheduler.State | None],
+        book: ElasticJobStore,
+        clock: Callable[[], float],
     ) -> None:
         self._planner = planner
         self._state, self._book, self._clock = state, book, clock

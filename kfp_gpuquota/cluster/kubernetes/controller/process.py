@@ -276,9 +276,9 @@ class Replica:
         )
 
     async def _certificates(self, connection: Connection) -> server.Certificates:
-        names = [*server.service_names(self._options.namespace), "127.0.0.1", "localhost"]
+        names = [*paths.service_names(server.SERVICE, self._options.namespace), "127.0.0.1", "localhost"]
         if self._options.what_if_port:
-            names += what_if.service_names(self._options.namespace)
+            names += paths.service_names(what_if.SERVICE, self._options.namespace)
         if host := urlsplit(self._options.advertise).hostname:
             names.append(host)
         certificates = server.Certificates(

@@ -49,11 +49,6 @@ SHUTDOWN_S: Final = 1.0
 log = logging.getLogger(__name__)
 
 
-def service_names(namespace: str) -> tuple[str, ...]:
-    """Return the DNS names by which the web page reaches the leader."""
-    return (f"{SERVICE}.{namespace}.svc", f"{SERVICE}.{namespace}.svc.cluster.local")
-
-
 class WhatIfs:
     """Answers questions from the state of the controller that leads; `leader()` is None while another process does."""
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
@@ -69,7 +69,7 @@ class ElasticJobs:
 
     def __init__(
         self,
-        book: Book,
+        book: ElasticJobStore,
         allocator: DeviceAllocator,
         writer: Writer,
         settings: PodSettings,

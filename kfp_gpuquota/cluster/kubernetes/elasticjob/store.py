@@ -32,7 +32,7 @@ RESERVED_AT_ONCE: Final = 32
 """Generations are reserved in blocks of this size, with one write long before they are needed."""
 
 
-class Book(Store):
+class ElasticJobStore(Store):
     """Records of jobs and workers; devices are assigned and released with the workers' records.
 
     `runtime_states` are by job. `changed(uid)` is called after a change of a job's state that its status shows, and

@@ -22,7 +22,7 @@ from kfp_gpuquota.engine.records import Intent
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
     from kfp_gpuquota.engine.decisions import Decisions
     from kfp_gpuquota.engine.records import JobRecord
@@ -37,7 +37,7 @@ PROMPT_S: Final = 5.0  # a slower response means that the API server was unavail
 class ElasticJobTimers(JobTimers):
     """Timers of all ElasticJobs."""
 
-    def __init__(self, book: Book, writer: Writer, decisions: Decisions, events: JobPartEvents) -> None:
+    def __init__(self, book: ElasticJobStore, writer: Writer, decisions: Decisions, events: JobPartEvents) -> None:
         super().__init__(book, decisions)
         self._book, self._writer, self._events = book, writer, events
 

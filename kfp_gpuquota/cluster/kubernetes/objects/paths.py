@@ -27,3 +27,8 @@ def job(namespace: str, name: str) -> str:
 def quota(name: str) -> str:
     """Return the path of a GpuQuota."""
     return join(QUOTAS, name)
+
+
+def service_names(service: str, namespace: str) -> tuple[str, ...]:
+    """Return the DNS names by which programs of the cluster reach a Service."""
+    return (f"{service}.{namespace}.svc", f"{service}.{namespace}.svc.cluster.local")

@@ -45,7 +45,6 @@ from kfp_gpuquota.errors import (
     RunError,
     UsageError,
 )
-from kfp_gpuquota.server.cluster_api import follow_log, watch_jobs
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -250,10 +249,6 @@ class KubernetesClient(ProjectCalls):
             f"job {name!r} was changed {_TAKE_OVERS} times during the attempt to take it over; try again"
         )
 
-    def watch_jobs(self, project: str = "") -> Iterator[JobList]:
-        """Yield the list now and after each change, without end."""
-        return watch_jobs(self, project)
-
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
         """Change a job's priority; the API server refuses other size bounds than the job's own."""
         fields = updated_fields(views.job_of(self._not_over(project, name)).spec, changed)
@@ -319,10 +314,6 @@ class KubernetesClient(ProjectCalls):
         if not more:
             del self._logs[project, pod]
         return LogChunk(text=text, next_offset=offset + len(text), more=more)
-
-    def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
-        """Yield a worker's log from byte `offset` as it grows, until the worker has exited."""
-        return follow_log(self, project, name, worker, offset)
 
     def stop_cluster(self) -> None:
         """Raise UsageError: a Kubernetes cluster cannot be stopped by this client."""

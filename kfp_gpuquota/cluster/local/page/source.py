@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import Usage
     from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
     from kfp_gpuquota.cluster.local.cluster import LocalCluster
-    from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
@@ -29,13 +28,12 @@ class LocalPages:
 
     def __init__(
         self,
-        home: Home,
         store: Store,
         state: ClusterState,
         cluster: LocalCluster,
         problem: Callable[[], str] = str,
     ) -> None:
-        self._home, self._store, self._state, self._cluster = home, store, state, cluster
+        self._store, self._state, self._cluster = store, state, cluster
         self._problem = problem
         self._views: dict[str, tuple[JobRecord, list[WorkerRecord], Job]] = {}
         self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
@@ -168,8 +166,6 @@ class LocalPages:
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
         """Return a piece of a log. Raises NotFoundError."""
-        if offset < 0:
-            offset = max(0, self._log_size(project, name, worker) + offset)
         return await self._cluster.read_log(project, name, worker, offset, timeout_s)
 
     async def suspend(self, project: str, name: str) -> None:
@@ -200,15 +196,6 @@ class LocalPages:
         ):
             found = self._views[job.uid] = (job, workers, self._state.view(job.uid))
         return found[2]
-
-    def _log_size(self, project: str, name: str, worker: str) -> int:
-        """Return the length of a log on this machine in bytes; 0 where it is on another one, or is not there."""
-        job = self._state.job_named(project, name)
-        chosen = self._cluster.logs.worker_id(job, worker)
-        try:
-            return (self._home.worker(job.uid, chosen) / "log").stat().st_size if chosen else 0
-        except OSError:
-            return 0
 
 
 def _same(before: Sequence[WorkerRecord], now: Sequence[WorkerRecord]) -> bool:

@@ -58,7 +58,7 @@ PRIVATE_REASONS: Final = frozenset({
 
 
 class GuardedCluster:
-    """Implements `server.backend.Backend`. `admin`: the caller is an administrator.
+    """Implements `server.cluster_api.Backend`. `admin`: the caller is an administrator.
 
     Others may have `jobs_per_user` that have not ended. `begin` is called between the check of a right and the change.
     """

@@ -91,7 +91,7 @@ class WorkerRuntime(Protocol):
         """End workers of this cluster that run and are not among `tracked`: the state was restored from a copy."""
 
     async def read_log(self, worker: Worker, offset: int) -> tuple[bytes, int]:
-        """(A piece of the worker's log, where it begins): at `offset`, or later where that part was dropped."""
+        """Return a piece of the log, and its offset: `offset` (below 0: from the end), or later if that was dropped."""
 
     def remove_job(self, uid: str) -> None:
         """Delete logs, checkpoints and directories of a job without workers."""
@@ -242,18 +242,23 @@ def refuse_shares(spec: JobSpec) -> None:
         )  # fmt: skip
 
 
-def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, int]:
-    """(A piece, where it begins): what was given back to the file system before `offset` of a long log is left out."""
+def read_from(path: Path, offset: int) -> tuple[bytes, int]:
+    """Return a piece of a log and the offset at which it begins; a negative `offset` counts from the log's end.
+
+    What was given back to the file system before the offset is left out.
+    """
     try:
         with path.open("rb") as file:
+            if offset < 0:
+                offset = max(0, os.fstat(file.fileno()).st_size + offset)
             try:
                 begin = os.lseek(file.fileno(), offset, os.SEEK_DATA)
             except OSError:  # at or beyond the end
                 begin = offset
             file.seek(begin)
-            return file.read(limit), begin
+            return file.read(LOG_CHUNK), begin
     except FileNotFoundError:
-        return b"", offset
+        return b"", max(0, offset)
 
 
 def _check_directory(directory: str) -> None:

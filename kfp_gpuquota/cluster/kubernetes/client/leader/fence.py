@@ -12,9 +12,9 @@ tasks that write may run before that task.
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kfp_gpuquota.cluster.steady_clock import since_boot_s
 from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:
@@ -43,11 +43,6 @@ class NoFence:
 NO_FENCE: Final = NoFence()
 
 
-def boot_time_s() -> float:
-    """Return seconds since the machine started, including those in which it or this process was suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class LeaseValidity:
     """Fence that is open for `period_s` seconds from the start of the request that acquired or renewed the lease.
 
@@ -55,7 +50,7 @@ class LeaseValidity:
     opens it, so each method is one step for the others.
     """
 
-    def __init__(self, period_s: float, clock: Callable[[], float] = boot_time_s) -> None:
+    def __init__(self, period_s: float, clock: Callable[[], float] = since_boot_s) -> None:
         self._period_s, self._clock = period_s, clock
         self._lock = threading.RLock()
         self._until: float | None = None  # None: not held

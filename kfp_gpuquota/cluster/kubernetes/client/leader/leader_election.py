@@ -20,8 +20,9 @@ import msgspec
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.leader.fence import LeaseValidity, boot_time_s
+from kfp_gpuquota.cluster.kubernetes.client.leader.fence import LeaseValidity
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Lease
+from kfp_gpuquota.cluster.steady_clock import since_boot_s
 from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class LeaderElection:
         duration_s: float = DURATION_S,
         renew_deadline_s: float = RENEW_DEADLINE_S,
         retry_s: float = RETRY_S,
-        clock: Callable[[], float] = boot_time_s,
+        clock: Callable[[], float] = since_boot_s,
     ) -> None:
         if not duration_s > renew_deadline_s > retry_s > 0:
             periods = f"duration {duration_s:g}, renew deadline {renew_deadline_s:g}, retry {retry_s:g}"

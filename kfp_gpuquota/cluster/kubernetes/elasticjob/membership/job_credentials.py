@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
 
     Done = Callable[[], None]
     Failed = Callable[[Exception], None]
@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 class JobSecrets:
     """Creates and replaces the jobs' Secrets."""
 
-    def __init__(self, book: Book, writer: Writer, settings: pod_builder.PodSettings, statuses: StatusRequests) -> None:
+    def __init__(
+        self, book: ElasticJobStore, writer: Writer, settings: pod_builder.PodSettings, statuses: StatusRequests
+    ) -> None:
         self._book, self._writer, self._settings, self._statuses = book, writer, settings, statuses
 
     def ensure(self, uid: str, done: Done, failed: Failed) -> None:

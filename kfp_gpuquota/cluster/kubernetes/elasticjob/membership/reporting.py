@@ -4,7 +4,8 @@ Invariant: a generation number is never used twice, not even by two processes th
 
 - `epoch * EPOCH_SPAN` is added to it, and each leader has an epoch of its own (`leaseTransitions`);
 - numbers are reserved in the job's status in blocks before their use, and a number is sent only after the API server
-  has stored its block (`Book.reserve_generation`). So numbers increase also if the Lease is deleted and epochs restart.
+  has stored its block (`ElasticJobStore.reserve_generation`). So numbers increase also if the Lease is deleted and
+  epochs restart.
 
 Rejected: the epoch alone, since deleting the Lease resets it.
 """
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.engine.protocols import KillsWorkers
     from kfp_gpuquota.engine.records import JobRecord
 
@@ -49,7 +50,7 @@ class JobMembership:
 
     def __init__(
         self,
-        book: Book,
+        book: ElasticJobStore,
         settings: pod_builder.PodSettings,
         workers: KillsWorkers,
         statuses: StatusRequests,

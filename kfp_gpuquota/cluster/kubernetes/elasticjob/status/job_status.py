@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.engine.records import JobRecord
 
 
-def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = "") -> Built | None:
+def job_status(book: ElasticJobStore, membership: JobMembership, uid: str, page_url: str = "") -> Built | None:
     """Return an ElasticJob's status; None if it was deleted. The `membership` is notified after the write.
 
     `page_url` is the address of the web page, if the cluster has one.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
@@ -65,7 +65,7 @@ def network_policy(job: ElasticJob) -> dict[str, Any]:
 class JobNetworkPolicies:
     """Creates the jobs' NetworkPolicies, unless QuotaPolicy's `isolateWorkers` is false."""
 
-    def __init__(self, book: Book, writer: Writer, rules: CurrentRules, statuses: StatusRequests) -> None:
+    def __init__(self, book: ElasticJobStore, writer: Writer, rules: CurrentRules, statuses: StatusRequests) -> None:
         self._book, self._writer, self._rules, self._statuses = book, writer, rules, statuses
 
     def ensure(self, uid: str, done: Callable[[], None], failed: Callable[[Exception], None]) -> None:

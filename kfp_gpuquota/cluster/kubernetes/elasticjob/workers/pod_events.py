@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
     from kfp_gpuquota.engine.decisions import Decisions
 
@@ -32,7 +32,7 @@ class WorkerPodEvents:
 
     def __init__(
         self,
-        book: Book,
+        book: ElasticJobStore,
         allocator: DeviceAllocator,
         workers: WorkerPods,
         decisions: Decisions,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
     from kfp_gpuquota.engine.decisions import Decisions
@@ -56,7 +56,7 @@ class Readiness:
 
     def __init__(
         self,
-        book: Book,
+        book: ElasticJobStore,
         writer: Writer,
         workers: WorkerPods,
         decisions: Decisions,
