@@ -28,6 +28,7 @@ from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
 from tests.cli.habit_table import HABITS, SUBMITTED
 from tests.conftest import running_cluster
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -361,9 +362,7 @@ def test_the_configured_project_that_is_deleted_is_no_longer_configured(team: Cl
 
 
 def test_a_shell_beside_a_job_and_a_port_of_it(team: Cli) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        local = free.getsockname()[1]
+    local = free_port()
     serve = (
         "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); "
         "c = s.accept()[0]; c.sendall(b'hello'); c.close(); s.accept()"

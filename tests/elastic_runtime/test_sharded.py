@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from tests.elastic_runtime.sharded_training import (
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, backpropagate, trained_alone, worker_main
 from tests.forked import context
 from tests.polling import until
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -388,9 +388,7 @@ def test_alone_sigterm_saves_and_the_next_one_goes_on(alone: Alone, reference: d
 
 
 def under_torchrun(ranks: int) -> list[dict[str, str]]:
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     return [{"RANK": str(rank), **common} for rank in range(ranks)]
 
 

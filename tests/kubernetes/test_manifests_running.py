@@ -86,9 +86,9 @@ def logs(cluster: DevCluster) -> str:
     return "\n".join(found)
 
 
-def leader(cluster: DevCluster) -> str:
+def holder(lease: dict[str, Any]) -> str:
     """The name of the pod that holds the Lease."""
-    return str(cluster.api.get(LEASE)["spec"]["holderIdentity"]).rpartition("_")[0]
+    return str(lease["spec"]["holderIdentity"]).rpartition("_")[0]
 
 
 @pytest.mark.slow
@@ -108,12 +108,12 @@ def test_the_installed_controller_gates_and_admits_and_another_replica_takes_ove
         made = created_in_the_end(cluster, pods, gpu_pod("first"))
         assert made["spec"]["schedulingGates"] == [{"name": labels.QUOTA_GATE}], "through the Service, with its name"
         cluster.api.until(f"{pods}/first", is_running)
-        first = leader(cluster)
+        first = holder(cluster.api.get(LEASE))
         cluster.api.delete(f"{OURS}/{first}", grace_s=0)
         cluster.api.create(pods, gpu_pod("second"))  # reviews do not wait for a leader
+        cluster.api.until(LEASE, lambda lease: holder(lease) != first)
         cluster.api.until(f"{pods}/second", is_running)
         assert is_running(cluster.api.get(f"{pods}/first"))
-        assert leader(cluster) != first
     except (AssertionError, TimeoutError) as error:
         raise type(error)(f"{error}\n{logs(cluster)}") from error
     finally:

@@ -7,13 +7,13 @@ import io
 import os
 import re
 import signal
-import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kfp_gpuquota.cluster.ray.bridge_output import copy_without_native_stacks, ended_by
 from tests import forked, programs
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,16 +31,12 @@ def refused(home: Path, *options: str, **environment: str) -> str:
 
 
 def test_an_address_at_which_nothing_answers(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     assert f"nothing answers at {address}" in refused(tmp_path / "home", "--ray", address)
 
 
 def test_a_recorded_head_that_has_ended_is_one_sentence_without_a_stack(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     output = refused(tmp_path / "home", "--ray", "auto", RAY_ADDRESS=f"127.0.0.1:{port}")
     assert re.search(rf"nothing answers at [0-9.]+:{port} ", output)
     assert "StackTrace" not in output

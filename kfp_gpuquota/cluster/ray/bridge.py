@@ -348,20 +348,24 @@ class Bridge:
     # Files
 
     async def _read_log(self, message: messages.ReadLog) -> None:
+        """Read by the worker's own actor, or else by its node's agent: the actor ends with the worker, at any moment."""
         try:
-            text, begin = await (await self._reader(message)).read_log.remote(message.directory, message.offset)
+            host = self._hosts.of(message.worker)
+            if host is not None and host.ready:
+                with contextlib.suppress(Exception):
+                    self._link.send(await self._read_by(host.actor, message))
+                    return
+            if message.node_id not in self._alive:
+                raise FileNotFoundError("its node has left the Ray cluster, and its log with it")
+            self._link.send(await self._read_by(await self._hosts.agent(message.node_id), message))
         except Exception as error:  # noqa: BLE001 (whatever it was is the answer)
             self._hosts.forget_agent(message.node_id)
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._link.send(messages.LogRead(number=message.number, why=why))
-        else:
-            self._link.send(messages.LogRead(number=message.number, text=text, begin=begin))
 
-    async def _reader(self, message: messages.ReadLog) -> Any:
-        if message.node_id not in self._alive:
-            raise FileNotFoundError("its node has left the Ray cluster, and its log with it")
-        host = self._hosts.of(message.worker)
-        return host.actor if host and host.ready else await self._hosts.agent(message.node_id)
+    async def _read_by(self, actor: Any, message: messages.ReadLog) -> messages.LogRead:
+        text, begin = await actor.read_log.remote(message.directory, message.offset)
+        return messages.LogRead(number=message.number, text=text, begin=begin)
 
     async def _remove(self, directory: str) -> None:
         for node_id in list(self._alive):
