@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,16 +140,16 @@ def test_another_actor_adopts_the_worker_of_an_actor_that_was_killed(
 ) -> None:
     before = start_counting(cluster, tmp_path / "starts", gpus=2)
     (name,) = [name for name in actors(cluster) if name.split("-")[1] == "2"]
+    bridge = pid_of(cluster, "cluster.ray.bridge")
+    os.kill(bridge, signal.SIGSTOP)  # it does not know yet that the actor is dead when it is asked for the log
     driver.kill(driver.get_actor(name, f"gpuquota-{cluster.home.cluster_id()}"))
     killed_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+    with ThreadPoolExecutor(1) as pool:
+        log = pool.submit(cluster.client.read_log, "team-a", "counted", offset=0, timeout_s=0.0)
+        os.kill(bridge, signal.SIGCONT)
+        assert log.result().more
     (lease,) = (cluster.home.root / "nodes").glob(f"jobs/{before.uid}/workers/*/lease")
-
-    def renewed() -> bool:
-        """Whether another actor renews the lease; the log is there at any moment."""
-        cluster.client.read_log("team-a", "counted", offset=0, timeout_s=0.0)
-        return float(lease.read_text()) > killed_at + SILENCE_S
-
-    until(renewed, "another actor renews the lease")
+    until(lambda: float(lease.read_text()) > killed_at + SILENCE_S, "another actor renews the lease")
     assert cluster.job("counted").status.workers[0].pid == before.status.workers[0].pid
     assert cluster.job("counted").status.phase == "Running"
     cluster.client.cancel_job("team-a", "counted")

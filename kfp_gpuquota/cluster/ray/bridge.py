@@ -348,20 +348,23 @@ class Bridge:
     # Files
 
     async def _read_log(self, message: messages.ReadLog) -> None:
-        """Read by the worker's own actor, or else by its node's agent: the actor ends with the worker, at any moment."""
+        """Read by the worker's own actor, else by its node's agent: the actor ends with the worker, at any moment."""
+        host = self._hosts.of(message.worker)
+        if host is not None and host.ready:
+            with contextlib.suppress(Exception):
+                self._link.send(await self._read_by(host.actor, message))
+                return
         try:
-            host = self._hosts.of(message.worker)
-            if host is not None and host.ready:
-                with contextlib.suppress(Exception):
-                    self._link.send(await self._read_by(host.actor, message))
-                    return
-            if message.node_id not in self._alive:
-                raise FileNotFoundError("its node has left the Ray cluster, and its log with it")
-            self._link.send(await self._read_by(await self._hosts.agent(message.node_id), message))
+            self._link.send(await self._read_by(await self._hosts.agent(self._alive_id(message)), message))
         except Exception as error:  # noqa: BLE001 (whatever it was is the answer)
             self._hosts.forget_agent(message.node_id)
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._link.send(messages.LogRead(number=message.number, why=why))
+
+    def _alive_id(self, message: messages.ReadLog) -> str:
+        if message.node_id not in self._alive:
+            raise FileNotFoundError("its node has left the Ray cluster, and its log with it")
+        return message.node_id
 
     async def _read_by(self, actor: Any, message: messages.ReadLog) -> messages.LogRead:
         text, begin = await actor.read_log.remote(message.directory, message.offset)
