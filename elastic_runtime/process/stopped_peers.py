@@ -3,10 +3,10 @@
 The coordinator finds it as well, by its silence, after ten seconds. That a process is stopped (SIGSTOP, or a terminal's
 Ctrl-Z) is known at once: it is its state in /proc. Invariant: only a worker that is in this state for the whole bound,
 while this process itself runs and waits for peers, is killed. It is in this state at each look, and has not run between
-two looks: a limiter of CPU time (cpulimit) stops and continues a process many times a second. One that computes, compiles, saves,
-swaps or lacks a core is in another state, and so is one that a debugger holds ("t"), or a frozen control group, or a suspended
-machine: those are left to the coordinator. Where a whole job is stopped and continued, this process is stopped, too,
-and begins to count when it runs again.
+two looks: a limiter of CPU time (cpulimit) stops and continues a process many times a second. One that computes,
+compiles, saves, swaps or lacks a core is in another state, and so is one that a debugger holds ("t"), or a frozen
+control group, or a suspended machine: those are left to the coordinator. Where a whole job is stopped and continued,
+this process is stopped, too, and begins to count when it runs again.
 
 By default the bound is learned from the durations of steps: a few of them, for a stop that is shorter delays little.
 
