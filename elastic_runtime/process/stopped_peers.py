@@ -8,7 +8,7 @@ compiles, saves, swaps or lacks a core is in another state, and so is one that a
 control group, or a suspended machine: those are left to the coordinator. Where a whole job is stopped and continued,
 this process is stopped, too, and begins to count when it runs again.
 
-By default the bound is learned from the durations of steps: a few of them, for a stop that is shorter delays little.
+By default the bound is learned from the durations of steps: two of them, for a stop that is shorter delays little.
 
 Each worker leaves its identity in the generation's store, where the others read it when they have waited for a while.
 Processes in another PID namespace, as that of another pod, cannot be seen: the coordinator finds them.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 LEAST_S: Final = 0.5
 BOUND_S: Final = 2.0
-STEPS: Final = 5
+STEPS: Final = 2
 """By default the bound is the time of so many steps, between these two; the longer one before a step was measured."""
 WAITED_S: Final = 0.25
 """What a step may wait for its slowest worker before anything is looked for."""

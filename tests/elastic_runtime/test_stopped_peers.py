@@ -101,7 +101,7 @@ def test_a_stopped_process_is_killed_after_the_bound_and_one_that_continues_is_n
     assert watched.look_until(200, 100)
 
 
-@pytest.mark.parametrize(("step_s", "expected"), [(None, BOUND_S), (0.01, LEAST_S), (0.2, 1.0), (60.0, BOUND_S)])
+@pytest.mark.parametrize(("step_s", "expected"), [(None, BOUND_S), (0.01, LEAST_S), (0.5, 1.0), (60.0, BOUND_S)])
 def test_the_bound_is_a_few_steps(step_s: float | None, expected: float) -> None:
     assert StoppedPeers(None, Waits(), lambda: step_s).bound_s == expected
     assert StoppedPeers(7.0, Waits(), lambda: step_s).bound_s == 7.0
