@@ -98,7 +98,11 @@ class Member:
         self.stable_state = StableState()
         watched = environment.coordinator and not environment.rehearse
         self._stall_watch = StallWatch(environment.stall_s if watched else 0.0, self._generations.interrupt)
-        self._stopped_peers = StoppedPeers(environment.stopped_s if watched else 0.0, self._generations.interrupt)
+        self._stopped_peers = StoppedPeers(
+            environment.stopped_s if watched else 0.0,
+            self._generations.interrupt,
+            lambda: self.reporter.clock.step_s,
+        )
         self._preemption: Preemption | None = None
         if not environment.checkpoint_dir and (environment.coordinator or environment.static):
             _log.warning(

@@ -1,13 +1,16 @@
 """Finds a worker on this machine whose process is stopped by a signal while this worker waits for it, and kills it.
 
 The coordinator finds it as well, by its silence, after ten seconds. That a process is stopped (SIGSTOP, or a terminal's
-Ctrl-Z) is known at once: it is its state in /proc. Invariant: only a worker that is in this state at each look for the
-whole bound, while this process itself runs and waits for peers, is killed. One that computes, compiles, saves, swaps or
-lacks a core is in another state, and so is one that a debugger holds ("t"), or a frozen control group, or a suspended
-machine: those are left to the coordinator. Where a whole job is stopped and continued, this process is stopped, too,
-and begins to count when it runs again.
+Ctrl-Z) is known at once: it is its state in /proc. Invariant: only a worker that is in this state for the whole bound,
+while this process itself runs and waits for peers, is killed. It is in this state at each look, and has not run between
+two looks: a limiter of CPU time (cpulimit) stops and continues a process many times a second. One that computes,
+compiles, saves, swaps or lacks a core is in another state, and so is one that a debugger holds ("t"), or a frozen
+control group, or a suspended machine: those are left to the coordinator. Where a whole job is stopped and continued,
+this process is stopped, too, and begins to count when it runs again.
 
-Each worker leaves its identity in the generation's store, where the others read it when they have waited for a second.
+By default the bound is learned from the durations of steps: two of them, for a stop that is shorter delays little.
+
+Each worker leaves its identity in the generation's store, where the others read it when they have waited for a while.
 Processes in another PID namespace, as that of another pod, cannot be seen: the coordinator finds them.
 
 A killed worker cannot wake up in a generation that goes on without it. Rejected: a report to the coordinator, which
@@ -18,6 +21,7 @@ other process with its number can be hit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -31,11 +35,13 @@ if TYPE_CHECKING:
 
     from elastic_runtime.process.stall_watch import Waits
 
+LEAST_S: Final = 0.5
 BOUND_S: Final = 2.0
-"""By default: what somebody who stops and continues a process by hand for a look may take."""
-WAITED_S: Final = 1.0
+STEPS: Final = 2
+"""By default the bound is the time of so many steps, between these two; the longer one before a step was measured."""
+WAITED_S: Final = 0.25
 """What a step may wait for its slowest worker before anything is looked for."""
-PAUSE_S: Final = 0.25
+PAUSE_S: Final = 0.1
 LATE_S: Final = 1.0
 """A look that comes later than that follows a time in which this process did not run: what it has seen is outdated."""
 STOPPED: Final = "T"
@@ -76,10 +82,18 @@ class Process(NamedTuple):
     @property
     def stopped(self) -> bool:
         """Whether it is stopped by a signal now; False where it has ended."""
+        return self.stop() is not None
+
+    def stop(self) -> str | None:
+        """Return a text that is another one for each stop, while it is stopped by a signal; None otherwise."""
         try:
-            return state_and_start(self.pid) == (STOPPED, self.started)
+            if state_and_start(self.pid) != (STOPPED, self.started):
+                return None
         except OSError:
-            return False
+            return None
+        with contextlib.suppress(OSError):  # a kernel without it
+            return Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii")  # how often it has run, among others
+        return ""
 
     def kill(self) -> None:
         """Kill it by SIGKILL if it is still stopped. OSError where that is not allowed."""
@@ -111,22 +125,38 @@ class Peers(Protocol):
 
 
 class StoppedPeers:
-    """Watches the peers of this worker. `bound_s`: seconds for which one may be stopped; 0: nothing is watched."""
+    """Watches the peers of this worker. `bound_s`: seconds for which one may be stopped; None: as `step_s` says, the
+    duration of a recent step, or None; 0: nothing is watched.
+    """
 
-    def __init__(self, bound_s: float | None, waits: Waits, kill: Callable[[Process], None] = Process.kill) -> None:
-        self._bound_s = BOUND_S if bound_s is None else bound_s
+    def __init__(
+        self,
+        bound_s: float | None,
+        waits: Waits,
+        step_s: Callable[[], float | None],
+        kill: Callable[[Process], None] = Process.kill,
+    ) -> None:
+        self._given_s, self._step_s = bound_s, step_s
         self._waits, self._kill, self._own = waits, kill, Process.own()
         self._peers: Peers | None = None
         self._left_to: Peers | None = None
         self._seen: tuple[Peers, dict[int, Process]] | None = None  # those on this machine, by rank
-        self._stopped_since: dict[Process, float] = {}
+        self._stopped_since: dict[Process, tuple[str, float]] = {}  # in this stop
         self._looked_at = 0.0
         self._changed = threading.Event()  # there are new peers
         self._thread: threading.Thread | None = None
 
+    @property
+    def bound_s(self) -> float:
+        """Seconds for which a peer may be stopped."""
+        if self._given_s is not None:
+            return self._given_s
+        step_s = self._step_s()
+        return BOUND_S if step_s is None else min(BOUND_S, max(LEAST_S, STEPS * step_s))
+
     def watch(self, peers: Peers | None) -> None:
         """Watch these from now on; None: there are none."""
-        self._peers = peers if self._bound_s and self._own is not None else None
+        self._peers = peers if self.bound_s and self._own is not None else None
         self._changed.set()
         if self._peers is not None and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="elastic-stopped-peers", daemon=True)
@@ -147,16 +177,21 @@ class StoppedPeers:
             self._stopped_since.clear()
             return
         for rank, process in self._on_this_machine(peers).items():
-            if not process.stopped:
+            found = process.stop()
+            if found is None:
                 self._stopped_since.pop(process, None)
-            elif now - self._stopped_since.setdefault(process, now) >= self._bound_s:
+                continue
+            stop, since = self._stopped_since.get(process, (None, now))
+            if stop != found:
+                self._stopped_since[process] = found, now
+            elif now - since >= self.bound_s:
                 self._kill(process)
                 _log.warning(
                     "rank %d (process %d) had been stopped by a signal for %.1f s while this worker waited for it: it "
                     "is killed (ELASTIC_STOPPED_S sets the time)",
                     rank,
                     process.pid,
-                    now - self._stopped_since.pop(process),
+                    now - self._stopped_since.pop(process)[1],
                 )
 
     def _on_this_machine(self, peers: Peers) -> dict[int, Process]:

@@ -38,6 +38,7 @@ class StepClock:
     def restart(self) -> None:
         """Start again after a resize: the next step is not compared with those before."""
         self._summed_at: float | None = None
+        self.step_s: float | None = None  # of the last step
         self._ready_at = 0.0
         self._busy_s = 0.0
         self._forget()
@@ -56,6 +57,7 @@ class StepClock:
         now = self._now_s()
         if self._summed_at is not None:
             self._steps += 1
+            self.step_s = now - self._summed_at
             self._all_busy_s += self._busy_s
             self._wait_s += now - self._ready_at
             self._mean_busy_s += mean_busy_s

@@ -84,6 +84,7 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
     results = (directory / f"evaluated-{index}.jsonl").open("a", buffering=1)
     work = partial(evaluate, accelerator, model, held_out, stay)
     for _epoch in accelerator.epochs(plan.epochs):
+        assert accelerator.reduce(torch.ones(1)).item() >= 1  # what each epoch begins with
         for x, y, indices in loader:
             if gate:
                 gate.pass_through(index, job.step)
@@ -166,3 +167,17 @@ def test_who_comes_and_who_goes_waits_for_the_evaluations_end(
     assert [row["step"] for row in evaluated(tmp_path, 1)] == [13, 18, 26]
     advised = [(tmp_path / f"log-{index}").read_text().count("accelerator.repeat(evaluate)") for index in (0, 1, 2)]
     assert advised == [1, 0, 0]
+
+
+def test_who_comes_within_an_epoch_that_one_worker_has_begun_goes_on_in_it(
+    tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, Any]]]
+) -> None:
+    """The collectives before the loop were those of one worker, and are not done again."""
+    with Cluster(tmp_path, replace(Plan(), body=evaluating)) as cluster:
+        cluster.start(0, step=5)
+        cluster.resize(0, 1, up_to=20)
+        cluster.wait_until_at(20, 0, 1)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1)
+        cluster.check_result(alone[0])
+    check_evaluations(tmp_path, alone[1], 0, 1)

@@ -13,7 +13,15 @@ import pytest
 
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.membership.environment import Environment
-from elastic_runtime.process.stopped_peers import BOUND_S, LATE_S, WAITED_S, Process, StoppedPeers, state_and_start
+from elastic_runtime.process.stopped_peers import (
+    BOUND_S,
+    LATE_S,
+    LEAST_S,
+    WAITED_S,
+    Process,
+    StoppedPeers,
+    state_and_start,
+)
 from tests.elastic_runtime.harness import JOB, LIMITS, Cluster
 from tests.elastic_runtime.training import Plan, train, trained_alone
 from tests.polling import until
@@ -46,9 +54,9 @@ class Waits:
 class Watched:
     """A watch of one real process, by a clock of the test's."""
 
-    def __init__(self, process: Process, bound_s: float | None = None) -> None:
+    def __init__(self, process: Process, bound_s: float | None = None, step_s: float | None = None) -> None:
         self.waits, self.killed = Waits(), list[Process]()
-        self.watch = StoppedPeers(bound_s, self.waits, self.killed.append)
+        self.watch = StoppedPeers(bound_s, self.waits, lambda: step_s, self.killed.append)
         self.watch._peers = Others({1: str(process)})  # only `look` looks
 
     def look_until(self, end_s: float, begin_s: float = 0.0) -> bool:
@@ -91,6 +99,29 @@ def test_a_stopped_process_is_killed_after_the_bound_and_one_that_continues_is_n
     sleeper.send_signal(signal.SIGSTOP)
     until(lambda: identity(sleeper.pid).stopped, "a stopped process")
     assert watched.look_until(200, 100)
+
+
+@pytest.mark.parametrize(("step_s", "expected"), [(None, BOUND_S), (0.01, LEAST_S), (0.5, 1.0), (60.0, BOUND_S)])
+def test_the_bound_is_a_few_steps(step_s: float | None, expected: float) -> None:
+    assert StoppedPeers(None, Waits(), lambda: step_s).bound_s == expected
+    assert StoppedPeers(7.0, Waits(), lambda: step_s).bound_s == 7.0
+
+
+def test_a_process_that_is_stopped_at_each_look_and_runs_between_two_is_left_alone(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    """As one whose CPU time is limited by stopping it many times a second."""
+    found, watched, at = stop(sleeper), Watched(identity(sleeper.pid), step_s=0.01), WAITED_S
+    for _ in range(20):
+        watched.watch.look(at)
+        before = found.stop()
+        sleeper.send_signal(signal.SIGCONT)
+        until(lambda: not found.stopped, "a process that continues")
+        stop(sleeper)
+        assert before != found.stop()
+        at += LATE_S / 2
+    assert not watched.killed
+    assert watched.look_until(at + 3 * LATE_S, at)
 
 
 def test_a_stopped_process_for_which_nobody_waits_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
@@ -148,7 +179,7 @@ def test_a_process_that_cannot_be_killed_is_not_reported_as_killed(
 
 
 def test_each_worker_leaves_its_process_once_to_new_peers() -> None:
-    watch, others = StoppedPeers(None, Waits()), Others({})
+    watch, others = StoppedPeers(None, Waits(), lambda: None), Others({})
     watch._peers = others
     watch.leave_process()
     watch.leave_process()
@@ -156,7 +187,7 @@ def test_each_worker_leaves_its_process_once_to_new_peers() -> None:
 
 
 def test_nothing_is_watched_where_that_is_off() -> None:
-    watch = StoppedPeers(0.0, Waits())
+    watch = StoppedPeers(0.0, Waits(), lambda: None)
     watch.watch(Others({}))
     assert watch._thread is None
 

@@ -233,9 +233,15 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             raise _OwnTurn
 
     def _survived(self, name: str, work: Callable[[], Result], alone: Result, *, again: bool = True) -> Result:
-        """`work()`, and again where a worker is lost in it, if that may be, and the place is one for it."""
-        if self.num_processes == 1:
+        """`work()`, and again where a worker is lost in it, if that may be, and the place is one for it.
+
+        Outside of an iteration one worker's `alone` is a result of `job.repeat`, too: a worker that joins within the
+        epoch, or resumes in it, runs the code before the loop again, and gets the results from there.
+        """
+        if self.num_processes == 1 and (self.iterating or not self.live or self.repeating):
             return alone
+        if self.num_processes == 1:
+            return self.job.repeat(lambda: alone)
         acted = not self.iterating or any(each.acted for each in self._optimizers)
         if again and acted and self.live and not self.repeating:
             return self.job.repeat(work)
