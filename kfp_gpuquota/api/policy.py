@@ -8,7 +8,17 @@ import msgspec
 
 from kfp_gpuquota.api.job import JobSpec, Kind
 from kfp_gpuquota.api.quantity import show_mib
-from kfp_gpuquota.api.validation import MAX_MIB, Fraction, Mebibytes, Name, check_count, check_name
+from kfp_gpuquota.api.validation import (
+    MAX_MIB,
+    MAX_RUNTIME_S,
+    Fraction,
+    Mebibytes,
+    Name,
+    RunTime,
+    check_count,
+    check_name,
+    check_range,
+)
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -31,10 +41,27 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forced: Mebibytes | None = None
 
 
+class IdleRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What happens to a running job none of whose GPUs is used: its owner is warned, then it is suspended.
+
+    Both times count from the last use.
+    """
+
+    warn_after_s: RunTime
+    suspend_after_s: RunTime
+
+    def __post_init__(self) -> None:
+        for field in ("warn_after_s", "suspend_after_s"):
+            check_range(f"idle.{field}", getattr(self, field), 1, MAX_RUNTIME_S, "s")
+        if self.suspend_after_s <= self.warn_after_s:
+            rule = f"it must be more than idle.warn_after_s, which is {self.warn_after_s:g}"
+            raise InvalidFieldError("idle.suspend_after_s", self.suspend_after_s, rule)
+
+
 class WorkloadPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The rules for the workloads of `project` (None: all) of `kind` (None: both).
 
-    A rule applies to workloads whose request is of its kind: `gpu_fraction_limit` to those that request a fraction,
+    A limit applies to workloads whose request is of its kind: `gpu_fraction_limit` to those that request a fraction,
     `gpu_memory_limit_mib` to those that ask for memory. Example: every interactive workload of research-vision1 may use
     the whole GPU: `WorkloadPolicy(name="sessions", project="research-vision1", kind=Kind.BUILD,
     gpu_fraction_limit=PartRule(default=1.0))`.
@@ -45,14 +72,19 @@ class WorkloadPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kind: Kind | None = None
     gpu_fraction_limit: PartRule | None = None
     gpu_memory_limit_mib: MemoryRule | None = None
+    idle: IdleRule | None = None
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
         if self.project is not None:
             check_name("project", self.project)
-        if self.gpu_fraction_limit in (None, PartRule()) and self.gpu_memory_limit_mib in (None, MemoryRule()):
+        limits = (
+            self.gpu_fraction_limit not in (None, PartRule()),
+            self.gpu_memory_limit_mib not in (None, MemoryRule()),
+        )
+        if self.idle is None and not any(limits):
             raise InvalidFieldError(
-                "policy", self.name, "it has no rule", hint="give a limit as default, most or forced"
+                "policy", self.name, "it has no rule", hint="give a limit as default, most or forced, or idle times"
             )
         self._check_parts()
         self._check_memory()
@@ -104,6 +136,12 @@ def admit(spec: JobSpec, policies: Iterable[WorkloadPolicy]) -> Admitted:
             if rule is not None and getattr(spec, request) is not None and field not in set_by:
                 spec = _apply(spec, field, request, rule, policy, set_by)
     return Admitted(spec, set_by)
+
+
+def idle_rule_of(spec: JobSpec, policies: Iterable[WorkloadPolicy]) -> WorkloadPolicy | None:
+    """Return the policy whose idle rule applies to a job: the most special one that has any."""
+    found = (policy for policy in policies if policy.idle is not None and policy.applies_to(spec))
+    return min(found, key=lambda policy: policy.weight, default=None)
 
 
 def _apply(

@@ -46,6 +46,7 @@ class ReasonCode(StrEnum):
     WAITS_FOR_JOBS = "waits-for-jobs"
     ARRAY_LIMIT = "array-limit"
     DEPENDENCY_FAILED = "dependency-failed"
+    GPUS_UNUSED = "gpus-unused"
     PROJECT_HELD = "project-held"
     PROJECT_DRAINED = "project-drained"
 

@@ -204,6 +204,7 @@ class EventKind(StrEnum):
     WORKER_GONE = "worker-gone"
     WORKER_MOVED = "worker-moved"
     GPU_MEMORY_RECLAIMED = "gpu-memory-reclaimed"
+    GPUS_UNUSED = "gpus-unused"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,19 +17,21 @@ import re
 import secrets
 import shlex
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase
+from kfp_gpuquota.api.durations import seconds
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.cluster.connect import connect, current_project, kube_context
 from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError, UnauthorizedError, UsageError
 from kfp_gpuquota.server.cluster_api import follow_log, log_so_far
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_api import ClusterApi
@@ -129,6 +131,9 @@ def submit(
     environment: Mapping[str, str] | None = None,
     working_directory: str | Path | None = None,
     image: str = "",
+    begin: datetime | timedelta | None = None,
+    after: str | JobHandle | Iterable[str | JobHandle] = (),
+    max_runtime: float | str | None = None,
     client: ClusterApi | None = None,
     **fields: Any,
 ) -> JobHandle:
@@ -137,8 +142,12 @@ def submit(
     `command` is a list of words, or a line that is split as a shell would. Without a `name` one is made of the
     command; without a `project` it is the configured one. `gpus` below 1 is a part of a GPU; `gpu_memory` ("4G") asks
     for memory instead. `elastic`: from 1 GPU up to what the project may hold. The job runs in this directory (else in
-    `working_directory`), with PATH, PYTHONPATH and the like of this process and `environment`. `fields` are any others
-    of `kfp_gpuquota.api.JobSpec`. Raises the errors of `kfp_gpuquota.errors`.
+    `working_directory`), with PATH, PYTHONPATH and the like of this process and `environment`.
+
+    It is queued at `begin`, a time (without a time zone: local time) or so long from now, when the jobs `after` have
+    succeeded (handles or names; "any:NAME": have ended), and ends with a failure when it has run for `max_runtime`
+    (seconds, or "2h"). `fields` are any others of `kfp_gpuquota.api.JobSpec`. Raises the errors of
+    `kfp_gpuquota.errors`.
     """
     reached = client or connect(image=image)
     here = kube_context() is None
@@ -150,6 +159,7 @@ def submit(
         shared = {"gpu_memory_mib": parse_gpu_memory("gpu_memory", gpu_memory)}
     if elastic:
         fields = {"min_gpus": 1, "max_gpus": most_gpus(reached, project, gpus), **fields}
+    fields = {**_conditions(begin, after, max_runtime), **fields}
     if "runtime_env" in fields:
         fields = {**fields, "runtime_env": with_absolute_paths(fields["runtime_env"])}
     given = {
@@ -167,6 +177,27 @@ def submit(
         raise _invalid(given, error) from None
     reached.submit(spec)
     return JobHandle(reached, project, spec.name)
+
+
+def _conditions(
+    begin: datetime | timedelta | None,
+    after: str | JobHandle | Iterable[str | JobHandle],
+    max_runtime: float | str | None,
+) -> dict[str, Any]:
+    """Return the fields of JobSpec for when the job starts and ends. Raises InvalidFieldError."""
+    found: dict[str, Any] = {}
+    if begin is not None:
+        at = datetime.now(UTC) + begin if isinstance(begin, timedelta) else begin
+        found["begin_at"] = at.timestamp()
+    names = [after] if isinstance(after, str | JobHandle) else list(after)
+    if names:
+        found["after"] = tuple(one.name if isinstance(one, JobHandle) else one for one in names)
+    if max_runtime is not None:
+        longest = seconds(max_runtime) if isinstance(max_runtime, str) else max_runtime
+        if longest is None:
+            raise InvalidFieldError("max_runtime", max_runtime, "a time is written as 30, 30s, 5m or 1h30m")
+        found["max_runtime_s"] = longest
+    return found
 
 
 def _invalid(given: dict[str, Any], error: msgspec.ValidationError) -> UsageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Reason, ReasonCode
@@ -19,6 +20,22 @@ def ran_too_long(job: JobRecord) -> Reason:
     starts = " in all its starts" if job.ran_s else ""
     message = f"it has run for {job.spec.max_runtime_s:g} s{starts}, which is its maximum run time"
     return Reason(code=ReasonCode.RAN_TOO_LONG, message=message)
+
+
+def gpus_unused(policy: str, since: float, suspended_at: float | None) -> Reason:
+    """Return why a job's owner is warned, or without `suspended_at` why it is suspended; times since the epoch."""
+    began = _utc(since)
+    message = f"its GPUs have been unused since {began} (policy {policy})"
+    if suspended_at is None:
+        message = f"suspended, because its GPUs had been unused since {began} (policy {policy})"
+        return Reason(code=ReasonCode.GPUS_UNUSED, message=message, details={"unused_since": since})
+    message += f"; unless it uses one, it is suspended at {_utc(suspended_at)}"
+    details: dict[str, str | int | float] = {"unused_since": since, "suspended_at": suspended_at}
+    return Reason(code=ReasonCode.GPUS_UNUSED, message=message, details=details)
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def lease_ended(duration_s: float) -> Reason:

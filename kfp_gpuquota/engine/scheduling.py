@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import ReasonCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,11 +46,16 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
 
 
 def _kept_out(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
-    """Keep a job out of the queue that a user has suspended, or that is held."""
+    """Keep a job out of the queue that a user has suspended, or that is held.
+
+    Of one that was suspended because its GPUs were unused the reason is kept.
+    """
     was = None if before is None or not (before.suspended or before.held) else (before.suspended, before.held)
     if after.suspended or after.held:
         if was != (after.suspended, after.held):
-            yield scheduler.JobSuspended(after.uid, None if after.suspended else after.held)
+            reason = after.status.reason
+            unused = reason if reason is not None and reason.code is ReasonCode.GPUS_UNUSED else None
+            yield scheduler.JobSuspended(after.uid, unused if after.suspended else after.held)
     elif was is not None:
         yield scheduler.JobResumed(after.uid, after.status.eligible_at)
 

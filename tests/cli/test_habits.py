@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,6 +214,14 @@ def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.M
     with pytest.raises(JobFailedError, match="has ended as failed with exit code 4"):
         failing.wait(timeout_s=60)
     assert kfp_gpuquota.get_job("failing").job().spec.gpu_memory_mib == 1024
+    later = kfp_gpuquota.submit(
+        "true", gpus=0.1, begin=timedelta(hours=1), after=[job, "any:failing"], max_runtime="2h"
+    )
+    spec, queued = later.job().spec, time.time()
+    assert (spec.after, spec.max_runtime_s) == ((job.name, "any:failing"), 7200)
+    assert spec.begin_at is not None
+    assert 3500 < spec.begin_at - queued < 3601
+    later.delete()
     failing.delete()
     with pytest.raises(NotFoundError):
         kfp_gpuquota.get_job("failing")
@@ -221,6 +229,7 @@ def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.M
         ({"gpus": "2"}, "gpus is '2', but it must be of type int"),
         ({"gpus": 2.5}, "gpus is 2.5, but it must be of type int"),
         ({"name": 3}, "name is 3, but it must be of type str"),
+        ({"max_runtime": "soon"}, "max_runtime is 'soon', but a time is written as"),
     ):
         with pytest.raises(InvalidFieldError, match=sentence):
             kfp_gpuquota.submit(["true"], **given)

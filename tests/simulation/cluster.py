@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.api import Device, Node
+from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction, SubmitJob
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.driver import Driver
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.cluster.local.unused_jobs import UnusedJobs
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
@@ -75,6 +77,24 @@ class SharesAtOnce:
         """Nothing is held."""
 
 
+class SimulatedUse:
+    """In place of the driver: a device is used if a job that has a process on it uses its GPUs then."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+
+    def used(self) -> dict[str, bool]:
+        cluster, found = self._cluster, dict[str, bool]()
+        for process in cluster.processes.all.values():
+            job = cluster.state.jobs.get(process.worker.job_uid)
+            for device in process.worker.devices if process.alive and job is not None else ():
+                name = f"{process.worker.node}/{device}"
+                uses = job is not None and cluster.history.uses(job.spec.name, cluster.loop.time())
+                found[name] = found.get(name, False) or uses
+        unmeasured = f"n0/{cluster.history.seed % 8}"
+        return {name: used for name, used in found.items() if name != unmeasured}
+
+
 class SimulatedCluster:
     """The engine and its processes. `watch(cluster)` is called with each engine that was started."""
 
@@ -101,6 +121,8 @@ class SimulatedCluster:
         self.start_engine()
         for project in history.projects:
             self.cluster.set_project(project)
+        if history.idle is not None:
+            self.cluster.set_policy(WorkloadPolicy(name="idle", idle=history.idle))
         self.loop.call_later(TICK_S, self._tick)
 
     # The engine
@@ -114,6 +136,9 @@ class SimulatedCluster:
         self.driver = Driver(self.home, self.state, runtime=self.processes)
         self.driver.sharing = SharesAtOnce()  # type: ignore[assignment]
         self.cluster = LocalCluster(self.home, self.store, self.state, self.driver, new_uid=self._uid)
+        self.unused = UnusedJobs(
+            self.home, self.store, self.state, self.driver.decisions, self.loop, SimulatedUse(self)
+        )
         self.up = True
         self._watch(self)
         self.processes.engine_started(self.driver)
@@ -124,8 +149,9 @@ class SimulatedCluster:
         """Kill it: nothing of it runs any more, and its file is as it was."""
         self.up = False
         self.processes.engine_stopped()
+        self.unused.close()
         self.driver.close()
-        self.loop.dead += [self.driver, self.cluster, self.state]
+        self.loop.dead += [self.driver, self.cluster, self.state, self.unused]
         for uid in list(self.state.jobs):
             self.driver.membership.close(uid)
         self.store.close()

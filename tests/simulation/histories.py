@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind, Project, StopPolicy
+from kfp_gpuquota.api.policy import IdleRule
 from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from tests.simulation.trainings import ELASTIC, EPOCH, Pace
@@ -21,6 +23,8 @@ KILLED = 0.2
 """Of submissions and changes of quotas the part in which the process ends between two requests; of deletions, after."""
 TIMED = 0.5
 """Of the jobs that are no sessions, the part with a maximum run time."""
+IDLE_EVERY = 3
+USED_FOR_S = 30.0
 HELD = 0.15
 """Of what happens, the part before which a project's stop policy is set."""
 CONDITIONAL = 0.4
@@ -102,6 +106,7 @@ class History(msgspec.Struct, frozen=True):
     happenings: tuple[tuple[float, Any_], ...]
     seed: int = 0
     reserve_after_s: float = RESERVE_AFTER_S
+    idle: IdleRule | None = None
 
     def with_reservations(self) -> History:
         """Return the same history in a cluster in which a job gets a reservation soon; many have a maximum run time."""
@@ -131,6 +136,18 @@ class History(msgspec.Struct, frozen=True):
             found.append((wait_s, msgspec.structs.replace(happening, spec=spec)))
             earlier.append(spec)
         return msgspec.structs.replace(self, happenings=tuple(found))
+
+    def with_idle_rule(self) -> History:
+        """Return the same history in a cluster that suspends jobs whose GPUs are unused."""
+        chance = random.Random(self.seed)
+        warn_after_s = chance.choice((1.0, 10.0, 25.0))
+        rule = IdleRule(warn_after_s=warn_after_s, suspend_after_s=warn_after_s + chance.choice((1.0, 10.0, 30.0)))
+        return msgspec.structs.replace(self, idle=rule)
+
+    def uses(self, job: str, at: float) -> bool:
+        """Return whether a job uses its GPUs at a time in seconds: always, never, or every other half minute."""
+        kind = (crc32(job.encode()) + self.seed) % 4
+        return kind in {0, 1} or (kind == 2 and int(at / USED_FOR_S) % 2 == 0)
 
     def with_holds(self) -> History:
         """Return the same history, in which projects are held, drained, and let go again."""
@@ -173,6 +190,7 @@ def from_seed(seed: int, *, most: int = 24) -> History:
 def hard_history(seed: int) -> History:
     """Return the history of a seed with all that makes it harder."""
     history = from_seed(seed).with_conditions().with_reservations()
+    history = history.with_idle_rule() if seed % IDLE_EVERY == 0 else history
     return (history.with_holds() if seed % HOLDS_EVERY == 0 else history).with_kills()
 
 

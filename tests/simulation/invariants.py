@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, StopPolicy
+from kfp_gpuquota.api import Phase, ReasonCode, StopPolicy
+from kfp_gpuquota.cluster.local.unused_jobs import INTERVAL_S
 from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.web.views.teams import tree
@@ -82,6 +83,8 @@ class Invariants:
     exceeded: set[str] = field(default_factory=set)  # jobs that have lost their core by an update
     violations: list[ViolationError] = field(default_factory=list)
     conditions: Conditions = field(default_factory=Conditions)
+    warned_at: dict[str, float] = field(default_factory=dict)
+    idle_suspensions: int = 0
     commits: int = 0
     holders_changed: bool = False  # by the change that is being applied
     committed_at: float = 0.0
@@ -176,9 +179,28 @@ class Invariants:
             self._check_core(new, new.status.last_eviction.reason.beneficiary)
         if new.status.restarts > old.status.restarts:
             self._check_charge(new, change)
+        self._check_unused(old, new)
         if len(new.status.resizes) > len(old.status.resizes):
             for wrong in contradictions(new):
                 self.fail(f"{new.spec.name} {wrong}")
+
+    def _check_unused(self, old: JobRecord, new: JobRecord) -> None:
+        """A job is suspended for unused GPUs only if none was used for so long, and its owner was warned before."""
+        reason, rule, now = new.status.reason, self.cluster.history.idle, self.cluster.loop.time()
+        if reason is None or reason.code is not ReasonCode.GPUS_UNUSED:
+            return
+        suspended = new.suspended and not old.suspended
+        warned = old.status.reason is None or old.status.reason.code is not ReasonCode.GPUS_UNUSED
+        if rule is None or (warned and not new.suspended):
+            self.warned_at[new.uid] = now
+        if rule is None or not suspended:
+            return
+        times = [now - part * INTERVAL_S for part in range(int(rule.suspend_after_s / INTERVAL_S) + 1)]
+        if any(self.cluster.history.uses(new.spec.name, at) for at in times):
+            self.fail(f"{new.spec.name} is suspended, and has used its GPUs")
+        if now - self.warned_at.get(new.uid, now) < rule.suspend_after_s - rule.warn_after_s - EPSILON:
+            self.fail(f"{new.spec.name} is suspended, and its owner was not warned in time")
+        self.idle_suspensions += 1
 
     def _check_core(self, stopped: JobRecord, beneficiary: str) -> None:
         """Nobody else's job stops one that is not preemptible; for itself it stops when it ran below its minimum."""

@@ -108,6 +108,11 @@ def test_a_device_beyond_a_nodes_count_makes_no_room() -> None:
     kubernetes.play(from_seed(556))
 
 
+def test_a_worker_that_is_killed_because_its_node_is_gone_counts_as_lost_with_it() -> None:
+    """Its peers had noticed first, and its membership had asked for its end: the job was charged a restart."""
+    kubernetes.play(from_seed(21283).with_reservations())
+
+
 def test_the_end_of_a_run_is_not_recorded_as_a_generation_of_the_next() -> None:
     """The loss of the last worker completed a generation, whose members the waiting job had."""
     kubernetes.play(from_seed(299))

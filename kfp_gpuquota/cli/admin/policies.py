@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kfp_gpuquota.api import Kind  # noqa: TC001 (typer reads annotations at run time)
-from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
+from kfp_gpuquota.api.durations import text_of
+from kfp_gpuquota.api.policy import IdleRule, MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.api.quantity import parse_gpu_memory, show_mib
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
+from kfp_gpuquota.cli.arguments.parsers import seconds
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import UsageError
@@ -48,6 +50,16 @@ def set_policy(
     gpu_memory_limit_forced: Annotated[
         str | None, typer.Option("--gpu-memory-limit-forced", help=f"The limit, whatever is given, {_SIZE}.")
     ] = None,
+    idle_warn: Annotated[
+        str | None,
+        typer.Option(
+            "--idle-warn", metavar="TIME", help="The owner is warned when no GPU was used for so long, as 30m."
+        ),
+    ] = None,
+    idle_suspend: Annotated[
+        str | None,
+        typer.Option("--idle-suspend", metavar="TIME", help="The job is suspended when no GPU was used for so long."),
+    ] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Create or replace a policy. It applies to later submissions; a more specific policy is applied first.
@@ -55,6 +67,7 @@ def set_policy(
     Examples:
       gpuquota policy set sessions -p research-vision1 --kind build --gpu-limit 1
       gpuquota policy set tight --gpu-limit-most 0.8 --gpu-memory-limit-most 40G
+      gpuquota policy set sessions --kind build --idle-warn 30m --idle-suspend 1h
     """
     parts = PartRule(default=gpu_limit, most=gpu_limit_most, forced=gpu_limit_forced)
     amounts = MemoryRule(
@@ -68,6 +81,7 @@ def set_policy(
         kind=kind,
         gpu_fraction_limit=None if parts == PartRule() else parts,
         gpu_memory_limit_mib=None if amounts == MemoryRule() else amounts,
+        idle=_idle(idle_warn, idle_suspend),
     )
     show(client().set_policy(policy), output, _table((policy,)))
 
@@ -131,6 +145,17 @@ def _rules(policy: WorkloadPolicy) -> Iterator[str]:
             value = getattr(rule, field, None)
             if value is not None:
                 yield f"{name} {word} {show_mib(value) if isinstance(rule, MemoryRule) else f'{value:g}'}"
+    if (idle := policy.idle) is not None:
+        yield f"unused GPUs: warned after {text_of(idle.warn_after_s)}, suspended after {text_of(idle.suspend_after_s)}"
+
+
+def _idle(warn: str | None, suspend: str | None) -> IdleRule | None:
+    """Return the rule of both times. Raises UsageError for one of them alone."""
+    if warn is None and suspend is None:
+        return None
+    if warn is None or suspend is None:
+        raise UsageError("--idle-warn and --idle-suspend go together: nobody is suspended without a warning")
+    return IdleRule(warn_after_s=seconds("idle_warn", warn), suspend_after_s=seconds("idle_suspend", suspend))
 
 
 def _mib(field: str, text: str | None) -> int | None:

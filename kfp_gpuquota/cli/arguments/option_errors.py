@@ -42,6 +42,8 @@ _PARAMETERS: Final = {
     "restart_window_s": "restart_window",
     "cool_down_s": "cool_down",
     "min_run_time_s": "min_run_time",
+    "idle.warn_after_s": "idle_warn",
+    "idle.suspend_after_s": "idle_suspend",
     "default_runtime_s": "default_time",
     "max_runtime_s": "max_time",
 }

@@ -35,6 +35,7 @@ from kfp_gpuquota.cluster.local.shared.service import notify_ready
 from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.cluster.local.unused_jobs import UnusedJobs
 from kfp_gpuquota.cluster.local.workers import cgroups
 from kfp_gpuquota.cluster.local.workers.device_locks import hold
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError, InvalidFieldError, UsageError
@@ -106,6 +107,9 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         if runtime is not None:
             await stack.enter_async_context(runtime.serving(driver, driver.membership))
         cluster = LocalCluster(home, store, state, driver, shape)
+        if runtime is None:  # nothing measures the GPUs of Ray's nodes
+            unused = UnusedJobs(home, store, state, driver.decisions, asyncio.get_running_loop())
+            stack.callback(unused.close)
         audit = AuditLog(home.audit_file)
         stack.callback(audit.close)
         problem = runtime.problem if runtime is not None else str

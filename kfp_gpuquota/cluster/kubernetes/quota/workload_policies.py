@@ -41,7 +41,10 @@ def policy_of(stored: PolicyObject) -> WorkloadPolicy:
 
 
 def policy_body(policy: WorkloadPolicy) -> dict[str, Any]:
-    """Return the object of a policy."""
+    """Return the object of a policy. Raises InvalidFieldError for a rule that only the embedded cluster carries out."""
+    if policy.idle is not None:
+        rule = "no controller measures what GPUs do: only the embedded cluster has this rule"
+        raise InvalidFieldError("idle", policy.name, rule, hint="Kubeflow culls idle notebooks by itself")
     spec: dict[str, Any] = {"project": policy.project, "kind": policy.kind}
     if policy.gpu_fraction_limit is not None:
         spec["gpuFractionLimit"] = msgspec.to_builtins(policy.gpu_fraction_limit)

@@ -145,8 +145,8 @@ class WorkerPodEvents:
         killed = worker in self._workers.killed
         if pod.leaving and not known.released and not killed:
             known = leaving(known, self._book.clock())
-        lost = "" if killed else pod.lost
-        known = msgspec.structs.replace(known, lost_with=lost or known.lost_with, error=pod.error)
+        # Its membership has often asked for its end by then: the peers notice first that a node is gone.
+        known = msgspec.structs.replace(known, lost_with=pod.lost or known.lost_with, error=pod.error)
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
         code = KILLED if exit_code is None or killed else exit_code

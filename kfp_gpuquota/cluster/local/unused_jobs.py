@@ -1,0 +1,136 @@
+"""Warns owners of jobs whose GPUs are unused, and suspends these jobs, as policies say: engine/unused_gpus.py decides.
+
+It runs in the daemon, and measures only while a policy asks for it and a job runs to which it applies. A device that
+several jobs share is used by all of them when one uses it: what each did is not measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api.policy import idle_rule_of
+from kfp_gpuquota.api.wire import EventKind
+from kfp_gpuquota.cluster.local.workers.sharing import device_name, simulated_directory
+from kfp_gpuquota.engine import requests
+from kfp_gpuquota.engine.records import Intent, with_status
+from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
+from kfp_gpuquota.errors import StateFileError
+from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable, Mapping
+
+    from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.local.storage.state import ClusterState
+    from kfp_gpuquota.cluster.local.storage.store import Store
+    from kfp_gpuquota.engine.decisions import Decisions
+    from kfp_gpuquota.engine.records import JobRecord
+    from kfp_gpuquota.engine.unused_gpus import Unused
+    from kfp_gpuquota.fractions.activity import DeviceActivity
+
+INTERVAL_S: Final = 5.0
+"""A driver keeps the samples of about 20 s."""
+
+log = logging.getLogger(__name__)
+
+
+class UnusedJobs:
+    """One per daemon; `store` has the policies. `activity` is by default that of this machine's devices."""
+
+    def __init__(
+        self,
+        home: Home,
+        store: Store,
+        state: ClusterState,
+        decisions: Decisions,
+        loop: asyncio.AbstractEventLoop,
+        activity: DeviceActivity | None = None,
+    ) -> None:
+        self._home, self._store, self._state = home, store, state
+        self._decisions, self._loop = decisions, loop
+        self._unused, self._activity = UnusedGpus(), activity
+        self._next: asyncio.Handle = loop.call_soon(self._look)
+
+    def close(self) -> None:
+        """Measure no more."""
+        self._next.cancel()
+
+    def _look(self) -> None:
+        self._next = self._loop.call_later(INTERVAL_S, self._look)
+        try:
+            self._look_once()
+        except StateFileError as error:
+            log.error("jobs whose GPUs are unused are looked at again in %g s: %s", INTERVAL_S, error)
+
+    def _look_once(self) -> None:
+        policies = [policy for policy in self._store.load_policies() if policy.idle is not None]
+        observed = self._observed(policies) if policies else {}
+        verdicts = self._unused.observe(observed, self._state.clock())
+        for one in verdicts.warn:
+            self._warn(one)
+        for uid in verdicts.used_again:
+            self._clear(uid)
+        for one in verdicts.suspend:
+            self._suspend(one)
+
+    def _observed(self, policies: Iterable[WorkloadPolicy]) -> dict[str, Observed]:
+        """Return the running jobs to which a policy applies, with what their GPUs did since the last time."""
+        jobs = (job for job in self._state.jobs.values() if _runs(job))
+        ruled = {job.uid: found for job in jobs if (found := idle_rule_of(job.spec, policies)) is not None}
+        used = self._measured() if ruled else {}
+        return {uid: Observed(self._uses(uid, used), policy.idle, policy.name) for uid, policy in ruled.items()}
+
+    def _measured(self) -> Mapping[str, bool]:
+        if self._activity is None:
+            simulated = {
+                device_name(node, device): simulated_directory(self._home, node.name, device.index)
+                for node in self._state.nodes.values()
+                for device in node.devices
+                if not device.uuid
+            }
+            self._activity = SimulatedActivity(simulated) if simulated else NvmlActivity()
+        return self._activity.used()
+
+    def _uses(self, uid: str, used: Mapping[str, bool]) -> bool | None:
+        """Return whether the job's GPUs were used; None if one of them was not measured."""
+        found = [used.get(name) for name in self._devices_of(uid)]
+        return None if not found or None in found else any(found)
+
+    def _devices_of(self, uid: str) -> list[str]:
+        """Return the names of the job's devices; a node that is not there any more has devices that nobody measures."""
+        names: list[str] = []
+        for record in self._state.alive_of(uid):
+            node = self._state.nodes.get(record.worker.node)
+            devices = {} if node is None else {device.index: device for device in node.devices}
+            held = [devices.get(index) for index in record.worker.devices]
+            names += ["" if node is None or device is None else device_name(node, device) for device in held]
+        return names
+
+    def _warn(self, one: Unused) -> None:
+        job = self._state.jobs[one.uid]
+        reason = requests.gpus_unused(one.policy, one.since, one.suspended_at)
+        log.warning("job %s of project %s: %s", job.spec.name, job.spec.project, reason.message)
+        with self._state.noting(one.uid) as recorder:
+            recorder.note(job, EventKind.GPUS_UNUSED, reason=reason)
+            recorder.record(with_status(job, reason=reason))
+
+    def _clear(self, uid: str) -> None:
+        """Its GPUs are used again: the warning is no reason any more."""
+        job = self._state.jobs.get(uid)
+        if job is not None and _runs(job) and job.status.reason and job.status.reason.code is ReasonCode.GPUS_UNUSED:
+            with self._state.noting(uid) as recorder:
+                recorder.record(with_status(job, reason=None))
+
+    def _suspend(self, one: Unused) -> None:
+        job = self._state.jobs[one.uid]
+        reason = requests.gpus_unused(one.policy, one.since, None)
+        log.warning("job %s of project %s is %s", job.spec.name, job.spec.project, reason.message)
+        self._decisions.stop(job, Intent.SUSPEND, reason)
+
+
+def _runs(job: JobRecord) -> bool:
+    return job.status.phase is Phase.RUNNING and job.intent is Intent.RUN and not job.completing

@@ -1,0 +1,87 @@
+"""Whether this machine's devices were used: from NVML, or from simulated devices.
+
+A device that was not measured is left out of an answer, and counts as used: MIG devices, a driver that does not answer.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kfp_gpuquota.fractions.processes import read
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+SIMULATED_FILE = "used_percent"
+
+
+class DeviceActivity(Protocol):
+    """The devices of one node."""
+
+    def used(self) -> dict[str, bool]:
+        """Return of each device that was measured whether it was used since the last call."""
+
+
+class SimulatedActivity:
+    """Simulated devices: {name: directory}; a device is measured while its file `used_percent` has a number."""
+
+    def __init__(self, directories: Mapping[str, Path]) -> None:
+        self._directories = dict(directories)
+
+    def used(self) -> dict[str, bool]:
+        """Return of each measured device whether its file has another number than 0 now."""
+        texts = {
+            name: read(f"{path}/{SIMULATED_FILE}").decode(errors="replace") for name, path in self._directories.items()
+        }
+        return {name: float(text) > 0 for name, text in texts.items() if _is_number(text)}
+
+
+class NvmlActivity:
+    """GPUs by NVML, named by their UUID. Untested without a GPU: NVML has no simulator.
+
+    It reads the samples that the driver has taken since the last call, six in a second: one utilization alone is that
+    of the last moment, and a training that computes for a tenth of each second would often look unused.
+    """
+
+    def __init__(self) -> None:
+        import pynvml  # noqa: PLC0415 (only where there is a driver)
+
+        self._nvml: Any = pynvml
+        self._handles: dict[str, Any] = {}
+        self._read_until: dict[tuple[str, int], int] = {}
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            self._handles = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+
+    def used(self) -> dict[str, bool]:
+        """Return of each measured GPU whether a kernel ran or memory was read or written."""
+        found: dict[str, bool] = {}
+        for uuid, handle in self._handles.items():
+            with suppress(self._nvml.NVMLError):
+                kinds = (self._nvml.NVML_GPU_UTILIZATION_SAMPLES, self._nvml.NVML_MEMORY_UTILIZATION_SAMPLES)
+                each = [self._was_used(uuid, handle, kind) for kind in kinds]  # both read their samples
+                found[uuid] = any(each)
+        return found
+
+    def _was_used(self, uuid: str, handle: Any, kind: int) -> bool:
+        """Raise NVMLError where there is no new sample."""
+        since = self._read_until.get((uuid, kind), 0)
+        _, samples = self._nvml.nvmlDeviceGetSamples(handle, kind, since)
+        new = [sample for sample in samples if sample.timeStamp > since]
+        if not new:
+            raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_FOUND)
+        self._read_until[uuid, kind] = max(sample.timeStamp for sample in new)
+        return any(sample.sampleValue.uiVal > 0 for sample in new)
+
+
+def _is_number(text: str) -> bool:
+    with suppress(ValueError):
+        return 0 <= float(text) <= 100
+    return False
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

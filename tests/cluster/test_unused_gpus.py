@@ -1,0 +1,124 @@
+"""Jobs whose GPUs are unused: their owners are warned, then they are suspended; one that uses a GPU never is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfp_gpuquota.api import JobSpec, Kind, Phase, ReasonCode
+from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy, idle_rule_of
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
+from kfp_gpuquota.engine.unused_gpus import LONGEST_GAP_S, Observed, UnusedGpus
+from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.fractions.activity import SIMULATED_FILE, SimulatedActivity
+from tests.conftest import running_cluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RULE = IdleRule(warn_after_s=20, suspend_after_s=50)
+
+
+@given(st.lists(st.tuples(st.sampled_from((1.0, 5.0, 15.0, 40.0)), st.sampled_from((False, False, False, True, None)))))
+def test_a_job_is_suspended_only_after_a_warning_and_a_whole_time_without_use(
+    seen: list[tuple[float, bool | None]],
+) -> None:
+    unused, now, warned_at = UnusedGpus(), 1000.0, None
+    history: list[tuple[float, bool | None]] = []
+    for after_s, used in seen:
+        now += after_s
+        history.append((now, None if after_s > LONGEST_GAP_S else used))
+        if used is not False:
+            history.append((now, used))
+        verdicts = unused.observe({"job": Observed(used, RULE)}, now)
+        last = max((at for at, use in history if use is not False), default=history[0][0])
+        if verdicts.warn:
+            warned_at = now
+            assert now - last >= RULE.warn_after_s
+        if verdicts.used_again:
+            assert warned_at is not None
+            warned_at = None
+        if verdicts.suspend:
+            assert warned_at is not None
+            assert now - last >= RULE.suspend_after_s
+            assert now - warned_at >= RULE.suspend_after_s - RULE.warn_after_s
+            return
+
+
+def test_a_job_is_warned_and_then_suspended() -> None:
+    unused, found = UnusedGpus(), list[tuple[float, str]]()
+    for now in range(0, 100, 5):
+        verdicts = unused.observe({"job": Observed(used=False, rule=RULE, policy="idle")}, 1000.0 + now)
+        found += [(now, kind) for kind in ("warn", "suspend") if getattr(verdicts, kind)]
+    assert found[:2] == [(20, "warn"), (50, "suspend")]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"warn_after_s": 60, "suspend_after_s": 60}, "idle.suspend_after_s is 60, but it must be more than"),
+        ({"warn_after_s": 0, "suspend_after_s": 60}, "idle.warn_after_s is 0"),
+        ({"warn_after_s": 1, "suspend_after_s": float("inf")}, "idle.suspend_after_s is inf"),
+    ],
+)
+def test_a_rule_that_warns_nobody_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidFieldError, match=words):
+        IdleRule(**given)
+
+
+def test_the_most_special_policy_has_the_rule() -> None:
+    policies = [
+        WorkloadPolicy(name="all", idle=RULE),
+        WorkloadPolicy(name="sessions", kind=Kind.BUILD, idle=RULE),
+        WorkloadPolicy(name="of-a", project="a", idle=RULE),
+    ]
+    named = []
+    for project, kind in (("a", Kind.BUILD), ("b", Kind.BUILD), ("b", Kind.TRAIN)):
+        found = idle_rule_of(JobSpec(name="x", project=project, command=("x",), kind=kind), policies)
+        named.append(found and found.name)
+    assert named == ["of-a", "sessions", "all"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", {"d": False}), ("0.5", {"d": True}), ("", {}), ("nan", {}), ("-1", {}), ("1e9", {})]
+)
+def test_a_device_is_measured_only_by_a_percentage(tmp_path: Path, text: str, expected: dict[str, bool]) -> None:
+    (tmp_path / SIMULATED_FILE).write_text(text)
+    assert SimulatedActivity({"d": tmp_path, "none": tmp_path / "none"}).used() == expected
+
+
+def test_an_unused_session_is_suspended_with_its_reason_and_a_training_that_uses_its_gpu_is_not(
+    tmp_path: Path,
+) -> None:
+    config = ClusterConfig(gpus_per_node=2, gpu_memory_mib=1024)
+    with running_cluster(tmp_path / "home", config) as cluster:
+        cluster.project("team-a", 2)
+        rule = IdleRule(warn_after_s=1, suspend_after_s=2)
+        cluster.client.set_policy(WorkloadPolicy(name="unused", project="team-a", idle=rule))
+        session = cluster.submit("session", kind="build")
+        cluster.wait_for("session", lambda job: job.status.phase is Phase.RUNNING)
+        cluster.submit("training")
+        training = cluster.wait_for("training", lambda job: job.status.phase is Phase.RUNNING)
+        (worker,) = training.status.workers
+        for index in range(2):
+            directory = simulated_directory(cluster.home, worker.node, index)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / SIMULATED_FILE).write_text("35" if index in worker.devices else "0")
+        warned = cluster.wait_for(session.spec.name, lambda job: _is_unused(job.status.reason))
+        assert warned.status.reason is not None
+        assert "unless it uses one, it is suspended at" in warned.status.reason.message
+        suspended = cluster.wait_for("session", lambda job: job.status.phase is Phase.SUSPENDED)
+        assert suspended.status.reason is not None
+        assert suspended.status.reason.message.startswith("suspended, because its GPUs had been unused since ")
+        cluster.kill_daemon()
+        after = cluster.job("session").status
+        assert (after.phase, after.reason) == (Phase.SUSPENDED, suspended.status.reason)
+        assert cluster.job("training").status.phase is Phase.RUNNING
+
+
+def _is_unused(reason: Any) -> bool:
+    return reason is not None and reason.code is ReasonCode.GPUS_UNUSED
