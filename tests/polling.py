@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,3 +26,10 @@ def until(condition: Callable[[], Found | None], what: object = "", timeout_s: f
             raise TimeoutError(f"not within {timeout_s:g} s: {what() if callable(what) else what}")
         time.sleep(0.02)
     return found
+
+
+async def until_async(condition: Callable[[], object]) -> None:
+    """Return once it holds; the other tasks of the event loop run meanwhile."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.001)

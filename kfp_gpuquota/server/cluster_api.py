@@ -146,7 +146,7 @@ class ClusterApi(ClusterCalls, Protocol):
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
     ) -> LogChunk:
-        """Return a part of a worker's log."""
+        """Return a part of a worker's log behind `offset`: 0, or the `next_offset` of another part."""
 
     def stop_cluster(self) -> None:
         """Stop the server; running jobs continue."""
@@ -186,14 +186,14 @@ class Backend(ClusterCalls, Protocol):
 
 
 def log_so_far(client: ClusterApi, project: str, name: str, worker: str, offset: int = 0) -> Iterator[bytes]:
-    """Yield a worker's log from byte `offset` to its present end, in the pieces that `read_log` returns."""
+    """Yield a worker's log behind `offset` to its present end, in the pieces that `read_log` returns."""
     while (chunk := client.read_log(project, name, worker=worker, offset=offset)).text:
         yield chunk.text
         offset = chunk.next_offset
 
 
 def follow_log(client: ClusterApi, project: str, name: str, worker: str = "", offset: int = 0) -> Iterator[bytes]:
-    """Yield a worker's log from byte `offset` in the pieces that `read_log` returns, until the worker has ended."""
+    """Yield a worker's log behind `offset` in the pieces that `read_log` returns, until the worker has ended."""
     more = True
     while more:
         chunk = client.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)

@@ -14,11 +14,16 @@ from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction
 from kfp_gpuquota.cluster.connect import operations
 from kfp_gpuquota.cluster.kubernetes.operations.installed import KubernetesOperations
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
+from kfp_gpuquota.cluster.kubernetes.web.user_source import UserSource
+from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.operations import LocalOperations
+from kfp_gpuquota.cluster.local.page.source import LocalPages
+from kfp_gpuquota.cluster.local.shared.guard import GuardedCluster
 from kfp_gpuquota.cluster.operations import ClusterOperations
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, GpuQuotaError, NotFoundError, UsageError
 from kfp_gpuquota.server.client import Client
-from kfp_gpuquota.server.cluster_api import ClusterApi
+from kfp_gpuquota.server.cluster_api import Backend, ClusterApi
+from kfp_gpuquota.web.source import Source
 from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
@@ -61,6 +66,8 @@ def of_protocol(protocol: type, *implementations: type) -> list[tuple[type, type
     [
         *of_protocol(ClusterApi, Client, KubernetesClient),
         *of_protocol(ClusterOperations, LocalOperations, KubernetesOperations),
+        *of_protocol(Backend, LocalCluster, GuardedCluster),
+        *of_protocol(Source, LocalPages, UserSource),
     ],
 )
 def test_an_implementation_has_each_method_with_the_protocols_parameters(protocol: type, kind: type, name: str) -> None:

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from tests.kubernetes.detached import POLICIES, QUOTAS, detached
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
+from tests.polling import until_async
 
 
 def test_what_exceeds_a_lowered_limit_is_evicted_after_the_grace() -> None:
@@ -27,13 +18,13 @@ def test_what_exceeds_a_lowered_limit_is_evicted_after_the_grace() -> None:
             pods = [test.pod("a", f"p{number}", node="node") for number in range(4)]
             await test.start()
             plain = test.controller.snapshot.plain
-            await until(lambda: not test.controller.plans.busy and plain.members.keys() == set(pods))
+            await until_async(lambda: not test.controller.plans.busy and plain.members.keys() == set(pods))
             quota = {"metadata": {"name": "a", "uid": "quota-a"}, "spec": {"guaranteed": 1, "limit": 3}}
             test.see(QUOTAS, quota)
             test.controller._look_at_quotas()
-            await until(lambda: not test.controller.plans.busy)
+            await until_async(lambda: not test.controller.plans.busy)
             if not grace_s:  # evictions settle
-                await until(lambda: any(plain.members[uid].evicted for uid in pods))
+                await until_async(lambda: any(plain.members[uid].evicted for uid in pods))
             return [uid for uid in pods if plain.members[uid].evicted]
 
     assert len(asyncio.run(scenario(0.0))) == 1

@@ -16,9 +16,10 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus
+from kfp_gpuquota.cluster.kubernetes.objects.log_lines import time_of
 from kfp_gpuquota.cluster.kubernetes.web import pod_logs
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
-from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs, time_of
+from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,6 +15,7 @@ from kfp_gpuquota.cluster.kubernetes.planner.process import PlannerError, Planne
 from kfp_gpuquota.scheduler import Event, JobRemoved, JobSubmitted, NodeChanged, Plan, QuotaChanged, WorkerGone, plan
 from kfp_gpuquota.scheduler.actions.revalidate import still_valid
 from tests.kubernetes.detached import detached
+from tests.polling import until_async
 from tests.scheduler.world import World
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def test_the_controller_serves_its_loop_while_a_plan_is_made() -> None:
             test.node()
             test.team("a")
             await test.start()
-            await until(lambda: test.controller._planner.pid and not test.controller.plans.busy)  # type: ignore[attr-defined]
+            await until_async(lambda: test.controller._planner.pid and not test.controller.plans.busy)  # type: ignore[attr-defined]
             pid = test.controller._planner.pid  # type: ignore[attr-defined]
             os.kill(pid, signal.SIGSTOP)  # a plan that takes long
             uid = test.pod("a", "waits")
@@ -211,13 +212,7 @@ def test_the_controller_serves_its_loop_while_a_plan_is_made() -> None:
             assert not test.sent(uid)
             test.see("/api/v1/pods", {"metadata": {"name": "late", "namespace": "a", "uid": late}}, "DELETED")
             os.kill(pid, signal.SIGCONT)
-            await until(lambda: test.sent(uid))
+            await until_async(lambda: test.sent(uid))
             await test.controller._planner.close()
 
     asyncio.run(scenario())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -10,7 +10,8 @@ import pytest
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.planning import MAX_FAILURES, PlanningHealth
 from kfp_gpuquota.errors import PlanningFailedError
-from tests.kubernetes.detached import Detached, detached
+from tests.kubernetes.detached import detached
+from tests.polling import until_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,12 +32,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     return calls
 
 
-async def until(controller: Detached, condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def test_a_plan_that_raises_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with detached() as test:
@@ -46,7 +41,7 @@ def test_a_plan_that_raises_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
             test.team("a")
             uid = test.pod("a", "first")
             await test.start()
-            await until(test, lambda: test.sent(uid))
+            await until_async(lambda: test.sent(uid))
             assert len(calls) >= MAX_FAILURES
             assert test.controller.plans.health.healthy
             assert not test.controller.plans.failed.is_set()
@@ -61,7 +56,7 @@ def test_plans_that_fail_again_and_again_end_the_process(monkeypatch: pytest.Mon
             failing(monkeypatch, 1000)
             test.node()
             await test.start()
-            await until(test, test.controller.plans.failed.is_set)
+            await until_async(test.controller.plans.failed.is_set)
             assert test.controller.metrics.registry.get_sample_value("gpuquota_plan_failures_total") == MAX_FAILURES
             with pytest.raises(PlanningFailedError, match="5 plans in a row failed"):
                 test.controller.plans.health.check()

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
 
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.objects.log_lines import LogLines, time_of
 from kfp_gpuquota.cluster.kubernetes.user_client import pod_log
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import PodLog
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+FIRST = time_of(b"2026-01-01T00:00:00Z") or 0
 POD = "/api/v1/namespaces/team/pods/worker"
 
 
@@ -34,6 +37,7 @@ class Node:
         self.starting = 0
         """How many requests are refused since the container has not started."""
         self.exists = True
+        self.asked: list[dict[str, str]] = []
 
 
 @contextmanager
@@ -51,10 +55,13 @@ def serving(node: Node, folder: Path) -> Iterator[Calls]:
                 node.starting -= 1
                 self.answer(400, {"message": 'container "main" is waiting to start: ContainerCreating'})
             else:
-                assert (path, query) == (f"{POD}/log", "follow=true")
+                assert path == f"{POD}/log"
+                node.asked.append(dict(parse_qsl(query)))
                 self.send_response(200)
                 self.end_headers()
-                self.wfile.write(node.logs.pop(0) if len(node.logs) > 1 else node.logs[0])
+                text = node.logs.pop(0) if len(node.logs) > 1 else node.logs[0]
+                lines = enumerate(text.splitlines(keepends=True))
+                self.wfile.write(b"".join(b"2026-01-01T00:00:00.%09dZ " % at + line for at, line in lines))
 
         def answer(self, code: int, body: dict[str, object]) -> None:
             content = json.dumps(body).encode()
@@ -97,12 +104,38 @@ def whole(log: PodLog, timeout_s: float = 5.0) -> bytes:
     return text
 
 
-@pytest.mark.parametrize("offset", [0, 4, 11])
-def test_the_log_of_a_pod_that_has_ended_is_read_from_an_offset_to_its_end(tmp_path: Path, offset: int) -> None:
+@pytest.mark.parametrize(("read", "rest"), [(0, b"one\ntwo\nend"), (1, b"two\nend"), (3, b"")])
+def test_the_log_of_a_pod_that_has_ended_is_read_from_an_offset_to_its_end(
+    tmp_path: Path, read: int, rest: bytes
+) -> None:
     with serving(Node("Succeeded", b"one\ntwo\nend"), tmp_path) as calls:
-        log = PodLog(calls, "team", "worker", offset)
-        assert whole(log) == b"one\ntwo\nend"[offset:]
-        assert log.offset == 11
+        assert whole(PodLog(calls, "team", "worker", FIRST + read - 1 if read else 0)) == rest
+
+
+def test_what_there_is_is_read_without_following_it(tmp_path: Path) -> None:
+    """A followed stream of a worker that prints nothing ends after its silence, and that of another one never."""
+    node = Node("Running", b"one\n")
+    with serving(node, tmp_path) as calls:
+        log = PodLog(calls, "team", "worker", 0)
+        assert log.read(0.0) == (b"one\n", True)
+        assert log.read(0.0) == (b"", True)
+        assert not any("follow" in query for query in node.asked)
+        assert log.read(5.0) == (b"", True)
+        assert node.asked[-1] == {"timestamps": "true", "sinceTime": "2026-01-01T00:00:00Z", "follow": "true"}
+
+
+@pytest.mark.parametrize("cut", range(1, 80))
+def test_a_line_is_returned_as_it_arrives_and_once(cut: int) -> None:
+    """Also where the stream breaks off in the middle of it, or of its time."""
+    sent = b"2026-01-01T00:00:00.000000000Z one\n2026-01-01T00:00:00.000000001Z 50 %\r100 %\n"
+    lines = LogLines(0)
+    lines.take(sent[:cut])
+    found = lines.arrived()
+    lines.reopened()
+    lines.take(sent)
+    assert found + lines.arrived() == b"one\n50 %\r100 %\n"
+    assert lines.last == FIRST + 1
+    assert lines.arrived() == b""
 
 
 def test_a_stream_that_ends_before_its_pod_is_continued_where_it_ended(tmp_path: Path) -> None:
@@ -114,7 +147,7 @@ def test_a_stream_that_ends_before_its_pod_is_continued_where_it_ended(tmp_path:
         assert log.read(5.0) == (b"two\n", True)
         node.phase = "Failed"
         assert whole(log) == b""
-        assert log.offset == 8
+        assert log.offset == FIRST + 1
 
 
 def test_a_container_that_has_not_started_is_waited_for(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,9 +13,7 @@ from kfp_gpuquota.cluster.kubernetes.controller.watches import FOREIGN_KINDS
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Profile
 from kfp_gpuquota.cluster.kubernetes.pods import pod_groups
 from tests.kubernetes.detached import Detached, Unanswered, detached
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.polling import until_async
 
 PYTORCH_JOB = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "controller": True}
 
@@ -49,12 +47,6 @@ def owned(test: Detached, team: str, name: str) -> str:
     return test.pod(team, name, metadata={"name": name, "namespace": team, "ownerReferences": [owner]})
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def test_an_owner_that_cannot_be_read_does_not_delay_the_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod_groups, "LOOK_UP_S", 0.05)
 
@@ -69,9 +61,9 @@ def test_an_owner_that_cannot_be_read_does_not_delay_the_first_plan(monkeypatch:
             async with asyncio.timeout(5):
                 await test.controller.gangs.settled()
             await test.start()
-            await until(lambda: test.sent(free))
+            await until_async(lambda: test.sent(free))
             assert not test.sent(stuck)
-            await until(lambda: [why for _, why in test.controller.gangs.unknown()])
+            await until_async(lambda: [why for _, why in test.controller.gangs.unknown()])
             ((pod, why),) = test.controller.gangs.unknown()
             assert pod.uid == stuck
             assert "its PyTorchJob job-stuck cannot be read" in why
@@ -89,9 +81,9 @@ def test_look_ups_of_some_namespaces_leave_slots_for_others_and_none_of_the_writ
             for number in range(12):
                 owned(test, "abc"[number % 3], f"stuck-{number}")
             await test.start()
-            await until(lambda: connection.hanging > 3)
+            await until_async(lambda: connection.hanging > 3)
             owned(test, "d", "other")
-            await until(lambda: any("job-other" in path for _, path, _ in connection.asked))
+            await until_async(lambda: any("job-other" in path for _, path, _ in connection.asked))
             waiting = test.controller.queued_writes()
             assert waiting[Lane.OTHER] == waiting[Lane.ADMIT] == 0
 

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from tests.kubernetes.detached import JOBS, Detached, detached
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
+from tests.polling import until_async
 
 
 def message(test: Detached) -> str:
@@ -29,7 +20,7 @@ def test_amounts_change_the_message_after_a_while_only_and_another_cause_at_once
 
     async def planned(test: Detached) -> None:
         await asyncio.sleep(0)
-        await until(lambda: not test.controller.plans.busy)
+        await until_async(lambda: not test.controller.plans.busy)
         written[:] = [path for _, path, _ in test.connection.asked if path.partition("?")[0].endswith("/job/status")]
 
     def answered(verb: str, path: str, body: object) -> bytes:

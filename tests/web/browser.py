@@ -113,11 +113,15 @@ class Browser:
         """Run the pages' scripts, or none."""
         self._protocol("Emulation.setScriptExecutionDisabled", {"value": not allowed})
 
-    def violations(self) -> list[str]:
-        """What axe-core finds wrong with the page."""
+    def violations(self, rule: str = "") -> list[str]:
+        """Return what axe-core finds wrong with the page, by all of its rules or by one of them."""
         axe = importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text()
         self.driver.execute_script(axe)
-        found = self.driver.execute_async_script("axe.run().then(arguments[0], e => arguments[0]({failed: String(e)}))")
+        found = self.driver.execute_async_script(
+            "const [rule, done] = arguments;"
+            "axe.run(rule ? {runOnly: [rule]} : {}).then(done, e => done({failed: String(e)}))",
+            rule,
+        )
         return [
             f"{one['id']}: {node['html'][:200]} {node.get('failureSummary', '')}"
             for one in found["violations"]

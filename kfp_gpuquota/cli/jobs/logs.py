@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -19,7 +19,7 @@ PREVIOUS: Final = "previous"
 """In the place of a worker: the first one of the run before the present one."""
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_api import ClusterApi
@@ -54,17 +54,15 @@ def logs(
     _say_if_not_started(found)
     worker = PREVIOUS if previous else worker
 
-    def begin(which: str) -> int:
-        if tail is None:
-            return 0
-        return _tail_offset(reached, project, job, which, tail)
+    def begin(which: str) -> tuple[bytes, int]:
+        return (b"", 0) if tail is None else _tail(reached, project, job, which, tail)
 
-    if not follow:
-        chunks = log_so_far(reached, project, job, worker, begin(worker))
-    elif worker:
-        chunks = follow_log(reached, project, job, worker=worker, offset=begin(worker))
-    else:
+    if follow and not worker:
         chunks = _job_log(reached, project, job, begin)
+    else:
+        text, offset = begin(worker)
+        rest = (follow_log if follow else log_so_far)(reached, project, job, worker, offset)
+        chunks = itertools.chain((text,), rest)
     written = write_log(chunks)
     if not written and not follow and not worker and min((w.index for w in found.status.workers), default=0):
         echo(
@@ -80,8 +78,7 @@ def last_lines(reached: ClusterApi, job: Job, count: int) -> list[str]:
     worker = str(reason.details.get("worker", "")) if reason else ""
     project, name = job.spec.project, job.spec.name
     try:
-        begin = _tail_offset(reached, project, name, worker, 2 * count)
-        text = b"".join(log_so_far(reached, project, name, worker, begin)).decode(errors="replace")
+        text = _tail(reached, project, name, worker, 2 * count)[0].decode(errors="replace")
     except NotFoundError:
         return []
     return [line for line in text.splitlines() if line.strip()][-count:]
@@ -102,7 +99,7 @@ def follow_to_the_end(reached: ClusterApi, project: str, name: str, *, outlives_
             echo(line, err=True)
 
     try:
-        write_log(_job_log(reached, project, name, lambda _: 0, report))
+        write_log(_job_log(reached, project, name, lambda _: (b"", 0), report))
         ended = reached.get_job(project, name)
     except NotFoundError:
         echo(f"job {name} was deleted", err=True)
@@ -122,24 +119,20 @@ def exit_status(job: Job) -> int:
     return 0 if job.status.phase is Phase.SUCCEEDED else job.status.exit_code or 1
 
 
-def _tail_offset(reached: ClusterApi, project: str, name: str, worker: str, lines: int) -> int:
-    """Return the offset at which the last `lines` lines of a worker's log begin, of which the head may be left out."""
-    first = reached.read_log(project, name, worker=worker)
-    left_out = first.next_offset - len(first.text)
-    return left_out + tail_start(log_so_far(reached, project, name, worker), lines)
+def _tail(reached: ClusterApi, project: str, name: str, worker: str, lines: int) -> tuple[bytes, int]:
+    """Return the last `lines` lines of a worker's log, and the offset behind them."""
+    kept, offset = b"", 0
+    while (chunk := reached.read_log(project, name, worker=worker, offset=offset)).text:
+        kept, offset = last_of(kept + chunk.text, lines), chunk.next_offset
+    return kept, offset
 
 
-def tail_start(chunks: Iterable[bytes], lines: int) -> int:
-    """Return the byte at which the last `lines` lines of a text begin; an unterminated last line counts."""
-    starts, at = deque([0], maxlen=lines + 1), 0
-    for chunk in chunks:
-        for line in chunk.splitlines(keepends=True):
-            at += len(line)
-            if line.endswith(b"\n"):
-                starts.append(at)
-    if starts[-1] == at:
-        starts.pop()  # no line begins at the end
-    return starts[-lines] if 0 < lines <= len(starts) else starts[0] if lines and starts else at
+def last_of(text: bytes, lines: int) -> bytes:
+    """Return the last `lines` lines of a text; an unterminated last line counts."""
+    if not lines:
+        return b""
+    end = b"\n" if text.endswith(b"\n") else b""
+    return b"\n".join(text.removesuffix(b"\n").split(b"\n")[-lines:]) + end
 
 
 def _say_if_not_started(job: Job) -> None:
@@ -152,10 +145,10 @@ def _job_log(
     reached: ClusterApi,
     project: str,
     name: str,
-    begin: Callable[[str], int],
+    begin: Callable[[str], tuple[bytes, int]],
     seen: Callable[[Job], None] = lambda _: None,
 ) -> Iterator[bytes]:
-    """Yield one worker's log after another's until the job ends; the first one's from the position `begin`.
+    """Yield one worker's log after another's until the job ends; the first one's as `begin` returns it, and the rest.
 
     `seen(job)` receives the job while no worker is followed, and after each followed worker.
     """
@@ -171,8 +164,9 @@ def _job_log(
             if followed:
                 echo(f"worker {left[0].index} goes on:", err=True)
             worker = left[0].id
-            offset = 0 if followed else begin(worker)
+            text, offset = (b"", 0) if followed else begin(worker)
             followed.append(worker)
+            yield text
             yield from follow_log(reached, project, name, worker=worker, offset=offset)
             found = reached.get_job(project, name)
             seen(found)

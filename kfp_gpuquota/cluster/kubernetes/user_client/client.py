@@ -299,7 +299,7 @@ class KubernetesClient(ProjectCalls):
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
     ) -> LogChunk:
-        """Return a part of a worker's log from byte `offset`, by default of the job's first worker."""
+        """Return a part of a worker's log, by default of the first one; offsets are those of `objects.log_lines`."""
         pod = worker or self._first_worker(project, name)
         if not pod:
             time.sleep(min(POLL_S, timeout_s))
@@ -313,7 +313,7 @@ class KubernetesClient(ProjectCalls):
         text, more = log.read(timeout_s)
         if not more:
             del self._logs[project, pod]
-        return LogChunk(text=text, next_offset=offset + len(text), more=more)
+        return LogChunk(text=text, next_offset=log.offset, more=more)
 
     def stop_cluster(self) -> None:
         """Raise UsageError: a Kubernetes cluster cannot be stopped by this client."""

@@ -1,4 +1,4 @@
-"""Reads a pod's log in parts from byte offsets; the API server streams logs without offsets."""
+"""Follows a pod's log over streams that break off. Offsets are those of `objects.log_lines`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.user_client.connection import PIECE
+from kfp_gpuquota.cluster.kubernetes.objects.log_lines import LogLines
 from kfp_gpuquota.errors import NotFoundError, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -18,22 +18,30 @@ SILENCE_S: Final = 25.0
 
 
 class PodLog:
-    """A followed pod log, which has been read up to `offset`."""
+    """A followed pod log. What has arrived is returned at once, also of a line that is not complete."""
 
     def __init__(self, calls: Calls, namespace: str, pod: str, offset: int) -> None:
         self._calls = calls
         self._path = join("/api/v1/namespaces", namespace, "pods", pod, "log")
-        self.offset = offset
+        self._lines = LogLines(offset)
         self._stream: Response | None = None
         self._over = False
 
+    @property
+    def offset(self) -> int:
+        """Return the offset behind what was read."""
+        return self._lines.last
+
     def read(self, timeout_s: float) -> tuple[bytes, bool]:
-        """Return the new bytes within the time limit, and whether more may follow."""
+        """Return the new bytes within the time limit, and whether more may follow.
+
+        Without a time limit what there is now, else a stream is followed, which the next calls read on.
+        """
         deadline = time.monotonic() + timeout_s
         while self._stream is None:
             try:
-                self._stream = self._calls.open(self._path, SILENCE_S, follow="true")
-                self._skip(self.offset)
+                follow = {"follow": "true"} if timeout_s > 0 else {}
+                self._stream = self._calls.open(self._path, SILENCE_S, **self._lines.query(), **follow)
             except NotFoundError:
                 return b"", False
             except (RunError, UsageError):  # its container has not started, or never will
@@ -43,13 +51,13 @@ class PodLog:
                 if time.monotonic() >= deadline:
                     return b"", True
         try:
-            text = self._stream.read_piece()
+            while piece := self._stream.read_piece():
+                self._lines.take(piece)
+                if text := self._lines.arrived():  # else all of it was read before
+                    return text, True
         except RunError:  # no output within SILENCE_S, or the connection was closed
             self.close()
             return b"", True
-        self.offset += len(text)
-        if text:
-            return text, True
         self.close()
         return b"", self._may_continue()
 
@@ -72,9 +80,5 @@ class PodLog:
         """Close the connection; the next read opens another one."""
         if self._stream is not None:
             self._stream.close()
+            self._lines.reopened()
         self._stream = None
-
-    def _skip(self, size: int) -> None:
-        assert self._stream is not None
-        while size > 0 and (text := self._stream.read_piece(min(size, PIECE))):
-            size -= len(text)
