@@ -48,7 +48,7 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
     with phases("state"):
         received = _passed_on(group, relay(source, behind), state, holds_state=holds_state)
         if received is not None:
-            state.load(received)
+            state.load({**received, "zero_gradients": ()} if received.get("gradients_cleared") else received)
     state.awaited = received is not None and bool(in_rounds[source])
     return received is not None
 

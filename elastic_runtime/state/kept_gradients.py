@@ -5,8 +5,8 @@ alone. Where some steps do not use a parameter, its zeros are therefore part of 
 
 Invariant: the names are those of the step's beginning from there until the step's sum is complete, though gradients are
 taken away and set meanwhile; after it, those of now. A loop that clears its gradients at the beginning of an iteration
-has them when a step begins, too. Where that sets them to None, which the step before has shown, none is carried: a
-joiner would write zeros for the whole model while the others wait.
+has them when a step begins, too: it sets the zeros of a loaded state to None, or leaves them. Where the step before has
+shown that it sets all to None, a joiner leaves them out: it would write them while the others wait, and these count.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class KeptGradients:
         self._gradients = gradients
         self._of_step: frozenset[str] | None = None  # from the step's beginning to its sum
         self._begun_with: frozenset[str] = frozenset()
-        self._cleared = False  # by the loop, before the backward pass of the last step
+        self.cleared = False  # all by the loop, before the backward pass of the last step
 
     def begin_step(self) -> None:
         """Note the names: a step begins."""
-        self._cleared = bool(self._begun_with) and not self._gradients.kept
-        self._begun_with = self._gradients.held
-        self._of_step = frozenset() if self._cleared else self._begun_with
+        self.cleared = bool(self._begun_with) and not self._gradients.kept
+        self._of_step = self._begun_with = self._gradients.held
 
     def end_step(self) -> None:
         """Note that the step's sum is complete."""
@@ -54,9 +53,7 @@ class KeptGradients:
 
     def names(self) -> list[str]:
         """Return the names that belong to the state."""
-        if self._of_step is not None:
-            return sorted(self._of_step)
-        return [] if self._cleared else sorted(self._gradients.held)
+        return sorted(self._gradients.held if self._of_step is None else self._of_step)
 
     def load(self, names: Iterable[str], model: torch.nn.Module) -> None:
         """Set zeros for the parameters of these names that have no gradient."""

@@ -95,6 +95,7 @@ class TrainingState:
             "groups": self.groups(),
             "transient": self.transient.transient() if self.transient else {},
             "zero_gradients": self.kept_gradients.names() if self.kept_gradients else [],
+            "gradients_cleared": self.kept_gradients is not None and self.kept_gradients.cleared,
             "epoch_start": self.epoch_start,
             "laid_out": True,
         }

@@ -972,6 +972,11 @@ def cleared_to_zeros_in_some_steps(s: Draft) -> None:
     s.clear = lambda: s.optimizer.zero_grad(set_to_none=s.job.step % 3 == 0)
 
 
+@part("clearing")
+def cleared_to_zeros_first_in_some_steps(s: Draft) -> None:
+    s.clear, s.clears_first = lambda: s.optimizer.zero_grad(set_to_none=s.job.step % 3 == 0), True
+
+
 # Hooks
 
 
