@@ -14,7 +14,7 @@ from kfp_gpuquota.cli.display.output import Format, age, table, timestamp
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.api import Job, Worker
+    from kfp_gpuquota.api import Job, JobStatus, Worker
     from kfp_gpuquota.api.wire import Event, NodeView
 
 _JOB_COLUMNS = ("JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON")
@@ -135,8 +135,14 @@ def _job_row(job: Job) -> list[object]:
         spec.asks if spec.shared else spec.gpus,
         progress_text(job),
         age(status.submitted_at),
-        status.reason.message if status.reason is not None and status.phase is not Phase.RUNNING else "",
+        "" if status.reason is None or not _is_shown(status) else status.reason.message,
     ]
+
+
+def _is_shown(status: JobStatus) -> bool:
+    """Return whether a list has the reason: of a running job only that its GPUs are unused."""
+    code = status.reason.code if status.reason is not None else None
+    return status.phase is not Phase.RUNNING or code is ReasonCode.GPUS_UNUSED
 
 
 def _group_row(group: Sequence[Job]) -> list[object]:
