@@ -27,7 +27,7 @@ def gpus_unused(policy: str, since: float, suspended_at: float | None) -> Reason
     began = _utc(since)
     message = f"its GPUs have been unused since {began} (policy {policy})"
     if suspended_at is None:
-        message = f"suspended, because its GPUs had been unused since {began} (policy {policy})"
+        message = f"its GPUs had been unused since {began} (policy {policy})"
         return Reason(code=ReasonCode.GPUS_UNUSED, message=message, details={"unused_since": since})
     message += f"; unless it uses one, it is suspended at {_utc(suspended_at)}"
     details: dict[str, str | int | float] = {"unused_since": since, "suspended_at": suspended_at}

@@ -113,7 +113,7 @@ def test_an_unused_session_is_suspended_with_its_reason_and_a_training_that_uses
         assert "unless it uses one, it is suspended at" in warned.status.reason.message
         suspended = cluster.wait_for("session", lambda job: job.status.phase is Phase.SUSPENDED)
         assert suspended.status.reason is not None
-        assert suspended.status.reason.message.startswith("suspended, because its GPUs had been unused since ")
+        assert suspended.status.reason.message.startswith("its GPUs had been unused since ")
         cluster.kill_daemon()
         after = cluster.job("session").status
         assert (after.phase, after.reason) == (Phase.SUSPENDED, suspended.status.reason)

@@ -58,6 +58,19 @@ def test_the_address_of_the_jobs_page_is_told_once_it_is_known() -> None:
     assert _story(*jobs) == [f"the job's page: {page}", "training with 1 GPU"]
 
 
+def test_the_owner_is_warned_once_of_unused_gpus_and_told_of_the_suspension() -> None:
+    def reason(message: str) -> Reason:
+        return Reason(code=ReasonCode.GPUS_UNUSED, message=message)
+
+    warned = _job(Phase.RUNNING, gpus=1, reason=reason("its GPUs have been unused"))
+    jobs = [_job(Phase.RUNNING, gpus=1), warned, warned, _job(Phase.SUSPENDED, reason=reason("its GPUs had been"))]
+    assert _story(*jobs) == [
+        "training with 1 GPU",
+        "warning: its GPUs have been unused",
+        "suspended: its GPUs had been",
+    ]
+
+
 def test_an_image_that_cannot_be_pulled_is_told_once() -> None:
     fits = _job(Phase.STARTING, reason=Reason(code=ReasonCode.FITS, message="starts with 1 GPU"))
     pull = _job(

@@ -226,10 +226,15 @@ LIMITS = maybe({"limits": st.lists(maybe({"type": st.just("Container"), "default
 QUOTA_SPECS = maybe(
     {
         **dict.fromkeys(("guaranteed", "limit", "priority", "overQuotaWeight", "guaranteedCpu"), AMOUNTS),
+        **dict.fromkeys(("defaultRuntimeSeconds", "maxRuntimeSeconds"), AMOUNTS),
+        "stopPolicy": st.sampled_from(["Hold", "HoldAndDrain", "None", "hold", "", 7, None]),
         "parent": st.sampled_from(["team", "other", "kube-system", ""]),
         "pools": st.dictionaries(TEXTS, ANY, max_size=2),
     }
 )
+
+
+QUOTA_STATUSES = maybe({"usage": st.lists(maybe({"gpuSeconds": AMOUNTS, "at": AMOUNTS, "pool": TEXTS}), max_size=2)})
 
 
 def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
@@ -238,7 +243,7 @@ def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
         (PODS, lambda uid: NAMES.flatmap(lambda space: metadata(uid, space)), {"spec": POD_SPECS, "status": STATUSES}),
         (NODES, metadata, {"spec": maybe({"taints": TAINTS, "unschedulable": st.booleans()}), "status": STATUSES}),
         (JOBS, lambda uid: metadata(uid, "team"), {"spec": JOB_SPECS, "status": JOB_STATUSES}),
-        (QUOTAS, metadata, {"spec": QUOTA_SPECS}),
+        (QUOTAS, metadata, {"spec": QUOTA_SPECS, "status": QUOTA_STATUSES}),
         (BATCH_JOBS, lambda uid: metadata(uid, "team"), {"spec": BATCH_JOB_SPECS, "status": STATUSES}),
         (PROFILES, metadata, {"spec": maybe({"plugins": st.lists(maybe({"kind": st.just("GpuQuota"), "spec": ANY}))})}),
         (NAMESPACES, metadata, {}),

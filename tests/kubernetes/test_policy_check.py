@@ -81,6 +81,7 @@ def test_a_policy_is_checked_as_a_whole_and_not_stored(controlled: Controlled, t
         (policy(gpuResource=[]), "spec.gpuResource is no field, and would be ignored; write gpuResources"),
         (policy(gpuResources=[{"name": "amd.com/gpu", "weight": 1}]), "spec.gpuResources[0].weight is no field"),
         (policy(moves="yes"), "spec.moves is 'yes', but must be of type boolean"),
+        (policy(usageHalfLifeSeconds="week"), "spec.usageHalfLifeSeconds is 'week', but must be of type number"),
         (policy(limitGraceSeconds=True), "spec.limitGraceSeconds is True, but must be of type number"),
         (policy(gpuResources=[{"name": "amd.com/gpu", "countsAs": 65}]), "from 0.001 to 64"),
         (policy(reclaim={"boundSeconds": 20}), "maxGracePeriodSeconds"),

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import Project, StopPolicy
+import pytest
+
+from kfp_gpuquota.api import JobSpec, Project, StopPolicy
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of_plugin, quota_spec
+from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
+from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.installation import QUOTAS
+from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
@@ -53,6 +58,10 @@ def test_an_elastic_job_keeps_the_run_time_of_its_team_when_it_was_created(contr
     refused = controlled.until(long, lambda job: job.get("status", {}).get("message"))
     words = f"maxRuntimeSeconds is 5401, but project {team!r} allows at most 1h30m"
     assert refused["status"]["message"] == words
+    user = KubernetesClient(connection_of(controlled.cluster.kubeconfig), image="none", retry_for_s=5)
+    with pytest.raises(InvalidFieldError, match="max_runtime_s is 5401, but project"):
+        user.submit(JobSpec(name="refused", project=team, command=("x",), max_runtime_s=5401))
+    assert user.get_job(team, "usual").spec.max_runtime_s == 3600
     longest = controlled.job(team, "longest", gpus=1, maxRuntimeSeconds=5400)
     controlled.until(longest, lambda job: "Accepted" in str(job.get("status", {}).get("conditions")))
     controlled.kill()

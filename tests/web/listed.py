@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.live import Elements
 
 NOW = 1_000_000.0
-SPEC_FIELDS = ("project", "gpus", "node_selector", "priority", "labels", "gpu_fraction", "gpu_memory_mib")
+SPEC_FIELDS = ("array", "project", "gpus", "node_selector", "priority", "labels", "gpu_fraction", "gpu_memory_mib")
 
 
 class Cluster:

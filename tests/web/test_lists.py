@@ -10,11 +10,12 @@ from urllib.parse import parse_qsl
 import pytest
 from msgspec.structs import replace
 
-from kfp_gpuquota.api import Job, Phase, Reason, ReasonCode
-from kfp_gpuquota.api.wire import ResourceView
+from kfp_gpuquota.api import Job, Phase, Project, Reason, ReasonCode, StopPolicy
+from kfp_gpuquota.api.start_conditions import ArrayTask
+from kfp_gpuquota.api.wire import ProjectView, ResourceView
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web.query import Slice
-from kfp_gpuquota.web.views import gpu_map, nodes, queue
+from kfp_gpuquota.web.views import gpu_map, nodes, queue, teams
 from kfp_gpuquota.web.views.board import JobFacts, label_keys, natural
 from tests.web.listed import NOW, Cluster, job, on, view
 
@@ -49,6 +50,39 @@ MIXED = [
 )
 def test_jobs_are_filtered_and_sorted_by_the_query_string(query: str, names: list[str]) -> None:
     assert named(Cluster(MIXED, [view("n-1")]), query) == names
+
+
+def test_jobs_of_an_array_are_one_row_unless_they_run_and_the_row_opens_them() -> None:
+    waits = Reason(code=ReasonCode.ARRAY_LIMIT, message="waits for its turn")
+    members = [
+        job(f"sweep-{i}", array=ArrayTask(name="sweep", index=i), submitted_at=NOW + i, reason=waits) for i in range(5)
+    ]
+    members[2] = replace(members[2], status=replace(members[2].status, phase=Phase.RUNNING))
+    alone = job("alone", submitted_at=NOW - 1)
+    cluster = Cluster([alone, *members])
+    shown = cluster.show("/queue?word=s")
+    assert list(shown.lists["jobs"]) == ["array-uid-sweep-0", "job-uid-sweep-2"]
+    row = shown.lists["jobs"]["array-uid-sweep-0"]
+    assert "sweep-[0-1,3-4]" in row
+    assert "waits for its turn" in row
+    assert "5 jobs, of which 4 wait" in shown.parts["counts"]
+    opened = cluster.show("/queue" + re.findall('href="(.*?)"', row)[0].replace("&amp;", "&"))
+    assert set(opened.lists["jobs"]) == {f"job-uid-sweep-{i}" for i in range(5)}
+    assert "5 jobs of array sweep" in opened.parts["counts"]
+    hostile = cluster.show("/queue?array=%3Cscript%3E&page=7")
+    assert "<script>" not in str(hostile.parts)
+
+
+def test_a_team_that_is_held_or_drained_says_so_and_can_be_chosen() -> None:
+    policies = {"a": StopPolicy.NONE, "b": StopPolicy.HOLD, "c": StopPolicy.HOLD_AND_DRAIN}
+    views = [
+        ProjectView(project=Project(name=name, stop_policy=policy), allocated=0, over_quota=0, requested=0)
+        for name, policy in policies.items()
+    ]
+    shown = {team.name: list(team.flags()) for team in teams.tree(views)}
+    assert shown == {"a": [], "b": [("stopped", "held")], "c": [("stopped", "drained")]}
+    wanted = teams.Filter.of({"show": "stopped"})
+    assert [team.name for team in teams.tree(views) if wanted.admits(team)] == ["b", "c"]
 
 
 def test_a_page_has_its_part_of_the_list_and_links_to_the_others() -> None:

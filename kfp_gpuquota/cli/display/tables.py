@@ -6,14 +6,15 @@ import time
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api.arrays import groups_of, name_of, reason_of
 from kfp_gpuquota.api.job_sentences import expected_start_of
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cli.display.output import Format, age, table, timestamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from kfp_gpuquota.api import Job, Worker
+    from kfp_gpuquota.api import Job, JobStatus, Worker
     from kfp_gpuquota.api.wire import Event, NodeView
 
 _JOB_COLUMNS = ("JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON")
@@ -42,7 +43,7 @@ def job_table(
             *(_wide_row(group[0]) if wide else []),
             *([_labels(group[0])] if labels else []),
         ]
-        for group in (_groups(jobs) if grouped and not (wide or labels) else ([job] for job in jobs))
+        for group in (groups_of(jobs) if grouped and not (wide or labels) else ([job] for job in jobs))
     )
     columns = _JOB_COLUMNS + (_MORE_COLUMNS if wide else ()) + (("LABELS",) if labels else ())
     columns = ("USER", *columns) if users else columns
@@ -134,41 +135,21 @@ def _job_row(job: Job) -> list[object]:
         spec.asks if spec.shared else spec.gpus,
         progress_text(job),
         age(status.submitted_at),
-        status.reason.message if status.reason is not None and status.phase is not Phase.RUNNING else "",
+        "" if status.reason is None or not _is_shown(status) else status.reason.message,
     ]
 
 
-def _groups(jobs: Sequence[Job]) -> Iterable[list[Job]]:
-    """Return the jobs in their order; those of an array in one phase are together where the first of them is."""
-    found: dict[tuple[str, ...], list[Job]] = {}
-    for job in jobs:
-        array, phase = job.spec.array, job.status.phase
-        together = array is not None and (phase is Phase.PENDING or phase.final)
-        key = (job.spec.project, array.name if array else "", phase.value, job.owner) if together else (job.uid,)
-        found.setdefault(key, []).append(job)
-    return found.values()
+def _is_shown(status: JobStatus) -> bool:
+    """Return whether a list has the reason: of a running job only that its GPUs are unused."""
+    code = status.reason.code if status.reason is not None else None
+    return status.phase is not Phase.RUNNING or code is ReasonCode.GPUS_UNUSED
 
 
 def _group_row(group: Sequence[Job]) -> list[object]:
-    name, project, kind, phase, *_ = _job_row(group[0])
-    arrays = [job.spec.array for job in group]
-    indices = sorted(array.index for array in arrays if array is not None)
-    name = f"{arrays[0].name}-[{_ranges(indices)}]" if arrays[0] is not None else name
+    _, project, kind, phase, *_ = _job_row(group[0])
     gpus = as_number(sum(job.status.gpus for job in group))
-    reason = next((reason for job in group if (reason := _job_row(job)[-1])), "")
-    submitted = min(job.status.submitted_at for job in group)
-    return [name, project, kind, phase, gpus, f"{len(group)} x {group[0].spec.asks}", "", age(submitted), reason]
-
-
-def _ranges(indices: Sequence[int]) -> str:
-    """Return ordered numbers as Slurm writes them: "0-3,7"."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] + 1 == index:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    asked, submitted = f"{len(group)} x {group[0].spec.asks}", min(job.status.submitted_at for job in group)
+    return [name_of(group), project, kind, phase, gpus, asked, "", age(submitted), reason_of(group)]
 
 
 def _wide_row(job: Job) -> list[object]:

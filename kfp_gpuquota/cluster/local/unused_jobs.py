@@ -128,7 +128,7 @@ class UnusedJobs:
     def _suspend(self, one: Unused) -> None:
         job = self._state.jobs[one.uid]
         reason = requests.gpus_unused(one.policy, one.since, None)
-        log.warning("job %s of project %s is %s", job.spec.name, job.spec.project, reason.message)
+        log.warning("job %s of project %s is suspended: %s", job.spec.name, job.spec.project, reason.message)
         self._decisions.stop(job, Intent.SUSPEND, reason)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kfp_gpuquota.api import Kind, Phase, ReasonCode
+from kfp_gpuquota.api.arrays import groups_of, name_of, reason_of
 from kfp_gpuquota.api.label_selector import selects
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.query import ListChoices, Query, Slice
@@ -59,15 +60,17 @@ _IN_STATE: Final[Mapping[str, Callable[[Job], bool]]] = {
 class Filter(ListChoices):
     """Which jobs are shown: of a project, a kind, a state, with a word in the name, a label, a reason, a GPU, a user.
 
-    `gpu` is a type of GPUs on which a job runs, or for which it asks.
+    `gpu` is a type of GPUs on which a job runs, or for which it asks. Jobs of an array that wait, or have ended alike,
+    are one row, unless it is the `array` that is chosen.
     """
 
     KEYS: ClassVar = (
-        "project", "kind", "state", "word", "selector", "reason", "gpu", "user", "sort", "size", "page",
+        "project", "kind", "state", "word", "array", "selector", "reason", "gpu", "user", "sort", "size", "page",
     )  # fmt: skip
 
     kind: str = ""
     state: str = "active"
+    array: str = ""
     reason: str = ""
     user: str = ""
     size: int = 100
@@ -80,6 +83,7 @@ class Filter(ListChoices):
             **cls.common(query, SORTS, max(SIZES)),
             kind=query.choice("kind", list(Kind)),
             state=query.choice("state", STATES, "active"),
+            array=query.text("array"),
             reason=query.choice("reason", list(ReasonCode)),
             user=query.text("user"),
             problems=tuple(query.problems),
@@ -100,6 +104,8 @@ class Filter(ListChoices):
             yield lambda job: job.spec.kind == self.kind
         if self.word:
             yield lambda job: self.word in job.spec.name.lower()
+        if self.array:
+            yield lambda job: job.spec.array is not None and job.spec.array.name == self.array
         if self.reason:
             yield lambda job: job.status.reason is not None and job.status.reason.code == self.reason
         if self.user:
@@ -117,11 +123,30 @@ class Rows:
         self._base, self._most = base, most
         self._rows: dict[str, tuple[Job, str, str]] = {}
 
-    def of(self, jobs: Iterable[Job], place: Callable[[Job], str]) -> dict[str, str]:
-        """Return HTML by element id, in the order given."""
+    def of(self, groups: Iterable[list[Job]], place: Callable[[Job], str], wanted: Filter) -> dict[str, str]:
+        """Return HTML by element id, in the order given: of each job, or of jobs of an array together."""
         if len(self._rows) > self._most:
             self._rows.clear()
-        return {f"job-{job.uid}": self._row(job, place(job)) for job in jobs}
+        found = dict[str, str]()
+        for jobs in groups:
+            job = jobs[0]
+            if len(jobs) == 1:
+                found[f"job-{job.uid}"] = self._row(job, place(job))
+            else:
+                found[f"array-{job.uid}"] = self._array_row(jobs, wanted)
+        return found
+
+    def _array_row(self, jobs: list[Job], wanted: Filter) -> str:
+        job = jobs[0]
+        assert job.spec.array is not None
+        return render(
+            "array_row.html",
+            job=job,
+            jobs=jobs,
+            name=name_of(jobs),
+            reason=reason_of(jobs),
+            link=wanted.link(array=job.spec.array.name, project=job.spec.project),
+        )
 
     def _row(self, job: Job, place: str) -> str:
         found = self._rows.get(job.uid)
@@ -133,11 +158,14 @@ class Rows:
 def elements(board: Board, wanted: Filter, rows: Rows) -> Elements:
     """Return what the page shows."""
     shown = admitted(board, wanted)
-    part = Slice.of(wanted, len(shown))
+    groups = [[job] for job in shown] if wanted.array else groups_of(shown)
+    part = Slice.of(wanted, len(groups))
     waiting = sum(job.status.phase is Phase.PENDING for job in shown)
-    counts = render("job_counts.html", part=part, total=len(board.facts.jobs), waiting=waiting)
+    total = len(board.facts.jobs)
+    counts = render("job_counts.html", part=part, jobs=len(shown), total=total, waiting=waiting, chosen=wanted)
     pager = render("pager.html", part=part, chosen=wanted, sizes=SIZES, things="jobs")
-    return Elements({"counts": counts, "pager": pager}, {"jobs": rows.of(shown[part.begin : part.end], board.place)})
+    listed = rows.of(groups[part.begin : part.end], board.place, wanted)
+    return Elements({"counts": counts, "pager": pager}, {"jobs": listed})
 
 
 def admitted(board: Board, wanted: Filter) -> Sequence[Job]:

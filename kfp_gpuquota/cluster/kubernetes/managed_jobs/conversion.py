@@ -151,9 +151,8 @@ def _of_others(given: Mapping[str, str]) -> dict[str, str]:
 
 def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
     """Return the ElasticJob's specification; fields that nothing is said of have its defaults."""
-    given = template.get("metadata") or {}
-    notes = {**(job.metadata.annotations or {}), **(given.get("annotations") or {})}
-    named = {**job.metadata.labels, **(given.get("labels") or {})}
+    notes = {**(job.metadata.annotations or {}), **_texts(template, "annotations")}
+    named = {**job.metadata.labels, **_texts(template, "labels")}
     per_node, nodes = _gpus_per_node(template), 1 if job.spec.parallelism is None else job.spec.parallelism
     if not 1 <= nodes <= MAX_NODES:
         raise InvalidFieldError("parallelism", nodes, f"it must be from 1 to {MAX_NODES}")
@@ -179,6 +178,14 @@ def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
         "suspend": job.spec.suspend,
         **{name: value for name, value in chosen.items() if value is not None},
     }
+
+
+def _texts(template: Mapping[str, Any], field: str) -> dict[str, str]:
+    """Return the template's labels or annotations, as far as they are texts."""
+    given = template.get("metadata")
+    found = given.get(field) if isinstance(given, dict) else None
+    texts = found.items() if isinstance(found, dict) else ()
+    return {name: text for name, text in texts if isinstance(text, str)}
 
 
 def _limits(spec: ManagedJobSpec, grace_s: float | None) -> tuple[float | None, ...]:

@@ -15,6 +15,7 @@ import msgspec
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.job_sentences import over
+from kfp_gpuquota.api.project import check_run_time
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import (
@@ -43,6 +44,7 @@ from kfp_gpuquota.errors import (
     InvalidFieldError,
     NotFoundError,
     RunError,
+    UnauthorizedError,
     UsageError,
 )
 from kfp_gpuquota.version import __version__
@@ -103,7 +105,7 @@ class KubernetesClient(ProjectCalls):
         API server checks it, and stores nothing.
 
         Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
-        AlreadyExistsError for a name in use.
+        AlreadyExistsError for a name in use, InvalidFieldError for a longer run time than its project allows.
         """
         if not spec.gpus:
             raise InvalidFieldError(
@@ -111,6 +113,9 @@ class KubernetesClient(ProjectCalls):
             )
         if template is None and not self._image:
             raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
+        if spec.max_runtime_s is not None:
+            with suppress(NotFoundError, UnauthorizedError):  # the controller checks it as well
+                check_run_time("max_runtime_s", spec.max_runtime_s, self.get_project(spec.project).project)
         request_id = request_id or uuid.uuid4().hex
         wanted = views.elastic_job(
             spec,
