@@ -55,7 +55,7 @@ COMMANDS: Final = {
     "admin.uninstall": ("uninstall",),
     "admin.ui": ("ui",),
 }
-"""Modules, and the commands that each registers."""
+"""Modules, and the commands that each defines."""
 
 COLLECTED_AFTER: Final = 100_000
 """New objects before a pass of the garbage collector: most commands end before, and drop nothing that it would find."""
@@ -83,7 +83,7 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
         name, attribute = GROUPS[group]
         app.add_typer(getattr(_imported(name), attribute), name=group)
     for name in modules:
-        _imported(name).register(app)
+        app.registered_commands += _imported(name).app.registered_commands
     _prepare(app)
     return app
 

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tests.kubernetes.detached import Detached, detached
-from tests.kubernetes.test_planning_failures import until
+from tests.polling import until_async
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
@@ -25,7 +25,7 @@ async def started(test: Detached, gpus: int) -> Metrics:
     test.team("team")
     uid = test.pod("team", "pod", gpus)
     await test.start()
-    await until(test, lambda: test.sent(uid))
+    await until_async(lambda: test.sent(uid))
     metrics = test.controller.metrics
     metrics.look(test.controller)
     return metrics
@@ -68,7 +68,7 @@ def test_the_wait_until_the_first_start_is_observed_once_for_each_job() -> None:
                 metrics.look(test.controller)
                 return value(metrics, "plan_overdue_seconds") == 0
 
-            await until(test, on_time)  # a plan that decides something is followed by another one
+            await until_async(on_time)  # a plan that decides something is followed by another one
             assert value(metrics, "lists", path="/api/v1/pods") is not None
 
     asyncio.run(scenario())
@@ -86,7 +86,7 @@ def test_what_is_asked_for_within_the_guarantee_and_not_held_is_unmet() -> None:
                 metrics.look(test.controller)
                 return value(metrics, "unmet_guarantee_gpus", **TEAM)
 
-            await until(test, unmet)
+            await until_async(unmet)
             assert value(metrics, "unmet_guarantee_gpus", **TEAM) == 3
             assert value(metrics, "waiting_jobs", **TEAM) == 1
 

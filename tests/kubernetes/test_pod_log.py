@@ -109,7 +109,9 @@ def test_the_log_of_a_pod_that_has_ended_is_read_from_an_offset_to_its_end(
     tmp_path: Path, read: int, rest: bytes
 ) -> None:
     with serving(Node("Succeeded", b"one\ntwo\nend"), tmp_path) as calls:
-        assert whole(PodLog(calls, "team", "worker", FIRST + read - 1 if read else 0)) == rest
+        log = PodLog(calls, "team", "worker", FIRST + read - 1 if read else 0)
+        assert whole(log) == rest
+        assert log.offset == FIRST + 2
 
 
 def test_what_there_is_is_read_without_following_it(tmp_path: Path) -> None:

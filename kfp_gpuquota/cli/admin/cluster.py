@@ -40,6 +40,6 @@ def stop() -> None:
 
 app = typer.Typer(help="The embedded cluster on this machine.", no_args_is_help=True)
 app.command("start", short_help="Start the cluster.")(start)
-cluster_state.register(app)
+app.registered_commands += cluster_state.app.registered_commands
 app.command("stop", short_help="Stop the cluster's daemon.")(stop)
 app.command("status", short_help="Show the cluster.")(status)

@@ -10,15 +10,10 @@ import typer
 from kfp_gpuquota.cli.display.output import in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data, make_output_private
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("backup", short_help="Copy the cluster's state to a file.")(backup)
-    app.command("restore", short_help="Go back to a copy of the cluster's state.")(restore)
-    app.command("export", short_help="Write the cluster's state as JSON.")(export)
-    app.command("repair", short_help="Show what of the state cannot be used; repair a damaged file.")(repair)
+app = typer.Typer()
 
 
+@app.command("backup", short_help="Copy the cluster's state to a file.")
 def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the copy.")]) -> None:
     """Copy the cluster's state (projects, policies, jobs, history) to a file, also while it runs.
 
@@ -33,6 +28,7 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to w
     echo(f"the cluster's state is in {file}")
 
 
+@app.command("restore", short_help="Go back to a copy of the cluster's state.")
 def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `cluster backup` wrote; on Kubernetes `export`.")],
 ) -> None:
@@ -53,6 +49,7 @@ def restore(
         echo(sentence)
 
 
+@app.command("export", short_help="Write the cluster's state as JSON.")
 def export(
     *,
     jobs: Annotated[bool, typer.Option("--jobs", help="On Kubernetes: jobs that have not ended, too.")] = False,
@@ -77,6 +74,7 @@ def export(
     echo_data(in_json(operations().export(jobs=jobs, secrets=with_secrets)))
 
 
+@app.command("repair", short_help="Show what of the state cannot be used; repair a damaged file.")
 def repair(
     *, discard: Annotated[bool, typer.Option("--discard", help="Delete for good what was set aside.")] = False
 ) -> None:

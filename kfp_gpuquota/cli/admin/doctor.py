@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.check_results import Finding
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("doctor", short_help="Check an installation and show remedies.")(doctor)
+app = typer.Typer()
 
 
+@app.command("doctor", short_help="Check an installation and show remedies.")
 def doctor(output: OutputOption = Format.TABLE) -> None:
     """Check the cluster: its programs, webhook, kinds, policies, rights, clocks, GPUs, and other quotas in the way.
 

@@ -12,12 +12,10 @@ from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.operations import migration
 from kfp_gpuquota.errors import UsageError
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("migrate", short_help="Convert quotas of Kueue or ResourceQuotas.")(migrate)
+app = typer.Typer()
 
 
+@app.command("migrate", short_help="Convert quotas of Kueue or ResourceQuotas.")
 def migrate(
     source: Annotated[migration.Source, typer.Option("--from", help="What to convert.")],
     *,

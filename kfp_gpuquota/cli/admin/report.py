@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import GpuHours
 
+app = typer.Typer()
+
+
 Row = TypeVar("Row")
 
 _COLUMNS: Final = ("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS", "UNUSED")
@@ -36,11 +39,7 @@ class ReportFormat(StrEnum):
     JSON = "json"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("report", short_help="Show GPU-hours by project.")(report)
-
-
+@app.command("report", short_help="Show GPU-hours by project.")
 def report(
     since: Annotated[str, typer.Option("--since", metavar="TIME", help="How far back: 12h, 30d, 4w.")] = "30d",
     *,

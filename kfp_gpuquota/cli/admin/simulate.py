@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.simulator import Result, TraceJob, TraceNode
 
+app = typer.Typer()
+
+
 NodesOption = Annotated[Path | None, typer.Option("--nodes", metavar="CSV", help="The cluster's nodes.")]
 JobsOption = Annotated[
     Path | None, typer.Option("--jobs", metavar="CSV", help="The jobs, with the times of their coming.")
@@ -44,11 +47,7 @@ ElasticOption = Annotated[
 PictureOption = Annotated[Path | None, typer.Option("--picture", metavar="PNG", help="Draw the policies side by side.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("simulate", short_help="Replay a trace, or a cluster's state.")(simulate)
-
-
+@app.command("simulate", short_help="Replay a trace, or a cluster's state.")
 def simulate(
     nodes: NodesOption = None,
     jobs: JobsOption = None,

@@ -12,6 +12,9 @@ from kfp_gpuquota.api.wire import PageAddress
 from kfp_gpuquota.cli.arguments.options import client
 from kfp_gpuquota.cli.display.terminal import echo
 
+app = typer.Typer()
+
+
 NoBrowserOption = Annotated[bool, typer.Option("--no-browser", help="Print the link instead; it opens once.")]
 LogOutOption = Annotated[bool, typer.Option("--log-out", help="First log out every browser that was let in.")]
 OriginOption = Annotated[
@@ -23,11 +26,7 @@ BasePathOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("ui", short_help="Open the web page.")(ui)
-
-
+@app.command("ui", short_help="Open the web page.")
 def ui(
     *,
     no_browser: NoBrowserOption = False,

@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.operations.removal import Step
 
+app = typer.Typer()
+
+
 WaitingOption = Annotated[
     Waiting,
     typer.Option("--waiting-pods", help="Pods that wait for the quota: keep them pending, or open their gates."),
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("uninstall", short_help="Remove gpuquota from a Kubernetes cluster.")(uninstall)
-
-
+@app.command("uninstall", short_help="Remove gpuquota from a Kubernetes cluster.")
 def uninstall(
     waiting: WaitingOption = Waiting.KEEP,
     *,

@@ -21,20 +21,16 @@ from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Worker
 
+app = typer.Typer()
+
+
 TerminalOption = Annotated[
     bool, typer.Option("--stdin", "-i", "--tty", "-t", help="As kubectl has it: a terminal is passed on in any case.")
 ]
 WorkerOption = Annotated[int | None, typer.Option("--worker", help="The worker's index; else the first.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("exec", short_help="Run a command beside a job's worker.")(execute)
-    app.command("bash", short_help="Open a shell beside a job's worker.")(bash)
-    app.command("attach", short_help="Follow a running job's log, and end with its status.")(attach)
-    app.command("port-forward", short_help="Reach a port of a job from this machine.")(port_forward)
-
-
+@app.command("exec", short_help="Run a command beside a job's worker.")
 def execute(
     job: JobArgument,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]")],
@@ -53,6 +49,7 @@ def execute(
     sys.exit(_run_beside(found, running, command))
 
 
+@app.command("bash", short_help="Open a shell beside a job's worker.")
 def bash(job: JobArgument, project: ProjectOption = "", worker: WorkerOption = None) -> None:
     """Open a shell with the environment, the directory and the GPUs of a running worker.
 
@@ -63,6 +60,7 @@ def bash(job: JobArgument, project: ProjectOption = "", worker: WorkerOption = N
     sys.exit(_run_beside(found, running, ["bash"]))
 
 
+@app.command("attach", short_help="Follow a running job's log, and end with its status.")
 def attach(job: JobArgument, project: ProjectOption = "") -> None:
     """Show what a job prints until it has ended, and end with its exit status; Ctrl-C only stops that.
 
@@ -74,6 +72,7 @@ def attach(job: JobArgument, project: ProjectOption = "") -> None:
     raise typer.Exit(follow_to_the_end(client(), project_or_configured(project), job))
 
 
+@app.command("port-forward", short_help="Reach a port of a job from this machine.")
 def port_forward(
     job: JobArgument,
     ports: Annotated[list[str] | None, typer.Argument(metavar="[LOCAL:]REMOTE...")] = None,

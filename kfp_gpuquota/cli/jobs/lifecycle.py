@@ -24,19 +24,14 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
+app = typer.Typer()
+
+
 JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", autocompletion=complete_job)]
 POLL_S = 5.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("suspend", short_help="Stop jobs and keep them out of the queue.")(suspend)
-    app.command("resume", short_help="Put suspended jobs back into the queue.")(resume)
-    app.command("cancel", short_help="Stop jobs; they stay listed, with their logs.")(cancel)
-    app.command("wait", short_help="Wait until jobs have ended, or reached a status.")(wait)
-    app.command("delete", short_help="Stop jobs and forget them.")(delete)
-
-
+@app.command("suspend", short_help="Stop jobs and keep them out of the queue.")
 def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
     """Stop jobs: a training made with elastic_runtime saves a checkpoint first, and resumes from it.
 
@@ -50,6 +45,7 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
         echo(f"job {name} suspended")
 
 
+@app.command("resume", short_help="Put suspended jobs back into the queue.")
 def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
     """Return suspended jobs to the queue with their age.
 
@@ -62,6 +58,7 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
         echo(f"job {name} resumed")
 
 
+@app.command("cancel", short_help="Stop jobs; they stay listed, with their logs.")
 def cancel(jobs: JobsArgument, project: ProjectOption = "") -> None:
     """Stop jobs for good. They stay listed as Cancelled, with their logs, until they are deleted.
 
@@ -75,6 +72,7 @@ def cancel(jobs: JobsArgument, project: ProjectOption = "") -> None:
         echo(f"job {name} cancelled")
 
 
+@app.command("wait", short_help="Wait until jobs have ended, or reached a status.")
 def wait(
     jobs: JobsArgument,
     project: ProjectOption = "",
@@ -115,6 +113,7 @@ def wait(
         raise typer.Exit(1)
 
 
+@app.command("delete", short_help="Stop jobs and forget them.")
 def delete(
     jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB...]", autocompletion=complete_job)] = None,
     project: ProjectOption = "",

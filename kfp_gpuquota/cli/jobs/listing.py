@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import Event, NodeView, ProjectView
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
+app = typer.Typer()
+
 
 class What(StrEnum):
     """The kinds of objects that can be listed."""
@@ -103,13 +105,7 @@ LabelsOption = Annotated[bool, typer.Option("--show-labels", help="A column with
 NoHeadersOption = Annotated[bool, typer.Option("--no-headers", help="Leave out the first line of the table.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("list", short_help="List jobs, projects or nodes.")(list_things)
-    app.command("get", short_help="The same as list, in kubectl's words.")(get)
-    app.command("events", short_help="Show what happened.")(events)
-
-
+@app.command("list", short_help="List jobs, projects or nodes.")
 def list_things(
     what: Annotated[What, typer.Argument(help="What to list.")] = What.JOBS,
     project: ProjectOption = "",
@@ -149,6 +145,7 @@ def list_things(
     echo(_listed(reached, what, jobs, look))
 
 
+@app.command("get", short_help="The same as list, in kubectl's words.")
 def get(
     what: Annotated[
         str,
@@ -212,6 +209,7 @@ def get(
         echo(found)
 
 
+@app.command("events", short_help="Show what happened.")
 def events(
     job: Annotated[str, typer.Argument(metavar="[JOB]", autocompletion=complete_job, help="Only of this job.")] = "",
     project: ProjectOption = "",

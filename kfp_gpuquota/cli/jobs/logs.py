@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("logs", short_help="Show what a job printed.")(logs)
+app = typer.Typer()
 
 
+@app.command("logs", short_help="Show what a job printed.")
 def logs(
     job: JobArgument,
     project: ProjectOption = "",

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.submission import JobHandle
 
+app = typer.Typer()
+
+
 INTERRUPTED = 130
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("run", short_help="Run a command in the foreground.")(run)
-
-
+@app.command("run", short_help="Run a command in the foreground.")
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]")],
     gpus: GpusOption = None,

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ShareView
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
+app = typer.Typer()
+
 
 SHOWN_LINES: Final = 5
 """How many of the last lines that a failed job printed are shown with the reason."""
@@ -49,12 +51,7 @@ AnyWords = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("describe", short_help="Show everything about a job, project or node.")(describe)
-    app.command("explain", short_help="Show why a job waits, shrank or was stopped.")(explain)
-
-
+@app.command("describe", short_help="Show everything about a job, project or node.")
 def describe(what: AnyWords, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
     """Show a job: what it asks for, what it has, its workers, and how its size changed. Or a project, or a node.
 
@@ -95,6 +92,7 @@ def _describe_job(reached: ClusterApi, project: str, name: str, output: str) -> 
     echo("\n\n".join(parts))
 
 
+@app.command("explain", short_help="Show why a job waits, shrank or was stopped.")
 def explain(job: JobWords, project: ProjectOption = "") -> None:
     """Show in one sentence why a job waits, shrank or was stopped, and what would change that.
 

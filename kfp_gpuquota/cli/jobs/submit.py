@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
+app = typer.Typer()
+
+
 _VARIABLE: Final = "a variable is given as NAME=VALUE"
 
 GpusOption = Annotated[
@@ -210,11 +213,6 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 CommandArgument = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND [ARG]")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("submit", short_help="Submit a job.", cls=SubmitCommand)(submit)
-
-
 class SubmitCommand(Command):
     """Also takes `--command` without a value, before `--` or another option, as runai does."""
 
@@ -236,6 +234,7 @@ def without_bare_command(words: list[str]) -> list[str]:
     return [word for i, word in enumerate(words) if i not in bare]
 
 
+@app.command("submit", short_help="Submit a job.", cls=SubmitCommand)
 def submit(
     name: NameArgument,
     command: CommandArgument = None,

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
+app = typer.Typer()
+
+
 GPU_REFRESH_S: Final = 0.5
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("top", short_help="Show the use of GPUs.")(top)
-
-
+@app.command("top", short_help="Show the use of GPUs.")
 def top(
     *,
     watch: WatchOption = False,

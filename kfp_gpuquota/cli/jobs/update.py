@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typer
 
 from kfp_gpuquota.api.wire import JobUpdate
 from kfp_gpuquota.cli.arguments.options import (
@@ -23,15 +23,10 @@ from kfp_gpuquota.cli.jobs.submit import (  # noqa: TC001 (typer reads annotatio
 )
 from kfp_gpuquota.errors import UsageError
 
-if TYPE_CHECKING:
-    import typer
+app = typer.Typer()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("update", short_help="Change a job's size bounds or priority.")(update)
-
-
+@app.command("update", short_help="Change a job's size bounds or priority.")
 def update(
     job: JobArgument,
     min_gpus: MinOption = None,

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cli.arguments.dumps import DumpedCluster
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
+app = typer.Typer()
+
+
 GpusOption = Annotated[
     str | None, typer.Option("--gpus", "-g", metavar="N", help="A job that asks for so many GPUs, or a part of one.")
 ]
@@ -52,11 +55,7 @@ StateOption = Annotated[
 NAME = "this-job"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("what-if", short_help="Show what would happen, and do nothing.")(what_if)
-
-
+@app.command("what-if", short_help="Show what would happen, and do nothing.")
 def what_if(
     gpus: GpusOption = None,
     *,

@@ -6,16 +6,13 @@ the one type.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from kfp_gpuquota.cli.arguments.option_errors import Command
 from kfp_gpuquota.cli.jobs import access, lifecycle, listing, logs, show, update
 from kfp_gpuquota.cli.jobs.submit import SubmitCommand, submit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class _SubmitWorkspace(SubmitCommand):
@@ -37,11 +34,8 @@ def _group(help_text: str, submit_class: type[Command], list_class: type[Command
     app = typer.Typer(help=help_text, no_args_is_help=True)
     app.command("submit", short_help="Submit a job.", cls=submit_class)(submit)
     app.command("list", short_help="List jobs.", cls=list_class)(listing.list_things)
-    registers: tuple[Callable[[typer.Typer], None], ...] = (
-        show.register, logs.register, lifecycle.register, access.register, update.register,
-    )  # fmt: skip
-    for register in registers:
-        register(app)
+    for module in (show, logs, lifecycle, access, update):
+        app.registered_commands += module.app.registered_commands
     return app
 
 

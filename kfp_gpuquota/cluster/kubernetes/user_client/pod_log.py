@@ -58,8 +58,11 @@ class PodLog:
         except RunError:  # no output within SILENCE_S, or the connection was closed
             self.close()
             return b"", True
+        more = self._may_continue()
+        if not more:
+            self._lines.finish()  # else who reads on behind its offset would get a last line without an end again
         self.close()
-        return b"", self._may_continue()
+        return b"", more
 
     def _may_continue(self) -> bool:
         """Return whether more may follow: a stream ends with its pod, but also when the API server stops.
