@@ -144,6 +144,13 @@ def check_run_time(field: str, given: float, project: Project) -> None:
         raise InvalidFieldError(field, as_number(given), f"project {project.name!r} allows at most {text_of(most)}")
 
 
+def run_times_of(project: Project) -> str:
+    """Return the maximum run times of the project's jobs: "8h by default, at most 2d"; "" if it has none."""
+    default, most = project.default_runtime_s, project.max_runtime_s
+    parts = [] if default is None else [f"{text_of(default)} by default"]
+    return ", ".join(parts if most is None else [*parts, f"at most {text_of(most)}"])
+
+
 def check_parents(projects: Mapping[str, Project], project: Project) -> None:
     """Raise NotFoundError or InvalidFieldError where `project` cannot have the parents that it has in `projects`."""
     names = [project.name]

@@ -84,8 +84,8 @@ def test_a_project_is_held_and_drained_also_by_the_next_daemon_and_resumed(cli: 
 def test_jobs_get_the_time_of_their_project_and_no_longer_one(cli: Cli) -> None:
     cli("project create team-a --guaranteed 2 --default-time 1h --max-time 90m")
     cli("config project team-a")
-    told = cli("submit", "usual", "-g", "1", "--", "sleep", "infinity")
-    assert "its maximum run time is 1h: the default of project team-a" in told
+    answer = cli("submit", "usual", "-g", "1", "--", "sleep", "infinity")
+    assert "its maximum run time is 1h: the default of project team-a" in answer
     assert "1h" in cli("describe usual").partition("maximum run time")[2].splitlines()[0]
     refused = cli.run("submit", "long", "-g", "1", "--time", "2h", "--", "true")
     assert refused.err.strip() == "Error: --time is 2h, but project 'team-a' allows at most 1h30m"

@@ -9,6 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from kfp_gpuquota.api import (
     Device,
@@ -16,6 +17,7 @@ from kfp_gpuquota.api import (
     Kind,
     Node,
     Project,
+    StopPolicy,
     Taint,
     TaintEffect,
     Toleration,
@@ -152,7 +154,14 @@ class History(RuleBasedStateMachine):
     def set_quota(self, name: str, guaranteed: int, limit: float | None = None, weight: float = 1.0) -> None:
         limit = self.world.projects[name].limit if name in self.world.projects else limit
         parent = self.world.projects[name].parent if name in self.world.projects else None
-        self.world.project(name, guaranteed, limit, over_quota_weight=weight, parent=parent)
+        policy = self.world.projects[name].stop_policy if name in self.world.projects else StopPolicy.NONE
+        self.world.project(name, guaranteed, limit, over_quota_weight=weight, parent=parent, stop_policy=policy)
+
+    @rule(data=st.data(), policy=st.sampled_from([*StopPolicy, StopPolicy.NONE]))
+    def set_stop_policy(self, data: st.DataObject, policy: StopPolicy) -> None:
+        name = data.draw(st.sampled_from(sorted(self.world.projects)))
+        self.world.projects[name] = replace(self.world.projects[name], stop_policy=policy)
+        self.world.state.apply(QuotaChanged(self.world.projects[name]))
 
     @precondition(lambda self: self.world.workers)
     @rule(data=st.data())
@@ -217,11 +226,20 @@ class History(RuleBasedStateMachine):
                 left = self.world.size(victim) - lost[victim]
                 assert self.may_lose(victim, left), f"{victim} cannot be preempted, and keeps {left}"
                 assert beneficiary in placed, f"{victim} loses workers for {beneficiary}, which gets no place"
+        self.nothing_starts_that_is_held(decided)
         for job in decided.waiting:
             assert self.world.size(job) == 0, f"{job} runs and has a waiting reason"
         bound = {b.job for b in decided.bind}
         waiting = {j for j in self.world.specs if not self.world.of(j)} - bound
         assert waiting <= set(decided.waiting)
+
+    def nothing_starts_that_is_held(self, decided: Plan) -> None:
+        held = {uid for uid, job in self.world.state.jobs.items() if job.halted}
+        assert not held & {one.job for one in (*decided.bind, *decided.nominate) if not self.world.size(one.job)}
+        for grown in decided.resize:
+            if grown.add and grown.job in held:
+                assert grown.to_workers <= self.world.state.jobs[grown.job].gang, f"{grown.job} grows, and is held"
+        assert not held & {one.job for one in decided.move}
 
     def may_lose(self, job: str, left: int) -> bool:
         """Return whether others may take workers of the job so that it keeps `left` GPUs."""

@@ -81,6 +81,8 @@ def test_a_team_that_is_held_or_drained_says_so_and_can_be_chosen() -> None:
     ]
     shown = {team.name: list(team.flags()) for team in teams.tree(views)}
     assert shown == {"a": [], "b": [("stopped", "held")], "c": [("stopped", "drained")]}
+    (limited,) = teams.tree([replace(views[0], project=Project(name="a", max_runtime_s=5400))])
+    assert limited.run_times == "at most 1h30m"
     wanted = teams.Filter.of({"show": "stopped"})
     assert [team.name for team in teams.tree(views) if wanted.admits(team)] == ["b", "c"]
 

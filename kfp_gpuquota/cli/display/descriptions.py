@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.project import run_times_of
 from kfp_gpuquota.api.quantity import as_number, show_mib
 from kfp_gpuquota.cli.display.output import table
 from kfp_gpuquota.cli.display.project_table import (
@@ -11,7 +12,6 @@ from kfp_gpuquota.cli.display.project_table import (
     shown_memory,
     shown_pools,
     shown_stop_policy,
-    shown_times,
 )
 from kfp_gpuquota.cli.display.tables import job_table
 
@@ -38,7 +38,7 @@ def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
         ("cpu", shown_cpu(project)),
         ("memory", shown_memory(project)),
         ("node pools", shown_pools(project)),
-        ("time of jobs", shown_times(project)),
+        ("time of jobs", run_times_of(project)),
         ("stop policy", shown_stop_policy(project)),
         ("members", ", ".join(view.members or ())),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import StopPolicy
-from kfp_gpuquota.api.durations import text_of
+from kfp_gpuquota.api.project import run_times_of
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.cli.display.output import table
 
@@ -50,7 +50,7 @@ def _wide_row(view: ProjectView) -> list[object]:
         shown_cpu(project),
         shown_memory(project),
         shown_pools(project),
-        shown_times(project),
+        run_times_of(project),
     ]
 
 
@@ -71,13 +71,6 @@ def shown_pools(project: Project) -> str:
     return ", ".join(
         f"{name}: {_both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
     )
-
-
-def shown_times(project: Project) -> str:
-    """Return the maximum run times of its jobs: "8h by default, at most 2d"."""
-    default, most = project.default_runtime_s, project.max_runtime_s
-    parts = [] if default is None else [f"{text_of(default)} by default"]
-    return ", ".join(parts if most is None else [*parts, f"at most {text_of(most)}"])
 
 
 def shown_stop_policy(project: Project) -> str:

@@ -34,7 +34,7 @@ from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.placement.finder import Finders
 from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
 from kfp_gpuquota.scheduler.state import usage
-from kfp_gpuquota.scheduler.state.groups import below, next_tasks
+from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
 from kfp_gpuquota.scheduler.state.order import shape_amount
 from kfp_gpuquota.scheduler.state.progress import gain
@@ -358,12 +358,12 @@ class Cycle:
         return self._too_early(job.waiting_since + job.preemption_delay_s)
 
     def _must_not_grow(self, job: Job) -> bool:
-        """Return whether the job was deferred, or shrunk soon after it had grown. Completing a gang is never delayed.
+        """Return whether the job was deferred, is held, or shrunk soon after it had grown. A gang is completed at once.
 
         Rejected: counting from the shrinking. A job that releases a GPU once, for a moment, should receive it again
         when it is idle; only repeated growth in vain is to be avoided.
         """
-        if self._is_deferred(job) or (job.active > 0 and job.halted and not below(job)):
+        if self._is_deferred(job) or held_back(job):
             return True
         flaps = job.shrunk_at >= job.grown_at > NEVER and job.active > 0 and not below(job)
         return flaps and self._too_early(job.grown_at + job.cool_down_s)

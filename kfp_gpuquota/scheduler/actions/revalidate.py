@@ -15,7 +15,7 @@ import msgspec
 from kfp_gpuquota.scheduler.actions.promises import promises_after_starts
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
-from kfp_gpuquota.scheduler.state.groups import below
+from kfp_gpuquota.scheduler.state.groups import held_back
 from kfp_gpuquota.scheduler.state.model import Status, Task
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _waiting(state: State, uid: str, active: int) -> Job | None:
     job = state.jobs.get(uid)
     if job is None or job.removed or job.suspended or job.completing or job.active != active:
         return None
-    return None if job.halted and not (job.goes_on and below(job)) else job
+    return None if held_back(job) else job
 
 
 def _starts(state: State, uid: str, placements: Iterable[Placement], active: int) -> bool:
@@ -118,6 +118,6 @@ def _shrinks(state: State, resize: Resize) -> bool:
 def _nominable(state: State, nominate: Nominate) -> bool:
     job = state.jobs.get(nominate.job)
     hosts = [state.ledger.hosts.get(one.node) for one in nominate.placements]
-    if job is None or job.removed or job.suspended or (job.halted and not job.goes_on):
+    if job is None or job.removed or job.suspended or held_back(job):
         return False
     return all(h is not None and h.ready for h in hosts)

@@ -26,6 +26,14 @@ def below(job: Job) -> bool:
     return not _whole(job.groups, active_by_set(job))
 
 
+def held_back(job: Job) -> bool:
+    """Return whether a stop policy of its project keeps the job from getting workers.
+
+    A gang that runs is completed, unless it is drained: it would be stopped as stale else.
+    """
+    return job.halted and not (job.goes_on and below(job))
+
+
 def next_tasks(job: Job) -> list[Task]:
     """Return the tasks to place next: the gang's missing tasks together, then one at a time; [] if too few wait."""
     if job.groups is None:

@@ -12,7 +12,7 @@ from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler.state import events, progress, usage
-from kfp_gpuquota.scheduler.state.groups import below, next_tasks
+from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S, Ledger
 from kfp_gpuquota.scheduler.state.model import (
@@ -360,8 +360,7 @@ class State:
         if job.removed and not job.tasks:
             del self.jobs[job.uid]
         runnable = not job.removed and not job.suspended and not job.completing
-        halted = runnable and job.halted
-        considered = runnable and (not halted or (job.goes_on and below(job)))
+        considered = runnable and not held_back(job)
         tasks = next_tasks(job) if considered and not job.stopped else []
         if tasks:
             _file(job, tasks)
@@ -375,7 +374,7 @@ class State:
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and below(job))
         self._note(self.deferred, job, considered and job.deferred_for is not None)
-        self._note(self.halted, job, halted)
+        self._note(self.halted, job, runnable and job.halted)
         self._note(self.promised, job, considered and bool(job.promised))
 
     @staticmethod

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 
 from kfp_gpuquota.api import StopPolicy
+from kfp_gpuquota.api.project import run_times_of
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.query import Choices, Query
@@ -73,6 +74,7 @@ class Team:
     amounts: Amounts
     priority: int
     stop_policy: StopPolicy = StopPolicy.NONE
+    run_times: str = ""
 
     def flags(self) -> Iterator[tuple[str, str]]:
         """Yield (kind, words) for what stands out."""
@@ -171,7 +173,7 @@ def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
             lent=sum(view.lent for view in views),
             surplus=sum(view.surplus for view in views),
         )
-        yield Team(name, level, department, summed, project.priority, project.stop_policy)
+        yield Team(name, level, department, summed, project.priority, project.stop_policy, run_times_of(project))
         for child in children.get(name, ()):
             yield from lines(child, level + 1)
 
