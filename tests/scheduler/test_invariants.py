@@ -235,7 +235,8 @@ class History(RuleBasedStateMachine):
 
     def nothing_starts_that_is_held(self, decided: Plan) -> None:
         held = {uid for uid, job in self.world.state.jobs.items() if job.halted}
-        assert not held & {one.job for one in (*decided.bind, *decided.nominate) if not self.world.size(one.job)}
+        begun = {one.job for one in decided.bind} | {n.job for n in decided.nominate if not self.world.size(n.job)}
+        assert not held & begun
         for grown in decided.resize:
             if grown.add and grown.job in held:
                 assert grown.to_workers <= self.world.state.jobs[grown.job].gang, f"{grown.job} grows, and is held"
