@@ -31,7 +31,7 @@ from kfp_gpuquota.api.validation import (
 from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.api.job import JobSpec
 
@@ -119,6 +119,18 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if default is not None and most is not None and default > most:
             rule = f"it must be at most max_runtime_s, which is {most:g}"
             raise InvalidFieldError("default_runtime_s", default, rule)
+
+
+def stopped_by(project: Project, find: Callable[[str], Project | None]) -> Project | None:
+    """Return the nearest project, itself or above it, whose stop policy applies to its jobs; None if they start.
+
+    `find` returns a project by its name.
+    """
+    path = [project]
+    while (name := path[-1].parent) and len(path) <= MAX_LEVELS and (above := find(name)) is not None:
+        path.append(above)
+    stopped = [one for one in path if one.stop_policy is not StopPolicy.NONE]
+    return min(stopped, key=lambda one: one.stop_policy is not StopPolicy.HOLD_AND_DRAIN, default=None)
 
 
 def version_of(project: Project) -> str:

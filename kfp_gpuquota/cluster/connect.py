@@ -106,7 +106,9 @@ def operations() -> ClusterOperations:
         return KubernetesOperations(calls)
     from kfp_gpuquota.cluster.local.operations import LocalOperations  # noqa: PLC0415 (a launcher does without)
 
-    return LocalOperations(embedded_home(), connect, shared=shared_socket() is not None)
+    named = bool(os.environ.get(HOME_VARIABLE))
+    elsewhere = not named and (bool(os.environ.get(URL_VARIABLE)) or shared_socket() is not None)
+    return LocalOperations(embedded_home(), connect, elsewhere=elsewhere)
 
 
 def kube_context(environment: Mapping[str, str] | None = None) -> str | None:

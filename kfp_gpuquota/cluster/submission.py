@@ -187,6 +187,8 @@ def _conditions(
     """Return the fields of JobSpec for when the job starts and ends. Raises InvalidFieldError."""
     found: dict[str, Any] = {}
     if begin is not None:
+        if not isinstance(begin, datetime | timedelta):
+            raise InvalidFieldError("begin", begin, "it must be a datetime, or a timedelta from now")
         at = datetime.now(UTC) + begin if isinstance(begin, timedelta) else begin
         found["begin_at"] = at.timestamp()
     names = [after] if isinstance(after, str | JobHandle) else list(after)

@@ -3,7 +3,7 @@
 | the job's GPUs                                        | the job                                                  |
 |-------------------------------------------------------|----------------------------------------------------------|
 | one was used, or not measured                         | counts again from the next time at which none is         |
-| none was used for `warn_after_s`                      | its owner is warned                                      |
+| none was used for `warn_after_s`                      | its owner is warned, and again if the rule changes       |
 | none was used for `suspend_after_s`, and it was warned| is suspended; its workers have their grace period        |
 
 Invariant: a job is suspended only after a warning of which at least `suspend_after_s - warn_after_s` have passed, in
@@ -33,29 +33,34 @@ class Observed(NamedTuple):
     policy: str = ""
 
 
-class Unused(NamedTuple):
-    """A job whose GPUs are unused: since when, in seconds since the epoch, and when it is suspended."""
+class Warned(NamedTuple):
+    """A job whose GPUs are unused `since` then, whose owner was warned `at` then; seconds since the epoch."""
 
     uid: str
     since: float
-    suspended_at: float
+    at: float
+    rule: IdleRule
     policy: str
+
+    @property
+    def suspended_at(self) -> float:
+        """When the job is suspended."""
+        return self.at + self.rule.suspend_after_s - self.rule.warn_after_s
 
 
 class Verdicts(NamedTuple):
-    """What follows from an observation, by job."""
+    """What follows from an observation."""
 
-    warn: tuple[Unused, ...] = ()
-    suspend: tuple[Unused, ...] = ()
-    used_again: tuple[str, ...] = ()
+    warn: tuple[Warned, ...] = ()
+    suspend: tuple[Warned, ...] = ()
 
 
 @dataclass
 class UnusedGpus:
-    """Since when the GPUs of jobs are unused, and when their owners were warned."""
+    """Since when the GPUs of jobs are unused, and the warnings that hold, by job."""
 
     since: dict[str, float] = field(default_factory=dict)
-    warned_at: dict[str, float] = field(default_factory=dict)
+    warned: dict[str, Warned] = field(default_factory=dict)
     observed_at: float = 0.0
 
     def observe(self, jobs: Mapping[str, Observed], now: float) -> Verdicts:
@@ -64,24 +69,23 @@ class UnusedGpus:
         self.observed_at = now
         for uid in self.since.keys() - jobs.keys():
             self._forget(uid)
-        warn, suspend, used_again = list[Unused](), list[Unused](), list[str]()
+        warn, suspend = list[Warned](), list[Warned]()
         for uid, seen in jobs.items():
             if seen.used is not False or seen.rule is None or (uid in self.since and not measured):
-                if self._forget(uid):
-                    used_again.append(uid)
+                self._forget(uid)
                 continue
             since = self.since.setdefault(uid, now)
-            leave_s = seen.rule.suspend_after_s - seen.rule.warn_after_s
-            if uid not in self.warned_at:
+            warned = self.warned.get(uid)
+            if warned is None or (warned.rule, warned.policy) != (seen.rule, seen.policy):
+                self.warned.pop(uid, None)
                 if now - since >= seen.rule.warn_after_s:
-                    self.warned_at[uid] = now
-                    warn.append(Unused(uid, since, now + leave_s, seen.policy))
-            elif now >= max(since + seen.rule.suspend_after_s, self.warned_at[uid] + leave_s):
+                    self.warned[uid] = Warned(uid, since, now, seen.rule, seen.policy)
+                    warn.append(self.warned[uid])
+            elif now >= warned.suspended_at:
                 self._forget(uid)
-                suspend.append(Unused(uid, since, now, seen.policy))
-        return Verdicts(tuple(warn), tuple(suspend), tuple(used_again))
+                suspend.append(warned)
+        return Verdicts(tuple(warn), tuple(suspend))
 
-    def _forget(self, uid: str) -> bool:
-        """Return whether its owner was warned."""
+    def _forget(self, uid: str) -> None:
         self.since.pop(uid, None)
-        return self.warned_at.pop(uid, None) is not None
+        self.warned.pop(uid, None)

@@ -226,6 +226,7 @@ def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.M
     with pytest.raises(NotFoundError):
         kfp_gpuquota.get_job("failing")
     for given, sentence in (
+        ({"begin": "22:00"}, "begin is '22:00', but it must be a datetime, or a timedelta from now"),
         ({"gpus": "2"}, "gpus is '2', but it must be of type int"),
         ({"gpus": 2.5}, "gpus is 2.5, but it must be of type int"),
         ({"name": 3}, "name is 3, but it must be of type str"),

@@ -65,6 +65,10 @@ def test_policies_are_listed_changed_and_deleted_and_survive_a_restart(team: Cli
         ("policy set a", "policy is 'a', but it has no rule; give a limit as default, most or forced"),
         ("policy set a --gpu-limit 2", "--gpu-limit is 2, but it must be more than 0 and at most 1"),
         ("policy set a --gpu-memory-limit 0.5XB", "--gpu-memory-limit is 0.5XB, but it must be a number with one of"),
+        (
+            "policy set a --idle-warn 1h --idle-suspend 30m",
+            "--idle-suspend is 30m, but it must be more than --idle-warn, which is 1h",
+        ),
         ("policy set a -p nobody --gpu-limit 1", "project 'nobody' does not exist"),
     ],
 )

@@ -81,6 +81,23 @@ def test_a_project_is_held_and_drained_also_by_the_next_daemon_and_resumed(cli: 
     assert view["project"]["stop_policy"] == StopPolicy.NONE.value
 
 
+def test_a_project_below_a_held_one_is_shown_as_held_and_is_not_resumed_alone(cli: Cli) -> None:
+    cli("project create vision --guaranteed 1")
+    cli("project create team-a --guaranteed 1 --parent vision")
+    cli("project hold vision")
+    told = cli("project resume team-a")
+    assert told == (
+        "project team-a has no stop policy any more, but vision above it has Hold: none of its jobs starts until: "
+        "gpuquota project resume vision\n"
+    )
+    rows = dict(line.split(maxsplit=1) for line in cli("project list").splitlines())
+    assert rows["team-a"].endswith("Hold (vision)")
+    assert "Hold (vision)" in cli("describe project team-a")
+    cli("project drain team-a")
+    assert "HoldAndDrain" in cli("describe project team-a"), "the strictest one applies"
+    assert cli("project resume vision") == "project vision is resumed: its jobs start again\n"
+
+
 def test_jobs_get_the_time_of_their_project_and_no_longer_one(cli: Cli) -> None:
     cli("project create team-a --guaranteed 2 --default-time 1h --max-time 90m")
     cli("config project team-a")

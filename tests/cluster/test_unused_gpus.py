@@ -39,8 +39,7 @@ def test_a_job_is_suspended_only_after_a_warning_and_a_whole_time_without_use(
         if verdicts.warn:
             warned_at = now
             assert now - last >= RULE.warn_after_s
-        if verdicts.used_again:
-            assert warned_at is not None
+        if not unused.warned and not verdicts.suspend:
             warned_at = None
         if verdicts.suspend:
             assert warned_at is not None
@@ -55,6 +54,25 @@ def test_a_job_is_warned_and_then_suspended() -> None:
         verdicts = unused.observe({"job": Observed(used=False, rule=RULE, policy="idle")}, 1000.0 + now)
         found += [(now, kind) for kind in ("warn", "suspend") if getattr(verdicts, kind)]
     assert found[:2] == [(20, "warn"), (50, "suspend")]
+
+
+def test_another_rule_is_warned_of_anew_and_a_deleted_one_not_at_all() -> None:
+    unused = UnusedGpus()
+
+    def observe(now: float, policy: str, rule: IdleRule) -> list[str]:
+        verdicts = unused.observe({"job": Observed(used=False, rule=rule, policy=policy)}, 1000.0 + now)
+        return [kind for kind in ("warn", "suspend") if getattr(verdicts, kind)]
+
+    shorter = IdleRule(warn_after_s=5, suspend_after_s=20)
+    found = [observe(now, "idle", RULE) for now in (0, 10, 20)] + [observe(now, "of-a", shorter) for now in (30, 40)]
+    assert found == [[], [], ["warn"], ["warn"], []], "nobody is suspended before the time of which the owner knows"
+    assert unused.warned["job"].suspended_at == 1045
+    assert observe(42, "longer", IdleRule(warn_after_s=50, suspend_after_s=60)) == []
+    assert not unused.warned
+    observe(44, "of-a", shorter)
+    assert unused.warned
+    unused.observe({}, 1045.0)
+    assert not unused.warned
 
 
 @pytest.mark.parametrize(
@@ -105,9 +123,7 @@ def test_an_unused_session_is_suspended_with_its_reason_and_a_training_that_uses
         training = cluster.wait_for("training", lambda job: job.status.phase is Phase.RUNNING)
         (worker,) = training.status.workers
         for index in range(2):
-            directory = simulated_directory(cluster.home, worker.node, index)
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / SIMULATED_FILE).write_text("35" if index in worker.devices else "0")
+            _measure(cluster, worker.node, index, "35" if index in worker.devices else "0")
         warned = cluster.wait_for(session.spec.name, lambda job: _is_unused(job.status.reason))
         assert warned.status.reason is not None
         assert "unless it uses one, it is suspended at" in warned.status.reason.message
@@ -118,6 +134,30 @@ def test_an_unused_session_is_suspended_with_its_reason_and_a_training_that_uses
         after = cluster.job("session").status
         assert (after.phase, after.reason) == (Phase.SUSPENDED, suspended.status.reason)
         assert cluster.job("training").status.phase is Phase.RUNNING
+
+
+def test_a_warning_is_shown_only_while_it_holds(tmp_path: Path) -> None:
+    config = ClusterConfig(gpus_per_node=1, gpu_memory_mib=1024)
+    with running_cluster(tmp_path / "home", config) as cluster:
+        cluster.project("team-a", 1)
+        cluster.client.set_policy(WorkloadPolicy(name="unused", idle=IdleRule(warn_after_s=1, suspend_after_s=1000)))
+        cluster.submit("job")
+        node = cluster.wait_for("job", lambda job: job.status.phase is Phase.RUNNING).status.workers[0].node
+        _measure(cluster, node, 0, "0")
+        cluster.wait_for("job", lambda job: _is_unused(job.status.reason))
+        cluster.kill_daemon()
+        _measure(cluster, node, 0, "35")
+        cluster.wait_for("job", lambda job: not _is_unused(job.status.reason))
+        _measure(cluster, node, 0, "0")
+        cluster.wait_for("job", lambda job: _is_unused(job.status.reason))
+        cluster.client.delete_policy("unused")
+        assert cluster.wait_for("job", lambda job: not _is_unused(job.status.reason)).status.phase is Phase.RUNNING
+
+
+def _measure(cluster: Any, node: str, index: int, used: str) -> None:
+    directory = simulated_directory(cluster.home, node, index)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SIMULATED_FILE).write_text(used)
 
 
 def _is_unused(reason: Any) -> bool:

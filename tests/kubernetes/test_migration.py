@@ -117,11 +117,13 @@ def test_what_is_not_carried_over_is_said() -> None:
     other, idle = cluster_queue("r", {"x": [row(GPU, 1)]}), cluster_queue("idle", {"x": [row(GPU, 1)]})
     priority = {"metadata": {"name": "urgent"}, "value": 1000}
     queues = [local_queue("t", "q"), local_queue("t", "r")]
+    queues[0]["spec"]["stopPolicy"] = "HoldAndDrain"
     notes = "\n".join(migrated(kueue(queue, other, idle, local_queues=queues, priorities=[priority])).notes)
     for words in (
         "it counts as 0", "lendingLimit", "example.com/licenses is no GPU", "admission checks", "StrictFIFO",
         "reclaimWithinCohort Never", "namespace t: it is in ClusterQueue q and r",
         "ClusterQueue idle: it has no LocalQueue", "WorkloadPriorityClass urgent (1000)",
+        "stopPolicy HoldAndDrain; gpuquota project drain t",
     ):  # fmt: skip
         assert words in notes, words
 

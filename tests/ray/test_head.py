@@ -89,7 +89,7 @@ def test_a_head_with_redis_is_restarted_and_every_worker_goes_on(
         head.kill_gcs_server()
         until(lambda: "Ray" in cluster.client.health().problem, cluster.client.health)
         until(lambda: 'id="problem" class="problem" role="alert">Ray' in visitor.get("/queue").text, "a banner")
-        findings = LocalOperations(cluster.home, lambda: cluster.client, shared=False).check()
+        findings = LocalOperations(cluster.home, lambda: cluster.client, elsewhere=False).check()
         (found,) = (one for one in findings if one.check == "connection")
         assert found.level == Level.FAIL
         head.start_gcs_server()

@@ -69,6 +69,10 @@ def test_jobs_of_an_array_are_one_row_unless_they_run_and_the_row_opens_them() -
     opened = cluster.show("/queue" + re.findall('href="(.*?)"', row)[0].replace("&amp;", "&"))
     assert set(opened.lists["jobs"]) == {f"job-uid-sweep-{i}" for i in range(5)}
     assert "5 jobs of array sweep" in opened.parts["counts"]
+    none = cluster.show("/queue?array=sweep&state=ended").parts["counts"]
+    assert "None of 6 jobs is as chosen above of array sweep (<a href=" in none, (
+        "the choice is shown, and can be undone"
+    )
     hostile = cluster.show("/queue?array=%3Cscript%3E&page=7")
     assert "<script>" not in str(hostile.parts)
 
@@ -85,6 +89,9 @@ def test_a_team_that_is_held_or_drained_says_so_and_can_be_chosen() -> None:
     assert limited.run_times == "at most 1h30m"
     wanted = teams.Filter.of({"show": "stopped"})
     assert [team.name for team in teams.tree(views) if wanted.admits(team)] == ["b", "c"]
+    below = ProjectView(project=Project(name="below", parent="c"), allocated=0, over_quota=0, requested=0)
+    (shown_below,) = (team for team in teams.tree([*views, below]) if team.name == "below")
+    assert list(shown_below.flags()) == [("stopped", "drained")]
 
 
 def test_a_page_has_its_part_of_the_list_and_links_to_the_others() -> None:

@@ -62,7 +62,9 @@ def set_policy(
     ] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Create or replace a policy. It applies to later submissions; a more specific policy is applied first.
+    """Create or replace a policy; a more specific policy is applied first.
+
+    Limits apply to later submissions, the idle times to what runs, too.
 
     Examples:
       gpuquota policy set sessions -p research-vision1 --kind build --gpu-limit 1
@@ -124,7 +126,7 @@ def check_policy(
 
 @app.command("delete", short_help="Delete a policy.")
 def delete_policy(name: NameArgument) -> None:
-    """Delete a policy. What it has set for jobs that exist stays.
+    """Delete a policy. Limits that it has set for jobs that exist stay.
 
     Examples:
       gpuquota policy delete sessions

@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api import PoolQuota, Project, StopPolicy
+from kfp_gpuquota.api.project import stopped_by
 from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_gpus
 from kfp_gpuquota.cli.arguments.completion import complete_project
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
@@ -213,7 +214,7 @@ def drain(names: NamesArgument) -> None:
 
 @app.command("resume", short_help="Let projects start jobs again.")
 def resume(names: NamesArgument) -> None:
-    """Let projects start jobs again that were held or drained.
+    """Let projects start jobs again that were held or drained; not those of which one above is.
 
     Example:
       gpuquota project resume team-a
@@ -224,8 +225,20 @@ def resume(names: NamesArgument) -> None:
 def _set_stop_policy(names: list[str], policy: StopPolicy, done: str) -> None:
     reached = client()
     for name in names:
-        _changed(reached, name, {"stop_policy": policy}, {})
-        echo(f"project {name} is {done}")
+        project = _changed(reached, name, {"stop_policy": policy}, {}).project
+        by = _stopped_above(reached, project) if policy is StopPolicy.NONE and project.parent else None
+        if by is None:
+            echo(f"project {name} is {done}")
+        else:
+            echo(
+                f"project {name} has no stop policy any more, but {by.name} above it has {by.stop_policy}: none of its "
+                f"jobs starts until: gpuquota project resume {by.name}"
+            )
+
+
+def _stopped_above(reached: ClusterApi, project: Project) -> Project | None:
+    projects = {view.project.name: view.project for view in reached.list_projects()}
+    return stopped_by(project, projects.get)
 
 
 @app.command("list", short_help="List projects.")

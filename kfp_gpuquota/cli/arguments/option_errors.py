@@ -51,7 +51,9 @@ _PARAMETERS: Final = {
 
 _WORDS: Final = "gpuquota.words"
 _PLAIN: Final = re.compile(r"[\w.:/+=-]+")
-_WORD: Final = re.compile(r"(?<![-\w'])([a-z]+(?:_[a-z]+)+|gpus)\b(, which is (?:[\w.]+)(?: \([^)]*\))?)?")
+_WORD: Final = re.compile(
+    r"(?<![-\w'.])((?:[a-z_]+\.)?[a-z]+(?:_[a-z]+)+|gpus)\b(, which is (?:[\w.]+)(?: \([^)]*\))?)?"
+)
 
 
 class Command(TyperCommand):

@@ -16,14 +16,14 @@ from kfp_gpuquota.cli.display.project_table import (
 from kfp_gpuquota.cli.display.tables import job_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from kfp_gpuquota.api import Job, Taint
+    from kfp_gpuquota.api import Job, Project, Taint
     from kfp_gpuquota.api.wire import NodeView, ProjectView
 
 
-def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
-    """Return its quotas, what it holds, and its jobs that have not ended."""
+def described_project(view: ProjectView, jobs: Sequence[Job], find: Callable[[str], Project | None]) -> str:
+    """Return its quotas, what it holds, and its jobs that have not ended; `find` returns a project above it."""
     project = view.project
     facts: list[tuple[str, object]] = [
         ("guaranteed", project.guaranteed),
@@ -39,7 +39,7 @@ def described_project(view: ProjectView, jobs: Sequence[Job]) -> str:
         ("memory", shown_memory(project)),
         ("node pools", shown_pools(project)),
         ("time of jobs", run_times_of(project)),
-        ("stop policy", shown_stop_policy(project)),
+        ("stop policy", shown_stop_policy(project, find)),
         ("members", ", ".join(view.members or ())),
     ]
     parts = [table(("PROJECT", project.name), [(name, value) for name, value in facts if value != ""])]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import StopPolicy
-from kfp_gpuquota.api.project import run_times_of
+from kfp_gpuquota.api.project import run_times_of, stopped_by
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.cli.display.output import table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.api.wire import ProjectView
 
@@ -21,15 +22,17 @@ def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers
     """
     columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED", "SURPLUS"]
     more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS", "TIME"] if wide else []
-    stopped = wide or any(shown_stop_policy(view.project) for view in views)
+    projects = {view.project.name: view.project for view in views}
+    policies = [shown_stop_policy(project, projects.get) for project in projects.values()]
+    stopped = wide or any(policies)
     more += ["STOP POLICY"] if stopped else []
     rows = (
         [
             *_row(view),
             *(_wide_row(view) if wide else []),
-            *([shown_stop_policy(view.project)] if stopped else []),
+            *([policy] if stopped else []),
         ]
-        for view in views
+        for view, policy in zip(views, policies, strict=True)
     )
     return table(columns + more, rows, headers=headers)
 
@@ -73,9 +76,12 @@ def shown_pools(project: Project) -> str:
     )
 
 
-def shown_stop_policy(project: Project) -> str:
-    """Return its stop policy; "" if its jobs start."""
-    return "" if project.stop_policy is StopPolicy.NONE else project.stop_policy.value
+def shown_stop_policy(project: Project, find: Callable[[str], Project | None]) -> str:
+    """Return the stop policy that applies to its jobs: "Hold", or "Hold (vision)" of one above it; "" if they start."""
+    by = stopped_by(project, find)
+    if by is None:
+        return ""
+    return by.stop_policy.value + ("" if by.name == project.name else f" ({by.name})")
 
 
 def _both(amounts: list[str | None]) -> str:

@@ -66,7 +66,8 @@ def describe(what: AnyWords, project: ProjectOption = "", output: OutputOption =
     if kind == "project":
         (view,) = named_projects(reached, [name])
         running = [each for each in reached.list_jobs(name).jobs if not each.status.phase.final]
-        show(view, output, described_project(view, running))
+        above = {each.project.name: each.project for each in reached.list_projects()} if view.project.parent else {}
+        show(view, output, described_project(view, running, above.get))
     elif kind == "node":
         (node,) = named_nodes(reached, [name])
         show(node, output, described_node(node))

@@ -26,34 +26,35 @@ _GIB: Final = 1 << 30
 
 
 class LocalOperations:
-    """Implements `cluster.operations.ClusterOperations`. `shared`: the daemon and its files are another user's."""
+    """Implements `cluster.operations.ClusterOperations`. `elsewhere`: the daemon's files are not those in `home`."""
 
-    def __init__(self, home: Home, client: Callable[[], ClusterApi], *, shared: bool) -> None:
-        self._home, self._client, self._shared = home, client, shared
+    def __init__(self, home: Home, client: Callable[[], ClusterApi], *, elsewhere: bool) -> None:
+        self._home, self._client, self._elsewhere = home, client, elsewhere
 
     def check(self) -> tuple[Finding, ...]:
         """Return what is wrong with the daemon, its directory and its state file."""
-        return tuple(_daemon(self._client()) if self._shared else _examine(self._home, self._client))
+        return tuple(_daemon(self._client()) if self._elsewhere else _examine(self._home, self._client))
 
     def export(self, *, jobs: bool, secrets: bool) -> str:
         """Return projects, policies, all jobs and the history as JSON."""
         if jobs:
             raise UsageError("--jobs is for Kubernetes: on this machine all jobs are exported; leave it out")
-        return exporting.exported(self._home.database, secrets=secrets)
+        return exporting.exported(self._files().database, secrets=secrets)
 
     def restore(self, file: Path) -> Iterator[str]:
         """Replace the state by a backup. Raises ConflictError while the daemon runs."""
         self._require_stopped("restored")
+        self._home.create()
         former = database.restore(file.absolute(), self._home.database)
         yield f"the state was restored from {file}" + (f"; the former one is {former}" if former else "")
 
     def back_up(self, file: Path) -> None:
         """Copy the state to a file."""
-        database.back_up(self._home.database, file.absolute())
+        database.back_up(self._files().database, file.absolute())
 
     def repair(self) -> str:
         """Repair the state file if it is damaged and not in use."""
-        if self._home.is_locked():
+        if self._files().is_locked():
             return ""
         try:
             database.open_database(self._home.database).close()
@@ -67,7 +68,7 @@ class LocalOperations:
 
     def set_aside(self) -> tuple[tuple[str, str, str], ...]:
         """Return the records that were set aside, the oldest first."""
-        return tuple((one.kind, one.key, one.why) for one in exporting.quarantined(self._home.database))
+        return tuple((one.kind, one.key, one.why) for one in exporting.quarantined(self._files().database))
 
     def discard_set_aside(self) -> int:
         """Delete the records that were set aside. Raises ConflictError while the daemon runs."""
@@ -78,8 +79,18 @@ class LocalOperations:
         finally:
             store.close()
 
+    def _files(self) -> Home:
+        """Return the directory of the cluster's files. Raises UsageError for a cluster that has them elsewhere."""
+        if self._elsewhere:
+            raise UsageError(
+                "this reads the cluster's files, and the chosen cluster is reached by its socket alone; name its "
+                "directory in GPUQUOTA_HOME, as its owner (root of one that users of this machine share: "
+                "/var/lib/gpuquota)"
+            )
+        return self._home
+
     def _require_stopped(self, what: str) -> None:
-        if self._home.is_locked():
+        if self._files().is_locked():
             raise ConflictError(f"a running cluster cannot be {what}; stop it first: gpuquota cluster stop")
 
 

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Mapping
 
+    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.engine.decisions import Decisions
     from kfp_gpuquota.engine.records import JobRecord
-    from kfp_gpuquota.engine.unused_gpus import Unused
+    from kfp_gpuquota.engine.unused_gpus import Warned
     from kfp_gpuquota.fractions.activity import DeviceActivity
 
 INTERVAL_S: Final = 5.0
@@ -72,10 +73,10 @@ class UnusedJobs:
         verdicts = self._unused.observe(observed, self._state.clock())
         for one in verdicts.warn:
             self._warn(one)
-        for uid in verdicts.used_again:
-            self._clear(uid)
         for one in verdicts.suspend:
             self._suspend(one)
+        for job in [job for job in self._state.jobs.values() if _runs(job)]:
+            self._keep_true(job)
 
     def _observed(self, policies: Iterable[WorkloadPolicy]) -> dict[str, Observed]:
         """Return the running jobs to which a policy applies, with what their GPUs did since the last time."""
@@ -110,22 +111,21 @@ class UnusedJobs:
             names += ["" if node is None or device is None else device_name(node, device) for device in held]
         return names
 
-    def _warn(self, one: Unused) -> None:
-        job = self._state.jobs[one.uid]
-        reason = requests.gpus_unused(one.policy, one.since, one.suspended_at)
+    def _warn(self, one: Warned) -> None:
+        job, reason = self._state.jobs[one.uid], _warning(one)
         log.warning("job %s of project %s: %s", job.spec.name, job.spec.project, reason.message)
         with self._state.noting(one.uid) as recorder:
             recorder.note(job, EventKind.GPUS_UNUSED, reason=reason)
-            recorder.record(with_status(job, reason=reason))
 
-    def _clear(self, uid: str) -> None:
-        """Its GPUs are used again: the warning is no reason any more."""
-        job = self._state.jobs.get(uid)
-        if job is not None and _runs(job) and job.status.reason and job.status.reason.code is ReasonCode.GPUS_UNUSED:
-            with self._state.noting(uid) as recorder:
-                recorder.record(with_status(job, reason=None))
+    def _keep_true(self, job: JobRecord) -> None:
+        """Record the warning that holds as the job's reason, and that none does (also one of an earlier daemon)."""
+        one, reason = self._unused.warned.get(job.uid), job.status.reason
+        wanted = None if one is None else _warning(one)
+        if reason != wanted and (one is not None or (reason and reason.code is ReasonCode.GPUS_UNUSED)):
+            with self._state.noting(job.uid) as recorder:
+                recorder.record(with_status(job, reason=wanted))
 
-    def _suspend(self, one: Unused) -> None:
+    def _suspend(self, one: Warned) -> None:
         job = self._state.jobs[one.uid]
         reason = requests.gpus_unused(one.policy, one.since, None)
         log.warning("job %s of project %s is suspended: %s", job.spec.name, job.spec.project, reason.message)
@@ -134,3 +134,7 @@ class UnusedJobs:
 
 def _runs(job: JobRecord) -> bool:
     return job.status.phase is Phase.RUNNING and job.intent is Intent.RUN and not job.completing
+
+
+def _warning(one: Warned) -> Reason:
+    return requests.gpus_unused(one.policy, one.since, one.suspended_at)

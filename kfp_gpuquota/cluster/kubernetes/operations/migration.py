@@ -138,7 +138,11 @@ def _resource_quota(quota: Json, old: Old, made: Migration) -> Json:
 def _kueue(old: Old, made: Migration) -> None:
     namespaces: dict[str, list[str]] = defaultdict(list)
     for queue in old.local_queues:
-        namespaces[queue["spec"].get("clusterQueue", "")].append(queue["metadata"]["namespace"])
+        namespace, policy = queue["metadata"]["namespace"], queue["spec"].get("stopPolicy", "None")
+        namespaces[queue["spec"].get("clusterQueue", "")].append(namespace)
+        if policy != "None":
+            remedy = f"gpuquota project {'hold' if policy == 'Hold' else 'drain'} {namespace}"
+            made.notes.append(f"LocalQueue {namespace}/{name_of(queue)}: stopPolicy {policy}; {remedy}")
     departments = _department_names(old, namespaces)
     seen: dict[str, str] = {}
     for queue in sorted(old.cluster_queues, key=name_of):
