@@ -46,13 +46,13 @@ class JobBuilder:
         if options.exact:
             state.numerics = numerics()
             mode: Mode = ExactMode(state, buffers, streams, options.seed)
-            state.kept_gradients = KeptGradients(mode.reducer)
+            state.kept_gradients = KeptGradients(mode.reducer, state.parameters)
             session = self._of(state, mode, scaler, None, MemoryFollower(directory, None))
             return session, partial(shard_batches, shards=options.shards)
         allowed = options.max_batch_per_gpu
         limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
         mode = FastMode(state, buffers, streams)
-        state.kept_gradients = KeptGradients(mode.reducer)
+        state.kept_gradients = KeptGradients(mode.reducer, state.parameters)
         return self._of(state, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
 
     def sharded(
@@ -70,6 +70,7 @@ class JobBuilder:
             state, wrapping, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
         )
         mode = ShardedMode(sharding, FollowedBuffers([state.model]), self._member.streams)
+        state.kept_gradients = KeptGradients(mode.reducer, lambda: wrapping.parameters().items())
         most = options.max_batch_per_gpu
         plan = partial(lockstep_batches, max_batch=most if isinstance(most, int) else None)
         return self._of(state, mode, None, None, MemoryFollower(self._memory_dir, None)), plan

@@ -120,7 +120,7 @@ class GlobalStep:
     def begin(self, micro_batch: MicroBatch, order_checksum: int) -> None:
         """Begin an iteration. `order_checksum`: equal for workers with the same order of samples."""
         if self._shows_zeros:
-            self.clear()
+            self.clear(repeats=False)
         self._mode.begin_micro_batch(micro_batch, self._training.position.step, first=self.first)
         if self.first:
             self._samples = 0
@@ -191,9 +191,7 @@ class GlobalStep:
         begun = self._begin_pass(micro, last=True)
         begun.skipped = True
         self._end_pass(begun)
-        if self._mode.reducer.passive:
-            self._mode.reducer.abandon()
-        if self.state in COMPLETE and all(p.grad is None for _, p in self._training.parameters()):
+        if self.state in COMPLETE and self._mode.reducer.empty:
             self._change(StepTrigger.SKIPPED)
 
     def gather_batch(self, rows: torch.Tensor, largest_share: int) -> torch.Tensor:
@@ -223,7 +221,7 @@ class GlobalStep:
             self._count()
         self._change(StepTrigger.ABANDONED if failed else StepTrigger.ENDED)
         if before is StepState.REPEATED:
-            self.clear()
+            self.clear(repeats=True)
         if missing:
             raise LoopError(missing)
 
@@ -259,7 +257,7 @@ class GlobalStep:
             self._count()
         elif self.state in {StepState.PASSED, StepState.COMPUTED, StepState.REPEATED}:
             self.revert()
-            self.clear()
+            self.clear(repeats=True)
         self._change(StepTrigger.ABANDONED)
 
     def _count(self) -> None:
@@ -275,25 +273,30 @@ class GlobalStep:
         self._change(StepTrigger.REVERTED)
         free_cache()  # it may not have fitted
 
-    def clear(self) -> None:
-        """Remove what `show_zeros` set, except where zeros were before."""
-        kept, self._shows_zeros = self._mode.reducer.kept, False
-        self._set_zeros(lambda name, _parameter: name in kept)
+    def clear(self, *, repeats: bool) -> None:
+        """Remove what `show_zeros` set, except where zeros were before: all of them if the iteration `repeats`, else
+        those that the rest of the iteration has left.
+        """
+        kept, self._shows_zeros = self._training.kept_gradients, False
+        before = kept.of_repeated_step() if kept else frozenset()
+        self._set_zeros(lambda parameter: parameter in before and (repeats or parameter.grad is not None))
 
     def remember_gradients(self) -> None:
-        """Note which parameters have a gradient as the next step begins, unless `show_zeros` set them."""
+        """Note which parameters have a gradient as the next step begins, unless that is shown zeros' iteration."""
+        if self._shows_zeros and self.micro is None:
+            self.clear(repeats=False)
         if self._training.kept_gradients and not self._shows_zeros:
             self._training.kept_gradients.begin_step()
 
     def show_zeros(self) -> None:
         """Set zero gradients on every trained parameter: the rest of an iteration may read them, without effect."""
         self._shows_zeros = True
-        self._set_zeros(lambda _name, parameter: parameter.requires_grad)
+        self._set_zeros(lambda parameter: parameter.requires_grad)
 
-    def _set_zeros(self, wanted: Callable[[str, torch.Tensor], bool]) -> None:
+    def _set_zeros(self, wanted: Callable[[torch.nn.Parameter], bool]) -> None:
         sparse = sparse_parameters(self._training.model)
-        for name, parameter in self._training.parameters():
-            parameter.grad = zero_gradient(parameter, sparse) if wanted(name, parameter) else None
+        for _, parameter in self._training.parameters():
+            parameter.grad = zero_gradient(parameter, sparse) if wanted(parameter) else None
 
     def take_over(self) -> None:
         """Continue with the state of others, who have applied the step: the rest of the iteration is as if it had, with
@@ -391,10 +394,10 @@ class GlobalStep:
             return
         member.reporter.clock.summed(mode.metadata.busy_s / workers)
         self._distribute(factor)
-        if self._training.kept_gradients:
-            self._training.kept_gradients.end_step()
         if self.observer:
             self.observer.summed()
+        if self._training.kept_gradients:
+            self._training.kept_gradients.end_step()
         mode.completed(self._training.position.step)
         self._change(StepTrigger.SUMMED)
         if self._earlier.applied:

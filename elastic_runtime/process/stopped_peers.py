@@ -42,8 +42,10 @@ STEPS: Final = 2
 WAITED_S: Final = 0.25
 """What a step may wait for its slowest worker before anything is looked for."""
 PAUSE_S: Final = 0.1
-LATE_S: Final = 1.0
-"""A look that comes later than that follows a time in which this process did not run: what it has seen is outdated."""
+LATE_S: Final = LEAST_S - PAUSE_S
+"""A look that comes later than that follows a time in which this process did not run: what it has seen is outdated.
+Below every bound, so that a stop of the whole job is never counted as one of a peer's.
+"""
 STOPPED: Final = "T"
 
 _log = logging.getLogger("elastic_runtime")
@@ -85,15 +87,17 @@ class Process(NamedTuple):
         return self.stop() is not None
 
     def stop(self) -> str | None:
-        """Return a text that is another one for each stop, while it is stopped by a signal; None otherwise."""
+        """Return a text that is another one for each stop, while it is stopped by a signal; None otherwise, and where
+        nothing says how often it has run.
+        """
         try:
             if state_and_start(self.pid) != (STOPPED, self.started):
                 return None
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # a kernel without it
-            return Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii")  # how often it has run, among others
-        return ""
+        with contextlib.suppress(OSError):  # it has ended
+            return _switches(Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace"))
+        return None
 
     def kill(self) -> None:
         """Kill it by SIGKILL if it is still stopped. OSError where that is not allowed."""
@@ -112,6 +116,14 @@ def state_and_start(pid: int) -> tuple[str, int]:
     """Return the letter of the process's state, and when it started. OSError where it has ended."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
+
+
+def _switches(status: str) -> str | None:
+    """Return how often the process has given up its core; None where the kernel does not count it.
+
+    Its schedstat would be zeros on a kernel without delay accounting, so that all stops would look like one.
+    """
+    return "".join(line for line in status.splitlines() if line.split(":")[0].endswith("_ctxt_switches")) or None
 
 
 class Peers(Protocol):

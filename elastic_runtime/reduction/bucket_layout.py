@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 BUCKET_BYTES = 25 << 20
+_KEPT = 2.0**-20
+"""The count of a gradient of zeros that was there before the step: over all workers less than that of a new one."""
 PADDING = 1024
 """Elements beyond a bucket's end, so that up to this number of ranks may have equal parts of it."""
 
@@ -91,8 +93,8 @@ class Bucket:
 class Layout:
     """The buckets, their slots in order of definition, and `metadata_size` numbers for the caller.
 
-    `used`: how often each slot's parameter had a gradient in this step. Shape: (slots,). `kept`: the slots whose
-    parameters had one already when the step began, as `zero_grad(set_to_none=False)` leaves them: zeros.
+    `used`: how often each slot's parameter got a gradient in this step, or `_KEPT` it. Shape: (slots,). `kept`: the
+    slots whose parameters had one already when the step began, as `zero_grad(set_to_none=False)` leaves them: zeros.
     """
 
     metadata: torch.Tensor
@@ -176,9 +178,16 @@ class Layout:
                 slot.parameter.grad = slot.zeros()
 
     def present(self, touched: list[bool]) -> torch.Tensor:
-        """Return which slots have a gradient after this step: they got one, or kept one. Shape: (slots,)."""
+        """Return what counts for each slot's gradient after this step: it got one, or kept one. Shape: (slots,)."""
         kept = set(self.kept)
-        return torch.tensor([got or slot in kept for slot, got in zip(self.slots, touched, strict=True)])
+        return torch.tensor(
+            [1.0 if got else _KEPT * (slot in kept) for slot, got in zip(self.slots, touched, strict=True)]
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether no worker's backward pass gave a gradient in the step that was summed."""
+        return bool(self.used.max() < 1)
 
     def touched(self) -> list[bool]:
         """Return which slots got a gradient in this step."""

@@ -51,14 +51,14 @@ class GradientReducer:
         raise NotImplementedError
 
     @property
-    def held(self) -> frozenset[str]:
-        """The names of the parameters that have a gradient now."""
-        return frozenset()
-
-    @property
     def kept(self) -> frozenset[str]:
         """The names of the parameters that had a gradient of zeros when the step began."""
         return frozenset()
+
+    @property
+    def empty(self) -> bool:
+        """Whether all workers have skipped the whole step that was summed, in which this one skipped its part."""
+        raise NotImplementedError
 
     def attach(self) -> None:
         """Register hooks for backward passes, if it has any."""
@@ -100,6 +100,7 @@ class BucketReducer(GradientReducer):
     _group: Group | None = None
     _launched = 0  # buckets whose sum was started
     _uncleared: frozenset[str] = frozenset()
+    _kept: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -129,14 +130,14 @@ class BucketReducer(GradientReducer):
         return self._layout.metadata
 
     @property
-    def held(self) -> frozenset[str]:
-        """The names of the parameters that have a gradient now."""
-        return frozenset([slot.name for slot in self._layout.slots if slot.parameter.grad is not None])
-
-    @property
     def kept(self) -> frozenset[str]:
         """The names of the parameters that had a gradient of zeros when the step began."""
-        return frozenset(slot.name for slot in self._layout.kept)
+        return self._kept
+
+    @property
+    def empty(self) -> bool:
+        """Whether all workers have skipped the whole step that was summed, in which this one skipped its part."""
+        return self.passive or self._layout.empty
 
     def begin_pass(self, group: Group | None, begun: Pass) -> None:
         """Begin a micro-batch's pass. The gradients of padding count for nothing."""
@@ -152,6 +153,7 @@ class BucketReducer(GradientReducer):
             self._layout.unhook()
             self._lay_out()
         self._uncleared = self._leftovers.look(self._parameters)
+        self._kept = frozenset(name for name, parameter in self._parameters if parameter.grad is not None)
         self._layout.keep()
 
     def _lay_out(self) -> None:

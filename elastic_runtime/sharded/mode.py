@@ -87,17 +87,26 @@ class ShardedReducer(GradientReducer):
         self._sharding = sharding
         self._whole_metadata = torch.zeros(metadata_size + _OWN, device=sharding.device)
         self.own = self._whole_metadata[-_OWN:]
+        self._kept: frozenset[str] = frozenset()
 
     @property
     def metadata(self) -> torch.Tensor:
         """The caller's numbers. Shape: (metadata_size,)."""
         return self._whole_metadata[:-_OWN]
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of the parameters that had a gradient of zeros when the step began."""
+        return self._kept
+
     def begin_pass(self, group: Group | None, begun: Pass) -> None:  # noqa: ARG002
         """Make FSDP reduce the gradients after the last micro-batch only. LoopError for those of an earlier step."""
         self.current = begun
-        if begun.first and (found := self._leftovers.look(self._sharding.wrapping.parameters().items())):
-            raise uncleared(min(found))
+        if begun.first:
+            parameters = self._sharding.wrapping.parameters().items()
+            if found := self._leftovers.look(parameters):
+                raise uncleared(min(found))
+            self._kept = frozenset(name for name, parameter in parameters if parameter.grad is not None)
         for module in self._sharding.wrapping.modules:
             module.set_requires_gradient_sync(begun.micro.last, recurse=False)
             module.set_is_last_backward(begun.micro.last)

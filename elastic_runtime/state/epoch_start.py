@@ -157,6 +157,8 @@ class EpochStart:
         if kept["whole"] is not None:
             self._load_large(kept["whole"])
         self._streams.load(kept["streams"])
+        if self._state.kept_gradients:
+            self._state.kept_gradients.put_back(self._state.model)
 
     def _optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
         for name, part in self._state.parts:

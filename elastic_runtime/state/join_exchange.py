@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import CollectiveError, ModelMismatchError
+from elastic_runtime.state.kept_gradients import without_cleared
 from elastic_runtime.state.training_state import Totals
 from elastic_runtime.state.transfer import gather_values, receive_state, send_state
 
@@ -48,7 +49,7 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
     with phases("state"):
         received = _passed_on(group, relay(source, behind), state, holds_state=holds_state)
         if received is not None:
-            state.load({**received, "zero_gradients": ()} if received.get("gradients_cleared") else received)
+            state.load(without_cleared(received))
     state.awaited = received is not None and bool(in_rounds[source])
     return received is not None
 

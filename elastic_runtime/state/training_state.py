@@ -68,7 +68,7 @@ class TrainingState:
     totals: Totals = field(default_factory=Totals)
     sample_checksum: int = 0  # of a few samples; 0: unknown, or different each time they are read
     transient: Transient | None = None  # of the buffers that a state_dict leaves out
-    kept_gradients: KeptGradients | None = None  # with sharded models: none
+    kept_gradients: KeptGradients | None = None
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
     round_is_shared: bool = True  # and all others come to it, since the last loss of a sharded training

@@ -25,6 +25,8 @@ from elastic_runtime.state.packing import pack
 from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, Record, backpropagate, digest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
 
 WIDTH = 50  # divided by no number of workers here
@@ -32,21 +34,25 @@ AT_CLIPPING = IN_THE_MIDDLE = 1 << 20  # reported by a worker instead of a step
 
 
 class Model(nn.Module):
-    """Frozen, tied and plain parameters, and buffers where they are asked for."""
+    """Frozen, tied and plain parameters, buffers where they are asked for, and a layer that some steps use, or none."""
 
-    def __init__(self, *, normalise: bool) -> None:
+    def __init__(self, *, normalise: bool, with_expert: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(FEATURES, WIDTH)
         self.first, self.second, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(WIDTH) if normalise else nn.Identity()
         self.leave = nn.Linear(WIDTH, 3)
+        self.expert = nn.Linear(WIDTH, WIDTH) if with_expert else None
+        self.uses_expert: Callable[[], bool] = lambda: False
         self.frozen.requires_grad_(requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.norm(self.enter(x)))
         x = self.second(torch.tanh(self.first(x)))
         x = torch.tanh(x + self.frozen(x))
+        if self.expert is not None and self.uses_expert():
+            x = x + self.expert(x)
         found: torch.Tensor = self.leave(x.to(self.leave.weight.dtype))
         return found
 
@@ -69,7 +75,7 @@ def shard_two_types(model: Model, mesh: DeviceMesh) -> None:
 
 def build(plan: Plan) -> tuple[Model, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(1)
-    model = Model(normalise=plan.normalise)
+    model = Model(normalise=plan.normalise, with_expert=plan.options.get("expert", False))
     if plan.options.get("sharded") == "two types":
         model.leave.bfloat16()
     rest = [p for name, p in model.named_parameters() if not name.startswith("enter")]
@@ -169,8 +175,10 @@ def train(
     wrap = {"": None, "plain": shard, "mixed": shard_mixed, "two types": shard_two_types}[
         options.pop("sharded", "plain")
     ]
+    to_zeros = options.pop("expert", False)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **options)
     model, optimizer, scheduler = build(plan)
+    model.uses_expert = lambda: job.step % 5 == 1
     loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=wrap)
     more = lambda: {"held": held(model, optimizer), "workers": job.world_size}  # noqa: E731
@@ -185,7 +193,7 @@ def train(
             backpropagate(job, plan, index, model, x, y, indices)
             clip(job, index, model, gate)
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not to_zeros)
             scheduler.step()
     save_final(job, index, directory, model, scheduler)
 

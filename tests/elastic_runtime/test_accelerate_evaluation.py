@@ -70,7 +70,7 @@ def evaluate(
 
 
 def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
-    """After each epoch all evaluate together, in step 18 each by itself; and in each step they gather its loss."""
+    """After each epoch rank 0 evaluates by itself, then all do together; in step 18 each; each step gathers a loss."""
     torch.set_num_threads(1)
     accelerator = ElasticAccelerator(
         cpu=True, global_batch_size=plan.global_batch, elastic={"max_batch_per_gpu": plan.max_batch}
@@ -104,6 +104,9 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
             assert not accelerator.check_trigger()
             if job.position.step == 18:
                 results.write(json.dumps({"step": 18, **work(together=False)}) + "\n")
+        if accelerator.is_main_process:
+            for x, _, _ in held_out:  # of one worker's: what it gathers concerns no other
+                assert torch.equal(accelerator.gather_for_metrics(x), x)
         results.write(json.dumps({"step": job.step, **accelerator.repeat(partial(work, together=True))}) + "\n")
     accelerator.wait_for_everyone()
     torch.save(

@@ -153,6 +153,40 @@ def test_a_parameter_that_nobody_uses_keeps_no_gradient() -> None:
     assert torch.equal(unused, before)
 
 
+@pytest.mark.parametrize("max_batch", [None, 2])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_step_that_is_skipped_leaves_gradients_as_they_are_and_nothing_acts(
+    max_batch: int | None, *, to_none: bool
+) -> None:
+    def fresh() -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def loss(model: nn.ModuleList, step: int, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model[0](x) + (model[1](x) if step % 3 == 1 else 0.0)
+        return found.square().mean()
+
+    x, (plain, optimizer) = torch.randn(4, 3), fresh()
+    for step in filter(lambda step: step % 4 != 2, range(12)):
+        loss(plain, step, x).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    job = elastic_runtime.init(max_batch_per_gpu=max_batch)
+    loader: Any = DataLoader(TensorDataset(x), batch_size=4)
+    model, optimizer, loader = job.prepare(*fresh(), loader)
+    for _epoch in job.epochs(12):
+        for (batch,) in loader:
+            if job.step % 4 == 2:
+                job.skip()
+            else:
+                job.backward(loss(model, job.step, batch))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_scheduler_stepped_after_each_epoch_acts_each_time() -> None:
     job = elastic_runtime.init(global_batch_size=8)
     model, optimizer, _ = build(Plan())

@@ -75,12 +75,9 @@ def test_the_death_of_a_joiner_disturbs_nobody(tmp_path: Path, reference: dict[s
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_killed_and_the_others_repeat_the_step(
-    tmp_path: Path, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_worker_is_killed_and_the_others_repeat_the_step(tmp_path: Path, reference: dict[str, Any]) -> None:
     """By the coordinator, as on another machine: its peers do not look."""
-    monkeypatch.setenv("ELASTIC_STOPPED_S", "off")
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, environment={"ELASTIC_STOPPED_S": "off"}) as cluster:
         cluster.start(0, 1, 2)
         cluster.kill("w1", signal.SIGSTOP)
         finish(cluster, reference, 0, 2)

@@ -146,6 +146,23 @@ def test_copies_of_every_third_step_cost_at_most_three_steps_and_survive_changes
     assert last.lost_steps <= 3
 
 
+def test_gradients_that_are_kept_at_zero_are_part_of_the_state(tmp_path: Path) -> None:
+    """Moments and weight decay act on a layer that a step does not use, where its gradient is zero."""
+    plan = replace(PLAN, options={"expert": True})
+    reference = undisturbed(plan, tmp_path / "alone")
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1)
+        cluster.resize(0, 1, 2, up_to=9)
+        cluster.wait_until_at(9, 0, 1, 2)
+        cluster.hold_at(14)
+        cluster.wait_until_at(14, 0, 1, 2)
+        cluster.kill("w1")
+        cluster.let_go()
+        cluster.wait_for_size(2)
+        cluster.wait_for_end(0, 2)
+        cluster.check_result(reference)
+
+
 def without_memory(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     """The last worker joins on a machine that is full."""
     if index == 2:

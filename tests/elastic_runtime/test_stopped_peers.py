@@ -13,13 +13,16 @@ import pytest
 
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.membership.environment import Environment
+from elastic_runtime.process import stopped_peers
 from elastic_runtime.process.stopped_peers import (
     BOUND_S,
     LATE_S,
     LEAST_S,
+    PAUSE_S,
     WAITED_S,
     Process,
     StoppedPeers,
+    _switches,
     state_and_start,
 )
 from tests.elastic_runtime.harness import JOB, LIMITS, Cluster
@@ -135,6 +138,24 @@ def test_time_in_which_this_process_did_not_run_does_not_count(sleeper: subproce
     watched = Watched(stop(sleeper))
     assert not watched.look_until(WAITED_S + BOUND_S - LATE_S)
     assert not watched.look_until(1000 + BOUND_S, 1000)
+
+
+@pytest.mark.parametrize("pause_s", [0.45, 0.9, 5.0])
+def test_a_short_stop_of_the_whole_job_is_not_one_of_a_peer(sleeper: subprocess.Popen[bytes], pause_s: float) -> None:
+    """The peer was stopped first, and this process continues first."""
+    watched, begin_s = Watched(stop(sleeper), step_s=0.01), 100.0
+    for at in (begin_s, begin_s + PAUSE_S, begin_s + 2 * PAUSE_S, begin_s + 2 * PAUSE_S + pause_s):
+        watched.watch.look(at)
+    assert not watched.killed
+
+
+def test_stops_that_cannot_be_told_apart_are_left_to_the_coordinator(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system does not count how often a process has run."""
+    process = stop(sleeper)
+    monkeypatch.setattr(stopped_peers, "_switches", lambda _status: _switches("Name: sleep\nState: T (stopped)\n"))
+    assert not Watched(process).look_until(100)
 
 
 def test_a_process_elsewhere_or_another_one_with_its_number_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:

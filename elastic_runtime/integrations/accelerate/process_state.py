@@ -236,9 +236,10 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         """`work()`, and again where a worker is lost in it, if that may be, and the place is one for it.
 
         Outside of an iteration one worker's `alone` is a result of `job.repeat`, too: a worker that joins within the
-        epoch, or resumes in it, runs the code before the loop again, and gets the results from there.
+        epoch, or resumes in it, runs the code before the loop again, and gets the results from there. Not where this
+        worker evaluates by itself: others may not come there.
         """
-        if self.num_processes == 1 and (self.iterating or not self.live or self.repeating):
+        if self.num_processes == 1 and (self.iterating or not self.live or self.repeating or self._alone):
             return alone
         if self.num_processes == 1:
             return self.job.repeat(lambda: alone)

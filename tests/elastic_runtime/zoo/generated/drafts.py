@@ -43,6 +43,7 @@ class Draft:
     """(output, y) -> a loss, or (a loss, the options of job.backward)."""
     more_loss: Hook = field(default_factory=list)  # () -> a term, or (loss) -> loss by `scale_loss`
     scale_loss: Hook = field(default_factory=list)
+    skips: Callable[[], bool] = lambda: False  # the iteration
     before_step: Hook = field(default_factory=list)  # ()
     after_step: Hook = field(default_factory=list)  # (loss)
     clear: Callable[[], object] | None = None  # the gradients; None: optimizer.zero_grad()
@@ -93,7 +94,10 @@ class Draft:
             loss = loss + hook()
         for hook in self.scale_loss:
             loss = hook(loss)
-        self.job.backward(loss, **options)
+        if self.skips():
+            self.job.skip()
+        else:
+            self.job.backward(loss, **options)
         detached: torch.Tensor = loss.detach()
         return detached
 

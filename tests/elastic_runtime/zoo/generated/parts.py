@@ -864,6 +864,12 @@ def layer_thawed_before(s: Draft) -> None:
 
 
 @part("prologue")
+def layer_frozen_before(s: Draft) -> None:
+    """Where its gradients are cleared to zeros, momentum moves it still."""
+    s.prologue.append(lambda epoch: next(s.model.parameters()).requires_grad_(epoch < 2))
+
+
+@part("prologue")
 def group_added_before(s: Draft) -> None:
     inner = s.make_optimizer
 
@@ -976,6 +982,19 @@ def cleared_to_zeros_in_some_steps(s: Draft) -> None:
 @part("clearing")
 def cleared_to_zeros_first_in_some_steps(s: Draft) -> None:
     s.clear, s.clears_first = lambda: s.optimizer.zero_grad(set_to_none=s.job.step % 3 == 0), True
+
+
+# Skipping
+
+
+@part("skipping")
+def nothing_skipped(s: Draft) -> None:
+    pass
+
+
+@part("skipping")
+def every_fourth_step_skipped(s: Draft) -> None:
+    s.skips = lambda: s.job.step % 4 == 2
 
 
 # Hooks
