@@ -282,6 +282,7 @@ class State:
     def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
         """Add a queue record below `parent`."""
         self.ledger.queues[_key(queue.name, queue.pool)] = queue
+        self.ledger.totals.setdefault(queue.pool, [0.0] * 3)  # `queues_of` finds it before the pool's first node
         graft(queue, parent)
 
     @_apply.register
