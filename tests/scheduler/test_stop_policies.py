@@ -78,6 +78,7 @@ def test_a_project_that_drains_loses_all_but_what_cannot_be_preempted() -> None:
     world.project("b", 0, stop_policy=DRAIN)
     decided = world.step()
     (evict,) = decided.evict
+    assert not decided.waiting, "it runs until it has been asked to stop"
     assert evict.reason.code is ReasonCode.PROJECT_DRAINED
     assert evict.reason.message == (
         "stopped, and back in the queue with its age: project b is drained (stop policy HoldAndDrain)"
