@@ -110,6 +110,7 @@ class State:
     @_apply.register
     def _(self, event: events.QuotaChanged) -> None:
         project = self.projects[event.project.name] = event.project
+        self._note_all_usage()
         pools = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
         with self._halts_followed(project.name):
             for pool in sorted({"", *project.pools, *pools}):
@@ -118,6 +119,7 @@ class State:
     @_apply.register
     def _(self, event: events.QuotaRemoved) -> None:
         self.projects.pop(event.name, None)
+        self._note_all_usage()
         with self._halts_followed(event.name):
             for key, queue in list(self.ledger.queues.items()):
                 if queue.name == event.name:
@@ -300,6 +302,11 @@ class State:
         if self.ledger.half_life_s is not None:
             usage.note(job.queue.path, self.last_at, self.ledger.half_life_s)
 
+    def _note_all_usage(self) -> None:
+        """Update the usage of all queues before a change of guarantees, or of the tree: it is of what comes after."""
+        if self.ledger.half_life_s is not None:
+            usage.note(self.ledger.queues.values(), self.last_at, self.ledger.half_life_s)
+
     def _job(self, uid: str) -> Job:
         if uid not in self.jobs:
             raise NotFoundError(f"the scheduler has no job {uid!r}")
@@ -331,14 +338,14 @@ class State:
     def _queue(self, name: str, pool: str = "") -> Queue:
         key = _key(name, pool)
         if key not in self.ledger.queues:
-            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, exists=False))
+            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, exists=False, used_until=self.last_at))
         return self.ledger.queues[key]
 
     def _parent(self, name: str, pool: str) -> Queue:
         """Return the queue of a department; one that does not exist yet has no limits."""
         key = _key(name, pool)
         if key not in self.ledger.queues:
-            self.add_queue(Queue(name=name, pool=pool, deserved=BOUNDLESS))
+            self.add_queue(Queue(name=name, pool=pool, deserved=BOUNDLESS, used_until=self.last_at))
             if name in self.projects:
                 self._configure(self.projects[name], pool)
         return self.ledger.queues[key]
