@@ -142,9 +142,7 @@ class State:
         if event.uid in self.jobs:
             raise AlreadyExistsError(f"job {event.uid!r} was submitted already")
         spec = event.spec
-        if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
-            self._configure(self.projects[spec.project], spec.node_pool)
-        job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at, event.parts)
+        job = new_job(event.uid, spec, self._configured(spec.project, spec.node_pool), event.at, event.parts)
         job.movable, job.overlapping = event.movable, event.overlapping
         self.add_job(job)
 
@@ -289,7 +287,7 @@ class State:
 
     @_apply.register
     def _(self, event: events.UsageRecalled) -> None:
-        queue = self._queue(event.project, event.pool)
+        queue = self._configured(event.project, event.pool)
         queue.used, queue.used_until = event.gpu_seconds, event.at
 
     @_apply.register
@@ -335,7 +333,13 @@ class State:
             if job.queue in changed:
                 self._changed(job)
 
-    def _queue(self, name: str, pool: str = "") -> Queue:
+    def _configured(self, name: str, pool: str) -> Queue:
+        """Return the project's queue in the node pool, which it may use there for the first time."""
+        if name in self.projects and _key(name, pool) not in self.ledger.queues:
+            self._configure(self.projects[name], pool)
+        return self._queue(name, pool)
+
+    def _queue(self, name: str, pool: str) -> Queue:
         key = _key(name, pool)
         if key not in self.ledger.queues:
             self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, exists=False, used_until=self.last_at))
