@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
@@ -16,7 +15,6 @@ from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S, Ledger
 from kfp_gpuquota.scheduler.state.model import (
-    BOUNDLESS,
     MILLI,
     NOTHING,
     UNLIMITED,
@@ -30,7 +28,7 @@ from kfp_gpuquota.scheduler.state.model import (
     Task,
 )
 from kfp_gpuquota.scheduler.state.order import job_key, shape_of
-from kfp_gpuquota.scheduler.state.tree import graft, set_quota, subtree
+from kfp_gpuquota.scheduler.state.tree import graft, remove_quota, set_quota, subtree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -126,10 +124,8 @@ class State:
                     self._remove_quota(key, queue)
 
     def _remove_quota(self, key: str, queue: Queue) -> None:
-        queue.deserved, queue.limit, queue.exists = NOTHING, NOTHING, False
-        queue.stop_policy = StopPolicy.NONE
+        remove_quota(queue)
         if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
-            graft(queue, None)
             del self.ledger.queues[key]
 
     @_apply.register
@@ -349,7 +345,7 @@ class State:
         """Return the queue of a department; one that does not exist yet has no limits."""
         key = _key(name, pool)
         if key not in self.ledger.queues:
-            self.add_queue(Queue(name=name, pool=pool, deserved=BOUNDLESS, used_until=self.last_at))
+            self.add_queue(Queue(name=name, pool=pool, exists=False, used_until=self.last_at))
             if name in self.projects:
                 self._configure(self.projects[name], pool)
         return self.ledger.queues[key]
