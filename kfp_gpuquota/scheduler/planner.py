@@ -251,7 +251,8 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.victims)
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
     reasons.update(_deferred(state, cycle.now))
-    reasons.update((uid, sentences.halted(job)) for uid, job in state.halted.items() if not job.active)
+    halted = ((uid, job) for uid, job in state.halted.items() if not job.active and job not in cycle.victims)
+    reasons.update((uid, sentences.halted(job)) for uid, job in halted)
     return reasons
 
 

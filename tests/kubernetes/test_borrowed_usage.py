@@ -75,6 +75,17 @@ def test_another_leader_knows_what_was_borrowed_and_counts_the_time_between(away
     assert recalled.of("a")
 
 
+def test_another_leader_knows_what_was_borrowed_in_a_pool_in_which_nothing_of_the_team_is_left() -> None:
+    world = world_of()
+    usage = (OverQuotaUsage(7200.0, world.now, "a100"),)
+    recalled = borrowed_in(world, {"a": GpuQuota(Metadata(name="a"), status=GpuQuotaStatus(usage=usage))})
+    assert usage[0] in recalled.of("a")
+    world.node("n1", 1, pool="a100")
+    world.submit("again", "a", 1, node_pool="a100")
+    world.step()
+    assert world.size("again") == 1
+
+
 def test_a_rule_that_is_new_counts_from_then_and_one_that_is_gone_no_more() -> None:
     world = world_of(None)
     borrowed = borrowed_in(world)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfp_gpuquota.scheduler import QuotaRemoved
 from tests.scheduler.world import World
 
 
@@ -71,6 +73,34 @@ def test_the_branch_most_above_its_share_gives_first_at_each_level_then_the_lowe
     world.submit("needs", "owner")
     victims = [one.job for one in world.plan().evict]
     assert victims == [expected(forest, world, order)]
+
+
+@pytest.mark.parametrize("first", ["job", "team", "quota"])
+def test_a_department_without_a_quota_has_no_limits_and_starts_nothing_itself(first: str) -> None:
+    """It depended on the order: a restarted controller let its own jobs start without limits, or kept all out."""
+    world = World()
+    world.node("n0", 8)
+    world.project("other", 0)
+    world.submit("lent", "other", 2, 1, 8)
+    world.settle()
+    if first == "job":
+        world.submit("own", "d")
+    if first == "quota":
+        world.project("above", 1, 1)
+        world.project("d", 8, parent="above")
+    world.project("team", 4, parent="d")
+    if first == "quota":
+        world.state.apply(QuotaRemoved("d"))
+    if first != "job":
+        world.submit("own", "d")
+    world.submit("job", "team", 4)
+    world.settle()
+    assert (world.size("job"), world.size("own")) == (4, 0)
+    assert "project d does not exist" in world.plan().waiting["own"].message
+    world.project("team", 4)
+    world.project("d", 1)
+    world.settle()
+    assert world.size("own") == 1
 
 
 def expected(level: list[Team], world: World, order: dict[str, tuple[int, int]]) -> str:

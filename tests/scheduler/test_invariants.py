@@ -17,6 +17,7 @@ from kfp_gpuquota.api import (
     Kind,
     Node,
     Project,
+    ReasonCode,
     StopPolicy,
     Taint,
     TaintEffect,
@@ -227,6 +228,7 @@ class History(RuleBasedStateMachine):
                 assert self.may_lose(victim, left), f"{victim} cannot be preempted, and keeps {left}"
                 assert beneficiary in placed, f"{victim} loses workers for {beneficiary}, which gets no place"
         self.nothing_starts_that_is_held(decided)
+        self.a_drain_stops_only_what_may_be_stopped(decided, lost)
         for job in decided.waiting:
             assert self.world.size(job) == 0, f"{job} runs and has a waiting reason"
         bound = {b.job for b in decided.bind}
@@ -241,6 +243,13 @@ class History(RuleBasedStateMachine):
             if grown.add and grown.job in held:
                 assert grown.to_workers <= self.world.state.jobs[grown.job].gang, f"{grown.job} grows, and is held"
         assert not held & {one.job for one in decided.move}
+
+    def a_drain_stops_only_what_may_be_stopped(self, decided: Plan, lost: Counter[str]) -> None:
+        for one in (*decided.evict, *decided.resize):
+            if one.reason.code is ReasonCode.PROJECT_DRAINED:
+                assert self.world.state.jobs[one.job].queue.halt is StopPolicy.HOLD_AND_DRAIN
+                left = self.world.size(one.job) - lost[one.job]
+                assert self.may_lose(one.job, left), f"{one.job} cannot be preempted, and is drained"
 
     def may_lose(self, job: str, left: int) -> bool:
         """Return whether others may take workers of the job so that it keeps `left` GPUs."""

@@ -6,6 +6,7 @@ import pytest
 
 from kfp_gpuquota.api import Kind, ReasonCode, StopPolicy
 from kfp_gpuquota.scheduler import plan
+from kfp_gpuquota.scheduler.actions.revalidate import still_valid
 from kfp_gpuquota.scheduler.dump import take_dump
 from kfp_gpuquota.scheduler.dump.reading import read_state
 from kfp_gpuquota.scheduler.forecast import RunTime, expected_starts
@@ -77,6 +78,7 @@ def test_a_project_that_drains_loses_all_but_what_cannot_be_preempted() -> None:
     world.project("b", 0, stop_policy=DRAIN)
     decided = world.step()
     (evict,) = decided.evict
+    assert not decided.waiting, "it runs until it has been asked to stop"
     assert evict.reason.code is ReasonCode.PROJECT_DRAINED
     assert evict.reason.message == (
         "stopped, and back in the queue with its age: project b is drained (stop policy HoldAndDrain)"
@@ -104,6 +106,23 @@ def test_a_department_holds_the_projects_below_it(policy: StopPolicy) -> None:
     assert world.size("job") == 2
 
 
+@pytest.mark.parametrize("department", ["", "above"])
+def test_a_job_in_a_pool_without_nodes_is_held_and_let_go_as_any_other(department: str) -> None:
+    """A pool that is scaled to zero has jobs before it has nodes: such a job stayed held for good."""
+    world = world_of()
+    if department:
+        world.project(department, 4)
+        world.project("a", 4, parent=department)
+    world.submit("job", "a", 1, node_pool="a100")
+    for policy in (HOLD, NONE):
+        name = department or "a"
+        world.project(name, 4, stop_policy=policy)
+        assert ("job" in world.state.halted) is (policy is HOLD)
+    world.node("n1", 1, pool="a100")
+    world.step()
+    assert world.size("job") == 1
+
+
 def test_a_job_for_which_room_is_made_gives_it_up_when_its_project_is_held() -> None:
     world = world_of()
     world.submit("lent", "b", 8, 1)
@@ -118,17 +137,25 @@ def test_a_job_for_which_room_is_made_gives_it_up_when_its_project_is_held() -> 
     assert (world.size("own"), world.size("lent")) == (0, 8)
 
 
-def test_no_worker_of_a_held_project_is_moved() -> None:
+def test_no_worker_of_a_held_project_is_moved_not_even_by_a_plan_that_was_made_before() -> None:
     world = World()
     world.project("a", 8)
+    world.project("b", 4)
     for node in ("n0", "n1"):
         world.node(node, 2)
-        world.submit(node, "a", 1, node=node)
+    for job in range(4):
+        world.submit(f"j{job}", "a", 1)
     world.settle()
-    world.project("b", 4)
-    world.project("a", 8, stop_policy=HOLD)
+    for node in ("n0", "n1"):
+        world.remove(min(job for job in world.specs if world.nodes_of(job) == {node}))
+    world.release()
     world.submit("whole", "b", 2)
-    assert not world.step().move
+    decided = world.plan()
+    assert decided.move
+    world.project("a", 8, stop_policy=HOLD)
+    late = still_valid(world.state, decided)
+    assert (late.move, late.nominate, late.promises) == ((), (), {})
+    assert not world.plan().move
 
 
 def test_sessions_of_a_held_project_wait_and_have_no_expected_start() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.scheduler import State, UsageRecalled
+from kfp_gpuquota.scheduler import QuotaRemoved, State, TimePassed, UsageRecalled
 from kfp_gpuquota.scheduler.fairness.fairshare import divide, grant
 from kfp_gpuquota.scheduler.state.copying import copied
 from kfp_gpuquota.scheduler.state.model import GPU, Amount, Queue
@@ -59,6 +59,25 @@ def test_what_was_borrowed_is_forgotten() -> None:
 def test_a_plan_looks_again_while_jobs_wait_though_nothing_happens() -> None:
     world = borrowers(HALF_LIFE_S, 0.0)
     assert world.plan().again_at == world.now + HALF_LIFE_S / 16
+
+
+def test_what_was_within_a_guarantee_is_not_borrowed_afterwards() -> None:
+    """A guarantee that was lowered, or a department that is new, counted for the whole time before."""
+    world = World(State(usage_half_life_s=HALF_LIFE_S))
+    world.now = 1e9
+    world.node("n0", 8)
+    world.project("a", 8)
+    world.submit("job", "a", 8)
+    world.step()
+    world.now += 10_000.0
+    world.state.apply(TimePassed(world.now))
+    world.project("a", 0, parent="new")
+    world.project("new", 0)
+    world.project("a", 0, parent="other")
+    found = [used_by(q, world.now, HALF_LIFE_S) for name in ("a", "new", "other") for q in world.state.queues_of(name)]
+    assert found == [0.0, 0.0, 0.0]
+    world.state.apply(QuotaRemoved("a"))
+    assert used_by(world.state.queues_of("a")[0], world.now + 1, HALF_LIFE_S) == pytest.approx(8.0, rel=0.01)
 
 
 def test_a_guarantee_is_obtained_whatever_was_borrowed() -> None:

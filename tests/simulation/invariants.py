@@ -176,7 +176,8 @@ class Invariants:
             self._check_core(new, new.status.last_move.reason.beneficiary)
         if new.status.evictions > old.status.evictions and new.status.last_eviction is not None:
             self._count_restart(new, new.status.last_eviction.reason.beneficiary)
-            self._check_core(new, new.status.last_eviction.reason.beneficiary)
+            drained = new.status.last_eviction.reason.code is ReasonCode.PROJECT_DRAINED
+            self._check_core(new, "" if drained else new.status.last_eviction.reason.beneficiary)
         if new.status.restarts > old.status.restarts:
             self._check_charge(new, change)
         self._check_unused(old, new)
@@ -203,7 +204,7 @@ class Invariants:
         self.idle_suspensions += 1
 
     def _check_core(self, stopped: JobRecord, beneficiary: str) -> None:
-        """Nobody else's job stops one that is not preemptible; for itself it stops when it ran below its minimum."""
+        """Neither another job nor a drain stops one that is not preemptible; it stops when it ran below its minimum."""
         if self._is_protected(stopped) and beneficiary != stopped.uid:
             self.fail(f"{stopped.spec.name} is not preemptible, and loses its core: {stopped.status.reason}")
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tests.kubernetes.detached import Object
 
 REST_S = 150.0
+QUIET_S = 65.0
+"""How long workers may take to leave, at most."""
 COLLECTED_S = 1.0
 PLANNED_S = 0.5
 """A controller that has just started has planned, and written its promises."""
@@ -93,6 +95,7 @@ class SimulatedKubernetes:
             await self._happen(happening)
         await asyncio.sleep(REST_S)
         await self._replaced
+        await self._until_exited()
         await self._until_written()
         self._check_rest()
         await self._check_restart()
@@ -101,6 +104,16 @@ class SimulatedKubernetes:
         await self.controller.stop()
         if self.violations:
             raise self.violations[0]
+
+    async def _until_exited(self) -> None:
+        """Return when those workers are gone that are to leave: a job may wait for them."""
+        until = self.loop.time() + QUIET_S
+        while self._leaving() and self.loop.time() < until:
+            await asyncio.sleep(1.0)
+
+    def _leaving(self) -> bool:
+        assert self.controller is not None
+        return any(one.released and one.alive for one in self.controller.controller.elastic.book.workers.values())
 
     async def _until_written(self) -> None:
         """Return when the API server has all that the controller has decided: then it may end at any moment."""
@@ -268,6 +281,7 @@ class SimulatedKubernetes:
         elif not pod["spec"].get("nodeName"):
             self._check_devices()
             self._check_limit(job.spec)
+            self._check_held(job.spec)
             job.pods += 1
             if job.pods > job.spec.largest * (2 + self.happened):
                 self.fail(f"{job.spec.name} has started {job.pods} workers after {self.happened} events")
@@ -316,6 +330,18 @@ class SimulatedKubernetes:
         held = self._held_by(started.project)
         if held > limit + EPSILON:
             self.fail(f"project {started.project} starts {started.name} and holds {held:g} of at most {limit}")
+
+    def _check_held(self, started: JobSpec) -> None:
+        """In a project with a stop policy only the gang of a job that runs is completed."""
+        assert self.controller is not None
+        book = self.controller.controller.elastic.book
+        if stop_policy_of(self.controller.controller.snapshot.projects, started.project) is StopPolicy.NONE:
+            return
+        uid = book.uid_of(started.project, started.name)
+        pods = [key for key, pod in self.kubelets.workers() if job_of(pod) == started.name]
+        asked = 0 if uid is None else sum(one.worker.gpus for one in book.alive_of(uid) if not one.released)
+        if len(pods) < 2 or asked > started.smallest:
+            self.fail(f"{started.name} gets a worker, and its project is held")
 
     def _check_release(self, job: JobHistory, pod: Object) -> None:
         over = pod["status"]["phase"] in {"Succeeded", "Failed"}

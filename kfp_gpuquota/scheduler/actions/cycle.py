@@ -406,6 +406,8 @@ class Cycle:
         return self._make_room(job, tasks, amount, Mode.PREEMPT)
 
     def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
+        if not job.queue.exists:
+            return False
         sheltered = self.sheltered_from_reclaim if mode is Mode.RECLAIM else self.sheltered
         attempt = Attempt(self.ledger, job, tasks, mode, amount, sheltered=sheltered, kept=self.kept, now=self.now)
         if make_room(attempt, self.finders):

@@ -137,6 +137,8 @@ def _task_for(job: Job, part: str, waiting: list[Task], leaving: list[Task]) -> 
 def _barred(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> bool:
     """Return whether a limit, or for a core the guarantee, forbids what was nominated (it is counted already)."""
     amount = quota.total(ledger, tasks)
+    if not job.queue.exists:
+        return True
     for queue in job.queue.path:
         if quota.exceeds(queue, amount, fairly=False):
             return True

@@ -42,6 +42,8 @@ def still_valid(state: State, plan: Plan) -> Plan:
     finally:
         ledger.rollback(mark)
     resize, promises = (*grows, *shrinks), plan.promises
+    if any(_is_held(state, one) for one in plan.move):
+        nominate = ()
     if (len(bind), len(nominate)) != (len(plan.bind), len(plan.nominate)):
         evict, move, resize = (), (), grows
         starts = msgspec.structs.replace(plan, bind=bind, resize=grows)
@@ -107,7 +109,13 @@ def _evictable(state: State, evict: Evict) -> bool:
 
 def _movable(state: State, move: Move) -> bool:
     host = state.ledger.hosts.get(move.to.node)
-    return _held(state, move.job, (move.worker,)) and host is not None and host.ready
+    return _held(state, move.job, (move.worker,)) and not _is_held(state, move) and host is not None and host.ready
+
+
+def _is_held(state: State, move: Move) -> bool:
+    """Return whether a stop policy would keep the moved worker from starting again."""
+    job = state.jobs.get(move.job)
+    return job is not None and job.halted
 
 
 def _shrinks(state: State, resize: Resize) -> bool:

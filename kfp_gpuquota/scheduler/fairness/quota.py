@@ -40,7 +40,12 @@ def total(ledger: Ledger, tasks: Iterable[Task]) -> Amount:
 
 
 def barred_by_limit(job: Job, amount: Amount, *, future: bool) -> Barred | None:
-    """Return the limit that the job would exceed at some level now, or with `future` once leaving ones have exited."""
+    """Return the limit that the job would exceed at some level now, or with `future` once leaving ones have exited.
+
+    A project without a quota has nothing, also where it is a department, which has no limits then.
+    """
+    if not job.queue.exists:
+        return Barred(job.queue, Bar.LIMIT, 0)
     for queue in job.queue.path:
         for r, value in enumerate(amount):
             coming = 0 if future else queue.leaving[r]

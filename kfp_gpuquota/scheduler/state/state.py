@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
@@ -16,7 +15,6 @@ from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S, Ledger
 from kfp_gpuquota.scheduler.state.model import (
-    BOUNDLESS,
     MILLI,
     NOTHING,
     UNLIMITED,
@@ -30,7 +28,7 @@ from kfp_gpuquota.scheduler.state.model import (
     Task,
 )
 from kfp_gpuquota.scheduler.state.order import job_key, shape_of
-from kfp_gpuquota.scheduler.state.tree import graft, set_quota, subtree
+from kfp_gpuquota.scheduler.state.tree import graft, remove_quota, set_quota, subtree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -110,6 +108,7 @@ class State:
     @_apply.register
     def _(self, event: events.QuotaChanged) -> None:
         project = self.projects[event.project.name] = event.project
+        self._note_all_usage()
         pools = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
         with self._halts_followed(project.name):
             for pool in sorted({"", *project.pools, *pools}):
@@ -118,16 +117,15 @@ class State:
     @_apply.register
     def _(self, event: events.QuotaRemoved) -> None:
         self.projects.pop(event.name, None)
+        self._note_all_usage()
         with self._halts_followed(event.name):
             for key, queue in list(self.ledger.queues.items()):
                 if queue.name == event.name:
                     self._remove_quota(key, queue)
 
     def _remove_quota(self, key: str, queue: Queue) -> None:
-        queue.deserved, queue.limit, queue.exists = NOTHING, NOTHING, False
-        queue.stop_policy = StopPolicy.NONE
+        remove_quota(queue)
         if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
-            graft(queue, None)
             del self.ledger.queues[key]
 
     @_apply.register
@@ -140,9 +138,7 @@ class State:
         if event.uid in self.jobs:
             raise AlreadyExistsError(f"job {event.uid!r} was submitted already")
         spec = event.spec
-        if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
-            self._configure(self.projects[spec.project], spec.node_pool)
-        job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at, event.parts)
+        job = new_job(event.uid, spec, self._configured(spec.project, spec.node_pool), event.at, event.parts)
         job.movable, job.overlapping = event.movable, event.overlapping
         self.add_job(job)
 
@@ -282,11 +278,12 @@ class State:
     def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
         """Add a queue record below `parent`."""
         self.ledger.queues[_key(queue.name, queue.pool)] = queue
+        self.ledger.totals.setdefault(queue.pool, [0.0] * 3)  # `queues_of` finds it before the pool's first node
         graft(queue, parent)
 
     @_apply.register
     def _(self, event: events.UsageRecalled) -> None:
-        queue = self._queue(event.project, event.pool)
+        queue = self._configured(event.project, event.pool)
         queue.used, queue.used_until = event.gpu_seconds, event.at
 
     @_apply.register
@@ -298,6 +295,11 @@ class State:
         self.last_at = max(self.last_at, at or 0.0)
         if self.ledger.half_life_s is not None:
             usage.note(job.queue.path, self.last_at, self.ledger.half_life_s)
+
+    def _note_all_usage(self) -> None:
+        """Update the usage of all queues before a change of guarantees, or of the tree: it is of what comes after."""
+        if self.ledger.half_life_s is not None:
+            usage.note(self.ledger.queues.values(), self.last_at, self.ledger.half_life_s)
 
     def _job(self, uid: str) -> Job:
         if uid not in self.jobs:
@@ -327,17 +329,23 @@ class State:
             if job.queue in changed:
                 self._changed(job)
 
-    def _queue(self, name: str, pool: str = "") -> Queue:
+    def _configured(self, name: str, pool: str) -> Queue:
+        """Return the project's queue in the node pool, which it may use there for the first time."""
+        if name in self.projects and _key(name, pool) not in self.ledger.queues:
+            self._configure(self.projects[name], pool)
+        return self._queue(name, pool)
+
+    def _queue(self, name: str, pool: str) -> Queue:
         key = _key(name, pool)
         if key not in self.ledger.queues:
-            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, exists=False))
+            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, exists=False, used_until=self.last_at))
         return self.ledger.queues[key]
 
     def _parent(self, name: str, pool: str) -> Queue:
         """Return the queue of a department; one that does not exist yet has no limits."""
         key = _key(name, pool)
         if key not in self.ledger.queues:
-            self.add_queue(Queue(name=name, pool=pool, deserved=BOUNDLESS))
+            self.add_queue(Queue(name=name, pool=pool, exists=False, used_until=self.last_at))
             if name in self.projects:
                 self._configure(self.projects[name], pool)
         return self.ledger.queues[key]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import PoolQuota
+from kfp_gpuquota.api import PoolQuota, StopPolicy
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import InvalidFieldError
-from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Amount, Queue
+from kfp_gpuquota.scheduler.state.model import BOUNDLESS, GPU, MILLI, NOTHING, UNLIMITED, Amount, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,19 @@ def set_quota(queue: Queue, project: Project) -> None:
         queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
     queue.stop_policy = project.stop_policy
     queue.priority, queue.weights, queue.exists = project.priority, (project.over_quota_weight,) * 3, True
+
+
+def remove_quota(queue: Queue) -> None:
+    """Remove the queue's quota, and its place in the tree: it is as if it had never had one."""
+    graft(queue, None)
+    queue.priority, queue.weights, queue.stop_policy, queue.exists = 100, (1.0,) * 3, StopPolicy.NONE, False
+    _bound_missing(queue)
+
+
+def _bound_missing(queue: Queue) -> None:
+    """Set the limits of a queue without a quota: none for those below it; its own jobs do not start (quota.py)."""
+    if not queue.exists:
+        queue.deserved = queue.limit = BOUNDLESS if queue.children else NOTHING
 
 
 def _amount(gpus: float | None, cpu: float | None, memory_mib: int | None) -> Amount:
@@ -47,9 +60,11 @@ def graft(queue: Queue, parent: Queue | None) -> None:
         _add_totals(above, queue, -1)
     if queue.parent is not None:
         del queue.parent.children[queue.name]
+        _bound_missing(queue.parent)
     queue.parent = parent
     if parent is not None:
         parent.children[queue.name] = queue
+        _bound_missing(parent)
     _set_path(queue)
     for above in queue.path[1:]:
         _add_totals(above, queue, 1)

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
 
-_OF_WORKERS: Final = (scheduler.WorkerStarted, scheduler.WorkerLeaving, scheduler.WorkerGone)
+_CHANGE_USE: Final = (
+    scheduler.WorkerStarted,
+    scheduler.WorkerLeaving,
+    scheduler.WorkerGone,
+    scheduler.QuotaChanged,
+    scheduler.QuotaRemoved,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +58,9 @@ class ClusterObjects:
     def apply(self, event: scheduler.Event) -> None:
         """Apply an event to the scheduler's state, and feed it to the planner. Raises what the state raises.
 
-        Where past borrowing counts, the time comes first: pods' starts and ends have none.
+        Where past borrowing counts, the time comes first: starts and ends of pods, and changes of quotas, have none.
         """
-        if self.state.ledger.half_life_s is not None and isinstance(event, _OF_WORKERS):
+        if self.state.ledger.half_life_s is not None and isinstance(event, _CHANGE_USE):
             passed = scheduler.TimePassed(self.now())
             self.state.apply(passed)
             self.feed(passed)

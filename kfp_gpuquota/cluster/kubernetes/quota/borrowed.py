@@ -52,9 +52,10 @@ class Borrowed:
             for name, quota in self._quotas.items()
             for one in quota.status.usage
         }
-        for queue in list(self._state.ledger.queues.values()):
-            stored = self._stored.get((queue.name, queue.pool)) or OverQuotaUsage(0.0, now)
-            self._emit(scheduler.UsageRecalled(queue.name, stored.gpu_seconds, stored.at, queue.pool))
+        queues = ((queue.name, queue.pool) for queue in self._state.ledger.queues.values())
+        for name, pool in dict.fromkeys([*queues, *self._stored]):  # a team may have nothing left in a pool
+            stored = self._stored.get((name, pool)) or OverQuotaUsage(0.0, now)
+            self._emit(scheduler.UsageRecalled(name, stored.gpu_seconds, stored.at, pool))
 
     def of(self, team: str) -> tuple[OverQuotaUsage, ...]:
         """Return what is to be stored of a team, by node pool."""

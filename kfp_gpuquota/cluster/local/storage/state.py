@@ -309,7 +309,9 @@ class ClusterState(JobStore):
     # Inside
 
     def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
-        """Return the scheduler's events for a change, those of projects first."""
+        """Return the scheduler's events for a change, those of projects first: past borrowing is of what they were."""
+        if self._usage_half_life_s is not None and not change.projects.keys().isdisjoint(self.projects):
+            yield scheduler.TimePassed(self.clock())
         for name, project in change.projects.items():
             yield scheduler.QuotaRemoved(name) if project is None else scheduler.QuotaChanged(project)
         yield from super().scheduler_events(change)
