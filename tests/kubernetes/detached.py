@@ -86,6 +86,7 @@ class Detached:
 
     async def start(self) -> None:
         """All was listed."""
+        self.controller.start_claims()
         await self.controller.snapshot.start(self.controller.gangs.join)
         self.controller.profiles.start()
         self.controller.managed_jobs.start()

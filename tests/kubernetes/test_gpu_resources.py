@@ -202,9 +202,10 @@ def test_a_bad_table_is_refused_with_the_reason(world: Controlled, rows: list[di
 
 def test_the_real_scheduler_binds_mig_devices_and_they_count_as_their_slices(world: Controlled) -> None:
     team, path = team_of(world, guaranteed=1, limit=1)
-    for name in "abc":
+    for name in "ab":
         world.cluster.api.create(path, asking(name, mig=1))
     assert {world.until_bound(f"{path}/{name}")["spec"]["nodeName"] for name in "ab"} == {"mig"}
+    world.cluster.api.create(path, asking("c", mig=1))
     world.until(f"{QUOTAS}/{team}", lambda one: one.get("status", {}).get("gpus") == 0.8571)
     why = "needs 0.4286 GPUs (1 of nvidia.com/mig-3g.40gb); project"
     world.wait(lambda: why in _events(world, team))

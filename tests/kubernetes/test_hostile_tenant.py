@@ -141,7 +141,7 @@ OF_ANOTHERS = {"configMapKeyRef": {"name": "gpuquota-gpu-0123456789abcdef", "key
         (asking("volcano.sh/vgpu-number"), "volcano.sh/vgpu-number looks like a GPU"),
         (asking("aliyun.com/gpu-mem"), "aliyun.com/gpu-mem looks like a GPU"),
         (asking("amd.com/GPU"), "amd.com/GPU looks like a GPU"),
-        ({**container(), "resourceClaims": [{"name": "g", "resourceClaimName": "c"}]}, "spec.resourceClaims is not"),
+        (asking("deviceclass.resource.kubernetes.io/any"), "deviceclass.resource.kubernetes.io/any may be a GPU"),
         (variable(value="all"), "NVIDIA_VISIBLE_DEVICES gives a container GPUs that the quota does not count"),
         (variable(value="0"), "NVIDIA_VISIBLE_DEVICES gives a container GPUs"),
         (variable(valueFrom=OF_A_CONFIG_MAP), "NVIDIA_VISIBLE_DEVICES gives a container GPUs"),

@@ -9,6 +9,7 @@
 | requests GPUs, or a share of one                     | gated; annotations that only the controller may write  |
 |                                                      | are removed                                            |
 | requests what counts as GPUs (QuotaPolicy)           | gated, with an annotation of what it counts as         |
+| claims devices (spec.resourceClaims)                 | gated: the controller reads what its claims request    |
 | requests a share                                     | gated, with the annotations and variables of shares.py |
 | may borrow GPUs, and has a longer grace period than  | gated, with that grace period                          |
 | the cluster's rules allow                            |                                                        |
@@ -162,7 +163,7 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
     shared = bool(notes) and asks_for_share(notes)
     weights = tuple(row for row in rules.gpu_weights if row[0] in requested_in(pod.spec))
     hidden = tuple(device_visibility.hiding(pod.spec, rules.gpu_weights, shares=shared))
-    if not gpus and not shared and not weights:
+    if not gpus and not shared and not weights and not pod.spec.resource_claims:
         return Verdict(hidden) if hidden else _UNCHANGED
     if pod.spec.node_name:
         raise InvalidFieldError(

@@ -62,6 +62,7 @@ class PodSpec(_Narrow, frozen=True):
     ephemeral_containers: tuple[Container, ...] | None = None
     volumes: tuple[Named, ...] | None = None
     termination_grace_period_seconds: float | None = None
+    resource_claims: tuple[Named, ...] | None = None
 
 
 class Owner(_Narrow, frozen=True):

@@ -415,9 +415,9 @@ class Snapshot:
 
     def _release_foreign(self, uid: str) -> None:
         self._foreign.pop(uid, None)
-        self._non_gpu_pods.drop(uid)
-        if held := self.allocator.release(uid):
-            self._emit_node(held[0])
+        node, held = self._non_gpu_pods.drop(uid), self.allocator.release(uid)
+        if changed := held[0] if held else node:
+            self._emit_node(changed)
 
     def _adopt_foreign(self, project: str) -> None:
         """Count a team's existing pods against its new quota."""

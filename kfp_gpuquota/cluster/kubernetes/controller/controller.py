@@ -31,6 +31,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.pods import counted_view
+from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
@@ -43,11 +44,13 @@ from kfp_gpuquota.cluster.kubernetes.managed_jobs.reconciler import ManagedJobs
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
 from kfp_gpuquota.cluster.kubernetes.planner.process import InlinePlanner
+from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims, counts_differently
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
+from kfp_gpuquota.cluster.kubernetes.pods.uncounted_pods import UncountedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
@@ -179,11 +182,17 @@ class Controller:
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.managed_jobs = ManagedJobs(self._writer, self.events)
         own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules, self.managed_jobs)
-        others = watches.cluster_kinds(snapshot, self.volumes, self.limits)
+        self.devices = PublishedDevices(
+            lambda node: snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
+        )
+        self.claims = DeviceClaims(self.rules, self._claims_changed)
+        self._uncounted = UncountedPods(self.claims, self._writer, self.pods)
+        others = watches.cluster_kinds(snapshot, self.volumes, self.limits, self.devices)
+        devices = watches.device_kinds(self.claims, self.devices)
         foreign = watches.foreign_kinds(self.profiles, self.ray)
         suspended = watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running))
         namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
-        self.reflectors = [self.pods, *own, *others, *foreign, *suspended, namespaces]
+        self.reflectors = [self.pods, *own, *others, *devices, *foreign, *suspended, namespaces]
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
@@ -196,8 +205,8 @@ class Controller:
             self.unpinned,
         )
         self._limits = LimitEnforcement(cluster.emit, self.rules)
-        self.gangs = Gangs(snapshot.pods, self.put_pod, self._owner_unread, self._writer, self.rules)
-        self._waiting = WaitEvents(snapshot.plain, self.ray, self.events, self.gangs, snapshot.unseen)
+        self.gangs = Gangs(snapshot.pods, self.put_pod, self._owner_unread, self._writer, self.claims.counted_in)
+        self._waiting = WaitEvents(snapshot.plain, self.ray, self.events, self.gangs, snapshot.unseen, self.claims)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
             snapshot.pods,
@@ -262,6 +271,7 @@ class Controller:
                     log.error("%s cannot be listed: planning starts without it", reflector.path)
             else:
                 await reflector.synced.wait()
+        self.start_claims()
         await self.gangs.settled()
         await self.snapshot.start(self.gangs.join)
         for job in self.snapshot.plain.jobs:
@@ -272,6 +282,7 @@ class Controller:
         self.managed_jobs.start()
 
     def _pod_deleted(self, uid: str) -> None:
+        self.claims.drop(uid)
         self.gangs.drop(uid)
         self.unpinned.drop(uid)
         self._recovery.drop(uid)
@@ -279,6 +290,7 @@ class Controller:
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
         self.evictions.drop(uid)
+        self._claims_changed()
 
     def _pod_changed(self, pod: core_types.Pod) -> None:
         if self.reservations.see(pod):
@@ -289,7 +301,35 @@ class Controller:
             self.quarantine.put(view.subject, view.problem)
         else:
             self.quarantine.release(view.uid)
-        if (joined := self.gangs.join(view)) is not None:
+        if (claimed := self.claims.put(view)) is not None:
+            self._join(claimed)
+            self._claims_changed()
+
+    def start_claims(self) -> None:
+        """Process the pods with claims, after everything was listed."""
+        for pod in self.claims.start():
+            self._join(pod)
+
+    def _claims_changed(self) -> None:
+        """Process the pods whose claims count differently now."""
+        for pod in self.claims.outdated():
+            self._join(pod)
+
+    def _join(self, pod: PodView) -> None:
+        """Process a pod whose claims are resolved, after its owner was read."""
+        if pod.device_claims and not pod.job_uid:
+            self._uncounted.let_through(pod.uid)
+            if self.claims.unknown_reason(pod.uid):
+                self._waiting.look_soon()
+            differs = counts_differently(self.snapshot.pods.get(pod.uid), pod)
+            if differs or pod.stage is Stage.OUTSIDE:
+                self.gangs.drop(pod.uid)
+            if differs:
+                self.snapshot.drop_pod(pod.uid)
+            if pod.stage is Stage.OUTSIDE:
+                self.put_pod(pod)
+                return
+        if (joined := self.gangs.join(pod)) is not None:
             self.put_pod(joined)
 
     # As `PodOwners`
@@ -375,6 +415,7 @@ class Controller:
     # Objects
 
     def _namespace_changed(self, namespace: core_types.Namespace) -> None:
+        self.claims.put_namespace(namespace)
         self.profiles.put_namespace(namespace)
         self.default_quotas.put_namespace(namespace)
 
@@ -403,6 +444,8 @@ class Controller:
         self.snapshot.state.ledger.half_life_s = rules.usage_half_life_s
         self.reservations.memory_reserve = rules.sharing.memory_reserve
         self.gangs.forget_sizes()
+        self.devices.set_counted([name for name, _ in rules.gpu_weights])
+        self.claims.rules_changed()
         self.snapshot.rules_changed()
         self.snapshot.unseen.rules_changed()
         self.default_quotas.rules_changed()

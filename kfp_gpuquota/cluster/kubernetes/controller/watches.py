@@ -13,7 +13,14 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import PATH, SELECTOR, ManagedJob
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, paths, ray_types
+from kfp_gpuquota.cluster.kubernetes.objects import (
+    core_types,
+    custom_types,
+    device_types,
+    labels,
+    paths,
+    ray_types,
+)
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import (
     Container,
     Metadata,
@@ -32,9 +39,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
     from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
     from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
+    from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.managed_jobs.reconciler import ManagedJobs
+    from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
     from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
@@ -50,11 +59,20 @@ def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:
         metadata=msgspec.convert(_fields(given, "metadata"), Metadata),
         spec=PodSpec(
             node_name=str(spec.get("nodeName") or ""),
+            resource_claims=tuple(_claim(one) for one in _items(spec, "resourceClaims")),
             containers=tuple(Container(resources=Resources(limits=one)) for one in limits),
             init_containers=tuple(Container(resources=Resources(limits=one)) for one in inits),
         ),
         status=PodStatus(phase=str(status.get("phase") or "")),
         problem=problem,
+    )
+
+
+def _claim(given: object) -> core_types.PodClaim:
+    claim = given if isinstance(given, dict) else {}
+    return core_types.PodClaim(
+        resource_claim_name=str(claim.get("resourceClaimName") or ""),
+        resource_claim_template_name=str(claim.get("resourceClaimTemplateName") or ""),
     )
 
 
@@ -122,15 +140,46 @@ class Watches:
             self._watch(PATH, ManagedJob, managed.put_job, managed.drop_job, optional=True, selector=SELECTOR),
         ]
 
-    def cluster_kinds(self, snapshot: Snapshot, volumes: Volumes, limits: LimitRanges) -> list[Reflector[Any]]:
+    def cluster_kinds(
+        self, snapshot: Snapshot, volumes: Volumes, limits: LimitRanges, devices: PublishedDevices
+    ) -> list[Reflector[Any]]:
         """Return the watches of Kubernetes' own kinds that decide where pods can run."""
+
+        def node_changed(node: core_types.Node) -> None:
+            snapshot.put_node(devices.apply(node))
+
+        def node_deleted(uid: str) -> None:
+            devices.drop_node(uid)
+            snapshot.drop_node(uid)
+
         claims, stored = "/api/v1/persistentvolumeclaims", "/api/v1/persistentvolumes"
         return [
-            self._watch("/api/v1/nodes", core_types.Node, snapshot.put_node, snapshot.drop_node),
+            self._watch("/api/v1/nodes", core_types.Node, node_changed, node_deleted),
             self._watch(claims, core_types.PersistentVolumeClaim, volumes.put_claim, volumes.drop_claim),
             self._watch(stored, core_types.PersistentVolume, volumes.put_volume, volumes.drop_volume),
             self._watch("/api/v1/limitranges", core_types.LimitRange, limits.put, limits.drop),
         ]
+
+    def device_kinds(self, claims: DeviceClaims, devices: PublishedDevices) -> list[Reflector[Any]]:
+        """Return the watches of Dynamic Resource Allocation, which an older API server does not have."""
+
+        def class_changed(device_class: device_types.DeviceClass) -> None:
+            devices.put_class(device_class)
+            claims.put_class(device_class)
+
+        def class_deleted(uid: str) -> None:
+            devices.drop_class(uid)
+            claims.drop_class(uid)
+
+        claim, template = device_types.ResourceClaim, device_types.ResourceClaimTemplate
+        published = device_types.ResourceSlice
+        watched = (
+            (device_types.CLASSES, device_types.DeviceClass, class_changed, class_deleted),
+            (device_types.SLICES, published, devices.put_slice, devices.drop_slice),
+            (device_types.CLAIMS, claim, claims.put_claim, claims.drop_claim),
+            (device_types.TEMPLATES, template, claims.put_template, claims.drop_template),
+        )
+        return [self._watch(*one, optional=True) for one in watched]
 
     def foreign_kinds(self, profiles: Profiles, ray: RayUnits) -> list[Reflector[Any]]:
         """Return the watches of other projects' kinds, which need not be installed."""

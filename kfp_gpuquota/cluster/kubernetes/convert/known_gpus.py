@@ -8,6 +8,7 @@
 | gpu.intel.com/i915, /xe   | 1                                          | gpu.intel.com/product                |
 | habana.ai/gaudi           | 1                                          |                                      |
 | google.com/tpu            | 1                                          | cloud.google.com/gke-tpu-accelerator |
+| DeviceClass *.nvidia.com  | 1                                          | nvidia.com/gpu.product               |
 | any other                 | 1                                          |                                      |
 
 These are defaults of rows of the QuotaPolicy's table: only resources that it lists are counted. How many slices share
@@ -21,6 +22,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.device_types import CLASS_PREFIX
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
@@ -37,6 +39,7 @@ _TYPE_LABELS: Final = {
 }
 _NVIDIA_TYPE: Final = f"{labels.VENDOR}/gpu.product"
 _MIG: Final = re.compile(MIG_PATTERN, re.ASCII)
+_NVIDIA_CLASS: Final = re.compile(rf"{re.escape(CLASS_PREFIX)}[a-z0-9.-]*[.]nvidia[.]com$", re.ASCII)
 _FIRST_DIGIT: Final = len("nvidia.com/mig-")
 
 
@@ -51,4 +54,5 @@ def type_label(row: GpuResource) -> str:
     """Return the label of nodes whose value is the type of the resource's GPUs; "" if none is known."""
     if row.type_label is not None:
         return row.type_label
-    return _NVIDIA_TYPE if row.name.startswith(f"{labels.VENDOR}/") else _TYPE_LABELS.get(row.name, "")
+    nvidia = row.name.startswith(f"{labels.VENDOR}/") or _NVIDIA_CLASS.match(row.name)
+    return _NVIDIA_TYPE if nvidia else _TYPE_LABELS.get(row.name, "")

@@ -33,11 +33,11 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
-    Reader = Callable[[msgspec.Raw, msgspec.Raw, Collection[str]], "GangSize"]
+    Reader = Callable[[msgspec.Raw, msgspec.Raw, Container[str]], "GangSize"]
 
 JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
@@ -130,7 +130,7 @@ def _named_owner(pod: Pod) -> Owner | None:
     return Owner(owner.api_version, owner.kind, namespace, owner.name)
 
 
-def gang_size(owner: Owner, answer: bytes, counted: Collection[str] = ()) -> GangSize:
+def gang_size(owner: Owner, answer: bytes, counted: Container[str] = ()) -> GangSize:
     """Return the gang size that the owner's object specifies; ALONE if it cannot be decoded.
 
     `counted` are the names of the other resources that count as GPUs.
@@ -165,7 +165,7 @@ class _Template(Struct, frozen=True):
         """Return the GPUs of each of the template's pods."""
         return gpus_of(self.spec)
 
-    def counts(self, counted: Collection[str]) -> bool:
+    def counts(self, counted: Container[str]) -> bool:
         """Return whether the template's pods request GPUs, or a resource that counts as GPUs."""
         return self.gpus > 0 or requests_any(self.spec, counted)
 
@@ -279,7 +279,7 @@ class _NativePodGroup(Struct, frozen=True):
     scheduling_policy: _GroupPolicy = _GroupPolicy()
 
 
-def _job(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
+def _job(spec: msgspec.Raw, status: msgspec.Raw, counted: Container[str]) -> GangSize:
     job, done = msgspec.json.decode(spec, type=_Job), msgspec.json.decode(status, type=_JobStatus)
     left = job.at_once
     if job.completions is not None:
@@ -295,7 +295,7 @@ def _indexes(ranges: str) -> int:
     return sum(int(last or first) - int(first) + 1 for first, _, last in bounds)
 
 
-def _job_set(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
+def _job_set(spec: msgspec.Raw, status: msgspec.Raw, counted: Container[str]) -> GangSize:
     found = msgspec.json.decode(spec, type=_JobSet)
     states = {one.name: one for one in msgspec.json.decode(status, type=_JobSetStatus).replicated_jobs_status}
     in_order = found.startup_policy is not None and found.startup_policy.startup_policy_order == "InOrder"
@@ -322,7 +322,7 @@ def _is_met(need: _DependsOn, jobs: Mapping[str, _Replicated], states: Mapping[s
     return need.name not in jobs or there >= jobs[need.name].replicas
 
 
-def _training_job(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
+def _training_job(spec: msgspec.Raw, status: msgspec.Raw, counted: Container[str]) -> GangSize:
     """Return the gang size of a training job; kinds differ in a field's name (pytorchReplicaSpecs, mpiReplicaSpecs)."""
     fields = msgspec.json.decode(spec, type=dict[str, msgspec.Raw])
     policy = msgspec.json.decode(fields.get("runPolicy", msgspec.Raw(b"{}")), type=_RunPolicy).scheduling_policy
@@ -342,7 +342,7 @@ def _training_job(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[st
     return _all(size if least is None else min(size, least), tuple(rest))
 
 
-def _ray_cluster(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collection[str]) -> GangSize:
+def _ray_cluster(spec: msgspec.Raw, _status: msgspec.Raw, counted: Container[str]) -> GangSize:
     cluster = msgspec.json.decode(spec, type=_RayCluster)
     scaled = cluster.enable_in_tree_autoscaling
     workers = sum(
@@ -353,7 +353,7 @@ def _ray_cluster(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collection[st
     return _all(workers + cluster.head_group_spec.template.counts(counted))
 
 
-def _leader_worker_set(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collection[str]) -> GangSize:
+def _leader_worker_set(spec: msgspec.Raw, _status: msgspec.Raw, counted: Container[str]) -> GangSize:
     """Return the gang size of one replica; with startup policy LeaderReady its workers come after its leader."""
     found = msgspec.json.decode(spec, type=_LeaderWorkerSet)
     group = found.leader_worker_template
@@ -364,12 +364,12 @@ def _leader_worker_set(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collect
     return _all(leader.counts(counted) + workers)
 
 
-def _replicas(spec: msgspec.Raw, _status: msgspec.Raw, counted: Collection[str]) -> GangSize:
+def _replicas(spec: msgspec.Raw, _status: msgspec.Raw, counted: Container[str]) -> GangSize:
     found = msgspec.json.decode(spec, type=_Replicas)
     return GangSize(1, max(1, _count(found.replicas)) if found.template.counts(counted) else 1)
 
 
-def _stateful_set(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[str]) -> GangSize:
+def _stateful_set(spec: msgspec.Raw, status: msgspec.Raw, counted: Container[str]) -> GangSize:
     found = msgspec.json.decode(spec, type=_Replicas)
     replicas = _count(found.replicas)
     if found.pod_management_policy == "Parallel" or not found.template.counts(counted) or replicas <= 1:
@@ -377,11 +377,11 @@ def _stateful_set(spec: msgspec.Raw, status: msgspec.Raw, counted: Collection[st
     return GangSize(1, 1, (Rest(replicas - 1, found.template.gpus),))
 
 
-def _pod_group(spec: msgspec.Raw, _status: msgspec.Raw, _counted: Collection[str]) -> GangSize:
+def _pod_group(spec: msgspec.Raw, _status: msgspec.Raw, _counted: Container[str]) -> GangSize:
     return _all(msgspec.json.decode(spec, type=_PodGroup).min_member)
 
 
-def _native_pod_group(spec: msgspec.Raw, _status: msgspec.Raw, _counted: Collection[str]) -> GangSize:
+def _native_pod_group(spec: msgspec.Raw, _status: msgspec.Raw, _counted: Container[str]) -> GangSize:
     return _all(msgspec.json.decode(spec, type=_NativePodGroup).scheduling_policy.gang.min_count)
 
 

@@ -7,7 +7,7 @@ a controller that starts later sees what one that admitted the pod saw.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,13 @@ class Stage(IntEnum):
     ENDED = 4  # has succeeded or failed
 
 
+class DeviceClaim(NamedTuple):
+    """A claim of a pod for devices (DRA): by name, by the template that one is made of, or by both when it exists."""
+
+    claim: str
+    template: str
+
+
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The tracked state of a pod. Times are in seconds since 1970."""
 
@@ -49,6 +56,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     share: tuple[tuple[str, Any], ...] = ()  # of each device, as fields of a JobSpec
     needs: ResourceRequests = ResourceRequests()  # CPU, memory and other resources
     gpu_weights: Amounts = ()  # those of its `needs` that count as GPUs, as annotated when it was created
+    device_claims: tuple[DeviceClaim, ...] = ()  # whose devices device_claims.py adds to its `needs`
     kind: Kind = Kind.TRAIN
     priority: int | None = None
     preemptible: bool | None = None

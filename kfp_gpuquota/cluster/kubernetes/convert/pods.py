@@ -42,7 +42,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
     trouble_of,
     unhealthy_gpu,
 )
-from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import DeviceClaim, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
     NOTHING,
@@ -79,7 +79,7 @@ def counted_view(pod: Pod) -> PodView:
         return _plain_view(pod, pod.problem)
     try:
         view = pod_view(pod)
-        if view.counted and not view.job_uid:
+        if (view.counted or view.device_claims) and not view.job_uid:
             pod_job(view)  # checks that it can be converted for the scheduler
     except GpuQuotaError as error:
         return _plain_view(pod, error.message)
@@ -101,14 +101,17 @@ def _plain_view(pod: Pod, problem: str) -> PodView:
     node = spec.node_name or ("" if gate_of(pod) else sent_to(pod))
     stage = _stage(pod, node, None)
     needs, weights = (NOTHING, ()) if gpus or owner is not None else _plain_needs(pod)
+    device_claims = device_claims_of(pod)
+    counted = gpus or weights or owner is not None or device_claims
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
         name=meta.name,
-        stage=Stage.OUTSIDE if stage is not Stage.ENDED and not gpus and not weights and owner is None else stage,
+        stage=stage if counted or stage is Stage.ENDED else Stage.OUTSIDE,
         gpus=gpus,
         gpu_weights=weights,
         needs=needs,
+        device_claims=device_claims,
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
         node=intern(node),
         bound=bool(spec.node_name),
@@ -159,13 +162,14 @@ def pod_view(pod: Pod) -> PodView:
         gpus = min(annotated.count(",") + 1, MAX_DEVICES)  # a worker that shares GPUs requests none of them
     needs = resource_requests_of(spec)
     weights = () if gpus or elastic else _gpu_weights(pod, needs, gate)
-    if not gpus and not weights:
+    device_claims = device_claims_of(pod)
+    if not gpus and not weights and not device_claims:
         return _non_gpu_view(pod)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
         name=meta.name,
-        stage=_stage(pod, node, gate if gpus or weights else None),
+        stage=_stage(pod, node, gate),
         gpus=gpus,
         gpu_weights=weights,
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
@@ -188,6 +192,7 @@ def pod_view(pod: Pod) -> PodView:
         constraints=own_constraints(pod, gate),
         claims=claims_of(spec),
         needs=needs,
+        device_claims=device_claims,
         owner=None if elastic else owner_of(pod),
         requested=requested,
         grace_s=int(spec.termination_grace_period_seconds),
@@ -353,6 +358,15 @@ def _unnamed(
         node_pool=pool,
         **needs.constraints(),
         **constraints.constraints(),
+    )
+
+
+def device_claims_of(pod: Pod) -> tuple[DeviceClaim, ...]:
+    """Return the pod's claims for devices; the name of a claim that is made for the pod is in its status."""
+    made = {one.name: one.resource_claim_name for one in pod.status.resource_claim_statuses}
+    return tuple(
+        DeviceClaim(one.resource_claim_name or made.get(one.name, ""), one.resource_claim_template_name)
+        for one in pod.spec.resource_claims
     )
 
 

@@ -26,12 +26,8 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *,
     """Return the patch that admits a gated pod to `node`: it removes the gate, pins the node and annotates the devices.
 
     If not `pinned`, the pod only prefers the node, and kube-scheduler may bind it to another one, of the same pool.
-
-    It tests the uid and the gate first: the second of two such patches fails and changes nothing, and so does a patch
-    that arrives when another pod has the name.
     """
     assert pod.gate is not None, "only a gated pod is admitted"
-    gate = f"/spec/schedulingGates/{pod.gate.index}"
     notes = {labels.DEVICES: ",".join(map(str, devices)), labels.REASON: reason}
     pool = pool_of(node)
     if pool:
@@ -41,12 +37,26 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *,
     placed = [] if pool else _pinned(pod.gate, node) if pinned else _preferred(pod.gate, node)
     selected = pool or ("" if pinned else pod.pool)
     operations = [
-        _operation("test", "/metadata/uid", pod.uid),
-        _operation("test", f"{gate}/name", labels.QUOTA_GATE),
-        _operation("remove", gate),
         *placed,
         *(_selecting(pod.gate, selected) if selected else () if pinned else _outside_pools(pod.gate)),
         *_annotated(pod.gate, notes),
+    ]
+    removal = gate_removal(pod)
+    return msgspec.structs.replace(removal, body=[*removal.body, *operations])
+
+
+def gate_removal(pod: PodView) -> Write:
+    """Return the patch that removes the gate, and nothing else.
+
+    It tests the uid and the gate first: the second of two such patches fails and changes nothing, and so does a patch
+    that arrives when another pod has the name.
+    """
+    assert pod.gate is not None, "only a gated pod is let through"
+    gate = f"/spec/schedulingGates/{pod.gate.index}"
+    operations = [
+        _operation("test", "/metadata/uid", pod.uid),
+        _operation("test", f"{gate}/name", labels.QUOTA_GATE),
+        _operation("remove", gate),
     ]
     return Write(
         verb="PATCH",

@@ -18,14 +18,17 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from kfp_gpuquota.api.resources import Resources
-    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, PodSpec
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container as PodContainer
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
 
 MILLI: Final = 1000
 MAX_WEIGHT: Final = 64  # GPUs that one unit of another resource may count as
 MAX_DEVICES: Final = 4096  # of one pod or node: more than any machine has, also in slices
+CLAIM_TEMPLATE: Final = "ResourceClaimTemplate "
+"""Before the name of a template whose devices count: no resource's name has a space."""
 _LONGEST: Final = 18  # digits: a number that a label or an annotation may hold
 
 
@@ -111,10 +114,12 @@ def weights_in(text: str) -> Resources:
     return weights
 
 
-def requests_any(spec: PodSpec, names: Collection[str]) -> bool:
-    """Return whether the pod requests any of these resources."""
+def requests_any(spec: PodSpec, names: Container[str]) -> bool:
+    """Return whether the pod requests any of these resources, or claims devices by any of these templates."""
     given = (resources for one in _containers(spec) for resources in (one.resources.limits, one.resources.requests))
-    return any(str(amount) != "0" for resources in given for name, amount in resources.items() if name in names)
+    if any(str(amount) != "0" for resources in given for name, amount in resources.items() if name in names):
+        return True
+    return any(f"{CLAIM_TEMPLATE}{one.resource_claim_template_name}" in names for one in spec.resource_claims)
 
 
 @lru_cache(4096)
@@ -133,7 +138,7 @@ def bounded_number(text: str, largest: int = MAX_COUNT) -> int | None:
     return number if (number := int(text)) <= largest else None
 
 
-def total(spec: PodSpec, amount: Callable[[Container], int]) -> int:
+def total(spec: PodSpec, amount: Callable[[PodContainer], int]) -> int:
     """Return the maximum amount that the pod's containers use at the same time."""
     sidecars = largest = 0
     for container in spec.init_containers:
@@ -145,7 +150,7 @@ def total(spec: PodSpec, amount: Callable[[Container], int]) -> int:
     return max(sidecars + sum(map(amount, spec.containers)), largest)
 
 
-def _containers(spec: PodSpec) -> tuple[Container, ...]:
+def _containers(spec: PodSpec) -> tuple[PodContainer, ...]:
     return (*spec.containers, *spec.init_containers)
 
 

@@ -5,7 +5,7 @@
 | required pod affinity or anti-affinity, topology spread with DoNotSchedule | depends on all pods of a domain |
 | a claim that is not bound | its volume is created where kube-scheduler places the pod |
 | a CSI volume, ReadWriteOncePod, attached disks, a volume with a zone | nodes limit them, or one pod excludes another |
-| resource claims (DRA) | devices are allocated by kube-scheduler |
+| resource claims (DRA) | devices are allocated by kube-scheduler, by more than their class |
 | another scheduler | its rules are its own |
 
 All else that excludes a node is planned: node selector and affinity, taints, bound volumes' nodes, and all amounts

@@ -246,6 +246,14 @@ class SchedulingGroup(Struct, frozen=True):
     pod_group_name: str = ""
 
 
+class PodClaim(Struct, frozen=True):
+    """A reference of a pod to a ResourceClaim, or to the template of one that is made for it."""
+
+    name: str = ""
+    resource_claim_name: str = ""
+    resource_claim_template_name: str = ""
+
+
 class PodSpec(Struct, frozen=True):
     """The specification of a pod."""
 
@@ -261,7 +269,7 @@ class PodSpec(Struct, frozen=True):
     volumes: tuple[PodVolume, ...] = ()
     resources: Resources = Resources()
     topology_spread_constraints: tuple[SpreadConstraint, ...] = ()
-    resource_claims: tuple[Present, ...] = ()
+    resource_claims: tuple[PodClaim, ...] = ()
     scheduler_name: str = ""
     scheduling_group: SchedulingGroup | None = None
 
@@ -321,6 +329,7 @@ class PodStatus(Struct, frozen=True):
     conditions: tuple[Condition, ...] = ()
     container_statuses: tuple[ContainerStatus, ...] = ()
     init_container_statuses: tuple[ContainerStatus, ...] = ()
+    resource_claim_statuses: tuple[PodClaim, ...] = ()  # with the names of the claims that were made for it
 
 
 class Pod(Struct, frozen=True):

@@ -13,6 +13,8 @@ GPU_RESOURCE: Final = f"{VENDOR}/gpu"
 GPU_MEMORY: Final = f"{VENDOR}/gpu.memory"
 
 MANAGED: Final = f"{GROUP}/managed"
+ALLOWS_CLAIMS: Final = f"{GROUP}/allow-resource-claims"
+"""On a namespace: its pods may claim devices of DeviceClasses that the quota does not count."""
 QUOTA_GATE: Final = f"{GROUP}/quota"
 KIND: Final = f"{GROUP}/kind"
 PRIORITY: Final = f"{GROUP}/priority"

@@ -28,11 +28,10 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, NATIVE_VERSION
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 CACHED_S: Final = 30.0
 RETRY_S: Final = 5.0
@@ -45,7 +44,8 @@ log = logging.getLogger(__name__)
 class Gangs:
     """Gang sizes by owner. `pods` are all tracked pods by uid.
 
-    `put` receives pods after their owner was read; `unread` is called when an owner could not be.
+    `put` receives pods after their owner was read; `unread` is called when an owner could not be. `counted(namespace)`
+    has the names of the resources, and of the claim templates, that count as GPUs there.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Gangs:
         put: Callable[[PodView], None],
         unread: Callable[[], None],
         writer: Writer,
-        rules: CurrentRules,
+        counted: Callable[[str], Container[str]],
     ) -> None:
-        self._pods, self._put, self._unread, self._writer, self._rules = pods, put, unread, writer, rules
+        self._pods, self._put, self._unread, self._writer, self._counted = pods, put, unread, writer, counted
         self._sizes: dict[Owner, tuple[GangSize, float]] = {}
         self._waiting: dict[Owner, dict[str, PodView]] = {}
         self._joined: dict[Owner, set[str]] = {}  # uids of pods whose group depends on the owner
@@ -162,8 +162,7 @@ class Gangs:
     def _answered(self, owner: Owner, version: str, answer: bytes) -> None:
         if owner.is_native:
             self._native_versions = (version, *(one for one in NATIVE_VERSIONS if one != version))
-        counted = {name for name, _ in self._rules.rules.gpu_weights}
-        self._settle(owner, gang_size(owner, answer, counted))
+        self._settle(owner, gang_size(owner, answer, self._counted(owner.namespace)))
 
     def _failed(self, owner: Owner, other_versions: tuple[str, ...], error: Exception) -> None:
         """Plan the pods one by one if the API server refuses to show the owner; retry if it was unavailable."""

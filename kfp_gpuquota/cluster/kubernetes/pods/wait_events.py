@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
+    from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.unseen_pods import UnseenPods
 
@@ -53,9 +54,16 @@ class WaitEvents:
     """Waiting pods and their last events. `owners` is asked for those of incomplete groups and for unknown ones."""
 
     def __init__(
-        self, pods: PlainPods, ray: RayUnits, recorder: Recorder, owners: GroupOwners, unseen: UnseenPods
+        self,
+        pods: PlainPods,
+        ray: RayUnits,
+        recorder: Recorder,
+        owners: GroupOwners,
+        unseen: UnseenPods,
+        claims: DeviceClaims,
     ) -> None:
         self._pods, self._ray, self._recorder, self._owners, self._unseen = pods, ray, recorder, owners, unseen
+        self._claims = claims
         self._reasons: Mapping[str, Reason] = {}
         self._reported: dict[str, Reported] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -63,7 +71,7 @@ class WaitEvents:
     def note(self, reasons: Mapping[str, Reason]) -> None:
         """Update the reasons why jobs wait, from the newest plan."""
         self._reasons = reasons
-        if reasons or any(self._pods.incomplete()) or any(self._owners.unknown()):
+        if reasons or any(self._pods.incomplete()) or any(self._unplanned()):
             self.look_soon()
 
     def look_soon(self) -> None:
@@ -104,8 +112,13 @@ class WaitEvents:
                 f"{len(views)} of the {size} pods of group {first.group} exist; they start together",
             )
 
-        yield from ((pod, "unknown-owner", why) for pod, why in self._owners.unknown())
+        yield from self._unplanned()
         yield from ((pod, "unseen", why) for pod, why in self._unseen.waiting())
+
+    def _unplanned(self) -> Iterator[tuple[PodView, str, str]]:
+        """Yield pods that are in no plan, since what they need is unknown."""
+        yield from ((pod, "unknown-owner", why) for pod, why in self._owners.unknown())
+        yield from ((pod, "unknown-claim", why) for pod, why in self._claims.unknown())
 
     def _is_due(self, uid: str, code: str, message: str, now: float) -> bool:
         last = self._reported.get(uid)

@@ -15,7 +15,7 @@
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
 | isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
 | gpuResources | resources besides nvidia.com/gpu that count as GPUs, each with the number of GPUs that one counts as | known_gpus.py |
-| otherResources | resources that look like GPUs and are none; only the API server's policies read it | |
+| otherResources | resources that look like GPUs and are none, and those of DeviceClasses without GPUs | |
 | recreatingOwners | added to, or with a leading '-' removed from, the kinds of owners that recreate a deleted pod | |
 
 An invalid policy leaves the previous one in effect. Rejected: flags of the controller, which the API server's own
@@ -132,6 +132,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     reserve_after_s: float = RESERVE_AFTER_S
     usage_half_life_s: float | None = None
     gpu_weights: Resources = ()
+    other_resources: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         check_range("reserveAfterSeconds", self.reserve_after_s, 0, MAX_SECONDS, "s")
@@ -199,6 +200,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             reserve_after_s=spec.reserve_after_seconds,
             usage_half_life_s=spec.usage_half_life_seconds,
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
+            other_resources=frozenset(spec.other_resources or ()),
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None

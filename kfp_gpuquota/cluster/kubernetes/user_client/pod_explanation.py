@@ -34,7 +34,8 @@ def explained(calls: Calls, namespace: str, name: str) -> tuple[str, ...]:
 
 
 def _state(view: PodView) -> str:
-    gpus = show_gpus(_gpus(view))
+    claims = bool(view.device_claims) and not view.counted
+    gpus = "the devices that it claims" if claims else show_gpus(_gpus(view))
     match view.stage:
         case Stage.WAITING:
             return f"waits for {gpus}"

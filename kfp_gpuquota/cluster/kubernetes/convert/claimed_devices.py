@@ -1,0 +1,146 @@
+"""Reads which devices a claim requests, and which devices a DeviceClass selects (resource.k8s.io). Pure.
+
+A DeviceClass selects devices by CEL. Only conjunctions of equalities are evaluated, which the drivers' own classes are:
+
+    device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == "gpu"
+
+Any other condition is left to kube-scheduler: the plan then assumes that all devices that the other conditions select
+are of the class. That never affects the quota, which counts requests. Rejected: a CEL interpreter, as a dependency of
+the controller for a part of the plan that kube-scheduler checks again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
+        AllocatedDevice,
+        DeviceClass,
+        DeviceRequest,
+        ExactRequest,
+        ResourceClaimSpec,
+        SlicedDevice,
+    )
+
+EXACT_COUNT: Final = "ExactCount"
+LONGEST_EXPRESSION: Final = 10 << 10  # the API server's own limit
+_TEXT: Final = r"""(?:"(?P<{0}>[^"'\\]*)"|'(?P<{0}_>[^"'\\]*)')"""
+_VALUE: Final = rf"(?:{_TEXT.format('text')}|(?P<flag>true|false)|(?P<number>[0-9]{{1,18}}))"
+_DRIVER: Final = re.compile(rf"device\.driver\s*==\s*{_TEXT.format('text')}", re.ASCII)
+_ATTRIBUTE: Final = re.compile(
+    rf"device\.attributes\[{_TEXT.format('domain')}\]\.(?P<name>\w+)\s*==\s*{_VALUE}", re.ASCII
+)
+_HARD: Final = frozenset({"NoSchedule", "NoExecute"})
+
+
+class ClaimedDevices(NamedTuple):
+    """The number of devices that a claim requests by DeviceClass, and why those of some classes cannot be counted."""
+
+    amounts: tuple[tuple[str, int], ...] = ()
+    uncountable: tuple[tuple[str, str], ...] = ()
+
+
+def claimed_devices(spec: ResourceClaimSpec, allocated: Collection[AllocatedDevice] = ()) -> ClaimedDevices:
+    """Return what the claim requests, or once it is allocated, what it has."""
+    amounts: dict[str, int] = {}
+    uncountable: dict[str, str] = {}
+    for request in spec.devices.requests:
+        if (exact := request.exactly) is not None:
+            name = exact.device_class_name
+            amounts[name] = min(MAX_DEVICES, amounts.get(name, 0) + max(0, exact.count))
+            if why := _why_uncountable(exact):
+                uncountable[name] = f"its request {request.name} {why}"
+        else:
+            uncountable.update(_alternatives(request))
+    if allocated:
+        classes = dict(_classes(spec))
+        amounts = dict(Counter(classes.get(one.request, "") for one in allocated if not one.admin_access))
+    return ClaimedDevices(tuple(sorted(amounts.items())), tuple(sorted(uncountable.items())))
+
+
+def _classes(spec: ResourceClaimSpec) -> Iterator[tuple[str, str]]:
+    """Yield the DeviceClass of each request, by the name that an allocated device has for it."""
+    for request in spec.devices.requests:
+        if request.exactly is not None:
+            yield request.name, request.exactly.device_class_name
+        for one in request.first_available:
+            yield f"{request.name}/{one.name}", one.device_class_name
+
+
+def _why_uncountable(exact: ExactRequest) -> str:
+    if exact.admin_access:
+        return "has adminAccess, which is for pods outside of the quota"
+    if exact.allocation_mode not in {"", EXACT_COUNT}:
+        return f"has allocationMode {exact.allocation_mode}; write how many devices it needs (count)"
+    return ""
+
+
+def _alternatives(request: DeviceRequest) -> Iterator[tuple[str, str]]:
+    why = f"its request {request.name} has alternatives (firstAvailable); write exactly one of them"
+    return ((one.device_class_name, why) for one in request.first_available)
+
+
+class Selected(NamedTuple):
+    """What the understood conditions of a class require of a device; `approximate`: there are others.
+
+    `attributes` are (domain, name, value). Without a `driver` and with other conditions no device is selected.
+    """
+
+    driver: str = ""
+    attributes: tuple[tuple[str, str, str | bool | int], ...] = ()
+    approximate: bool = False
+
+
+def selected_by(device_class: DeviceClass) -> Selected:
+    """Return the conditions of the class."""
+    driver, attributes, approximate = "", [], False
+    for selector in device_class.spec.selectors:
+        for condition in _conditions(selector.cel.expression if selector.cel is not None else ""):
+            if (found := _DRIVER.fullmatch(condition)) is not None and driver in {"", _text(found, "text")}:
+                driver = _text(found, "text")
+            elif (found := _ATTRIBUTE.fullmatch(condition)) is not None:
+                attributes.append((_text(found, "domain"), found["name"], _value(found)))
+            else:
+                approximate = True
+    return Selected(driver, tuple(attributes), approximate)
+
+
+def _conditions(expression: str) -> list[str]:
+    """Return the parts of a conjunction; of any other expression the whole of it, which is no condition above."""
+    if len(expression) > LONGEST_EXPRESSION or "||" in expression or "?" in expression:
+        return [""]
+    return [part.strip() for part in expression.split("&&")]
+
+
+def _text(found: re.Match[str], group: str) -> str:
+    return found[group] if found[group] is not None else found[f"{group}_"]
+
+
+def _value(found: re.Match[str]) -> str | bool | int:
+    if found["flag"] is not None:
+        return found["flag"] == "true"
+    return int(found["number"]) if found["number"] is not None else _text(found, "text")
+
+
+def selects(conditions: Selected, driver: str, device: SlicedDevice) -> bool:
+    """Return whether a driver's device is of the class, as far as its conditions are understood."""
+    if conditions.approximate and not conditions.driver:
+        return False
+    if conditions.driver not in {"", driver} or any(taint.effect in _HARD for taint in device.taints):
+        return False
+    return all(_attribute(device, driver, domain, name) == value for domain, name, value in conditions.attributes)
+
+
+def _attribute(device: SlicedDevice, driver: str, domain: str, name: str) -> Any:
+    """Return the value of an attribute; one without a domain is in that of its driver."""
+    given = device.attributes.get(f"{domain}/{name}")
+    if given is None and domain == driver:
+        given = device.attributes.get(name)
+    return next(iter((given or {}).values()), None)

@@ -1,0 +1,394 @@
+"""Counts the devices that pods claim (Dynamic Resource Allocation) as GPUs, as QuotaPolicy lists them.
+
+| the pod's claim                                             | the pod                                            |
+|-------------------------------------------------------------|----------------------------------------------------|
+| or its template does not exist yet                          | waits, with that reason, and holds nothing         |
+| requests a class of `gpuResources`                          | counts its devices, and waits for its turn         |
+| requests a class of `otherResources`, or an unlisted one in | counts nothing for it                              |
+| a namespace with a label that allows it                     |                                                    |
+| requests any other class, or devices without a number       | waits, with the reason                             |
+| is shared, and another pod counts its devices               | counts nothing for it, once that pod has started   |
+
+A pod without anything that counts is let through: its gate is removed, and kube-scheduler alone places it.
+
+Invariants. A pod's view is a function of the objects: the pod, its claims and their templates, the classes, the table.
+A claim's devices count as long as a pod that uses it exists, and once: if the pod that counts them ends before another
+that shares them, the other one counts them from then on. What a running pod's claims request is counted even if a
+claim was exchanged after the pod's admission: the specification of a claim is immutable, but its name is not.
+
+Rejected: to read claims when a pod is created, as owners of groups are. Their names can be reused, and a claim outlives
+pods, so what is counted would depend on when it was read. Rejected: to let unlisted classes through. Any class may
+select GPUs, and an administrator who has not heard of it has not decided that it is free.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from kfp_gpuquota.api.resources import WHOLE_GPU
+from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import ClaimedDevices, claimed_devices
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import CLAIM_TEMPLATE
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.device_types import CLASS_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kfp_gpuquota.api.resources import Resources as Amounts
+    from kfp_gpuquota.cluster.kubernetes.convert.pod_view import DeviceClaim, PodView
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Namespace
+    from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
+        DeviceClass,
+        ResourceClaim,
+        ResourceClaimTemplate,
+    )
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
+
+V = TypeVar("V")
+Key = tuple[str, str]  # namespace and name
+
+
+class Resolved(NamedTuple):
+    """What a pod's claims request of resources that count, the GPUs that one of each counts as, or why it waits."""
+
+    amounts: Amounts = ()
+    weights: Amounts = ()
+    waits: str = ""
+    missing: bool = False  # a claim or its template does not exist
+
+
+class CountedNames:
+    """A container of the names of resources that count, and of templates whose devices do, after CLAIM_TEMPLATE."""
+
+    def __init__(self, counts: Callable[[str], bool]) -> None:
+        self._counts = counts
+
+    def __contains__(self, name: object) -> bool:
+        return self._counts(str(name))
+
+
+class Named(dict[Key, V]):
+    """Values of objects by namespace and name; a deletion is of the object with that uid, not of its successor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: dict[str, Key] = {}
+        self._uids: dict[Key, str] = {}
+
+    def put(self, meta: Metadata, value: V) -> Key | None:
+        """Add or update an object; return its key if its value has changed."""
+        key = meta.namespace, meta.name
+        changed = self.get(key) != value
+        self[key], self._keys[meta.uid], self._uids[key] = value, key, meta.uid
+        return key if changed else None
+
+    def remove(self, uid: str) -> Key | None:
+        """Remove a deleted object; return its key if it is no longer there."""
+        key = self._keys.pop(uid, None)
+        if key is None or self._uids.get(key) != uid:
+            return None
+        del self._uids[key]
+        del self[key]
+        return key
+
+
+class DeviceClaims:
+    """All pods with claims, by uid, and what they claim. `changed()` is called when pods are `outdated`.
+
+    Before `start` pods are only collected: no gate is removed by a part of the objects.
+    """
+
+    def __init__(self, rules: CurrentRules, changed: Callable[[], None]) -> None:
+        self._rules, self._changed, self._started = rules, changed, False
+        self._pods: dict[str, PodView] = {}  # as their objects have them
+        self._resolved: dict[str, PodView] = {}
+        self._waits: dict[str, str] = {}  # why a pod cannot be planned
+        self._claims: Named[ClaimedDevices] = Named()
+        self._templates: Named[ClaimedDevices] = Named()
+        self._extended: Named[str] = Named()  # of classes, the extended resource
+        self._unrestricted: set[str] = set()  # namespaces whose claims of unlisted classes are allowed
+        self._users: dict[Key, dict[str, None]] = {}  # uids of pods by each claim and template that they name
+        self._counting: dict[Key, str] = {}  # uid of the pod that counts a claim
+        self._outdated: dict[str, None] = {}
+
+    # Pods
+
+    def put(self, pod: PodView) -> PodView | None:
+        """Return the pod with its claimed devices; None before `start`."""
+        if not pod.device_claims or pod.job_uid:
+            return pod
+        before = self._pods.get(pod.uid)
+        self._pods[pod.uid] = pod
+        if before is None or before.device_claims != pod.device_claims:
+            self._use(pod, before)
+        if before is None or _rank(before) != _rank(pod) or before.device_claims != pod.device_claims:
+            for key in _claim_keys(pod):
+                self._recount(key, pod)
+        if not self._started:
+            return None
+        self._outdated.pop(pod.uid, None)
+        return self._resolve(pod)
+
+    def drop(self, uid: str) -> None:
+        """Remove a deleted pod."""
+        pod = self._pods.pop(uid, None)
+        if pod is None:
+            return
+        self._resolved.pop(uid, None)
+        self._waits.pop(uid, None)
+        self._outdated.pop(uid, None)
+        self._leave(pod)
+
+    def start(self) -> list[PodView]:
+        """Return all pods with their claimed devices, after all objects were listed."""
+        self._started = True
+        self._outdated.clear()
+        return [self._resolve(pod) for pod in list(self._pods.values())]
+
+    def outdated(self) -> Iterator[PodView]:
+        """Yield the pods whose claims count differently, or wait for something else, since they were returned last."""
+        while self._started and self._outdated:
+            uid = next(iter(self._outdated))
+            del self._outdated[uid]
+            before = self._resolved.get(uid), self._waits.get(uid)
+            if (pod := self._pods.get(uid)) is not None:
+                after = self._resolve(pod)
+                if (after, self._waits.get(uid)) != before:
+                    yield after
+
+    def unknown(self) -> Iterator[tuple[PodView, str]]:
+        """Yield the pods whose claims cannot be planned, and why."""
+        for uid, why in self._waits.items():
+            if self._pods[uid].stage is Stage.WAITING:
+                yield self._pods[uid], why
+
+    def unknown_reason(self, uid: str) -> str:
+        """Return why the pod cannot be planned; "" if it can."""
+        return self._waits.get(uid, "")
+
+    def uncounted(self, uid: str) -> PodView | None:
+        """Return the pod if it is gated, and its claims and containers request nothing that counts."""
+        pod, resolved = self._pods.get(uid), self._resolved.get(uid)
+        if pod is None or resolved is None or uid in self._waits or resolved.counted:
+            return None
+        return pod if pod.stage is Stage.WAITING else None
+
+    def counted_in(self, namespace: str) -> CountedNames:
+        """Return the resources that count, and the templates of the namespace whose devices do."""
+        return CountedNames(partial(self._counts, namespace))
+
+    def rules_changed(self) -> None:
+        """Count all claims by another table."""
+        self._outdate(self._pods)
+        self._notify()
+
+    def _counts(self, namespace: str, name: str) -> bool:
+        template = name.removeprefix(CLAIM_TEMPLATE)
+        if template == name:
+            return any(name == counted for counted, _ in self._rules.rules.gpu_weights)
+        devices = self._templates.get((namespace, template), ClaimedDevices())
+        return any(self._resource_of(device_class) for device_class, _ in devices.amounts)
+
+    # Objects
+
+    def put_namespace(self, namespace: Namespace) -> None:
+        """Add or update a namespace."""
+        name, allowed = namespace.metadata.name, namespace.metadata.labels.get(labels.ALLOWS_CLAIMS) == "true"
+        if allowed is not (name in self._unrestricted):
+            (self._unrestricted.add if allowed else self._unrestricted.discard)(name)
+            self._outdate([uid for uid, pod in self._pods.items() if pod.namespace == name])
+            self._notify()
+
+    def put_class(self, device_class: DeviceClass) -> None:
+        """Add or update a DeviceClass."""
+        if self._extended.put(device_class.metadata, device_class.spec.extended_resource_name):
+            self.rules_changed()
+
+    def drop_class(self, uid: str) -> None:
+        """Remove a deleted DeviceClass."""
+        if self._extended.remove(uid):
+            self.rules_changed()
+
+    def put_claim(self, claim: ResourceClaim) -> None:
+        """Add or update a claim."""
+        self._outdate_users(self._claims.put(claim.metadata, claimed_devices(claim.spec, claim.results)), "claim")
+
+    def drop_claim(self, uid: str) -> None:
+        """Remove a deleted claim."""
+        self._outdate_users(self._claims.remove(uid), "claim")
+
+    def put_template(self, template: ResourceClaimTemplate) -> None:
+        """Add or update a template."""
+        self._outdate_users(self._templates.put(template.metadata, claimed_devices(template.spec.spec)), "template")
+
+    def drop_template(self, uid: str) -> None:
+        """Remove a deleted template."""
+        self._outdate_users(self._templates.remove(uid), "template")
+
+    def _outdate_users(self, key: Key | None, kind: str) -> None:
+        if key is not None:
+            self._outdate(self._users.get((key[0], f"{kind}/{key[1]}"), ()))
+            self._notify()
+
+    def _outdate(self, uids: Iterable[str]) -> None:
+        self._outdated.update(dict.fromkeys(uids))
+
+    def _notify(self) -> None:
+        if self._started and self._outdated:
+            self._changed()
+
+    # Which pod counts a shared claim
+
+    def _use(self, pod: PodView, before: PodView | None) -> None:
+        if before is not None:
+            self._leave(before)
+        for key in _keys(pod):
+            self._users.setdefault(key, {})[pod.uid] = None
+
+    def _leave(self, pod: PodView) -> None:
+        for key in _keys(pod):
+            users = self._users.get(key, {})
+            users.pop(pod.uid, None)
+            if not users:
+                self._users.pop(key, None)
+            if self._counting.get(key) == pod.uid:
+                self._recount(key)
+
+    def _recount(self, key: Key, changed: PodView | None = None) -> None:
+        """Decide again which pod counts a claim after a pod has `changed`; without it, after that pod has left."""
+        before = self._counting.get(key)
+        current = self._pods.get(before or "")
+        if changed is not None and current is not None and before != changed.uid:
+            after = changed.uid if _rank(changed) < _rank(current) else before
+        else:
+            users = (self._pods[uid] for uid in self._users.get(key, ()) if uid in self._pods)
+            first = min((pod for pod in users if pod.stage is not Stage.ENDED), key=_rank, default=None)
+            after = None if first is None else first.uid
+        if after is None:
+            self._counting.pop(key, None)
+        else:
+            self._counting[key] = after
+        if after != before or (changed is not None and changed.uid == after):
+            self._outdate(self._users.get(key, ()))
+
+    # What a pod's claims count as
+
+    def _resolve(self, pod: PodView) -> PodView:
+        found = Resolved() if pod.stage is Stage.ENDED else self._count(pod)
+        if found.missing and pod.holds and (before := self._resolved.get(pod.uid)) is not None:
+            stage = Stage.OUTSIDE if before.stage is Stage.OUTSIDE else pod.stage
+            return msgspec.structs.replace(pod, needs=before.needs, gpu_weights=before.gpu_weights, stage=stage)
+        self._waits.pop(pod.uid, None)
+        if found.waits and not pod.holds:
+            self._waits[pod.uid] = found.waits
+        self._resolved[pod.uid] = view = _with(pod, found)
+        return view
+
+    def _count(self, pod: PodView) -> Resolved:
+        amounts: dict[str, int] = {}
+        waits, missing = "", False
+        for claim in _distinct(pod.device_claims):
+            devices, why = self._devices_of(pod, claim)
+            waits, missing = waits or why, missing or devices is None
+            if devices is None:
+                continue
+            for name, amount in devices.amounts:
+                resource = self._resource_of(name)
+                if resource:
+                    amounts[resource] = amounts.get(resource, 0) + amount
+                elif self._is_refused(pod.namespace, name):
+                    waits = waits or (
+                        f"DeviceClass {name}, of which its claim requests devices, is not counted by the quota; an "
+                        f"administrator can count it (QuotaPolicy, gpuResources: {CLASS_PREFIX}{name}), or allow it by "
+                        "otherResources"
+                    )
+            for name, reason in devices.uncountable:
+                if self._resource_of(name) or self._is_refused(pod.namespace, name):
+                    waits = waits or f"the devices of DeviceClass {name} that it claims cannot be counted: {reason}"
+        if amounts and pod.gpus:
+            waits = waits or (
+                f"it requests {labels.GPU_RESOURCE}, or a share of a GPU, and claims {next(iter(amounts))} as well; "
+                "leave out one of the two"
+            )
+        weights = dict(self._rules.rules.gpu_weights)
+        counted = tuple(sorted(amounts.items()))
+        return Resolved(counted, tuple((name, weights[name]) for name, _ in counted), waits, missing)
+
+    def _devices_of(self, pod: PodView, claim: DeviceClaim) -> tuple[ClaimedDevices | None, str]:
+        """Return what one of the pod's claims requests, None if it does not exist, and why it cannot be planned yet."""
+        found = self._claims.get((pod.namespace, claim.claim))
+        if found is None and claim.template:
+            found = self._templates.get((pod.namespace, claim.template))
+        if found is None:
+            missing = f"ResourceClaimTemplate {claim.template}" if claim.template else f"ResourceClaim {claim.claim}"
+            return None, f"its {missing} does not exist yet; the pod can start when it has been created"
+        counting = self._pods.get(self._counting.get((pod.namespace, f"claim/{claim.claim}"), pod.uid), pod)
+        if counting.uid == pod.uid:
+            return found, ""
+        why = f"it shares ResourceClaim {claim.claim} with pod {counting.name}, which starts first"
+        return ClaimedDevices(), "" if counting.holds else why
+
+    def _resource_of(self, device_class: str) -> str:
+        """Return the resource of the table as which the devices of a class count; "" if they do not."""
+        implicit, extended = f"{CLASS_PREFIX}{device_class}", self._extended.get(("", device_class), "")
+        counted = {name for name, _ in self._rules.rules.gpu_weights}
+        return next((name for name in (implicit, extended) if name in counted), "")
+
+    def _is_refused(self, namespace: str, device_class: str) -> bool:
+        allowed = self._rules.rules.other_resources
+        return namespace not in self._unrestricted and f"{CLASS_PREFIX}{device_class}" not in allowed
+
+
+def counts_differently(before: PodView | None, after: PodView) -> bool:
+    """Return whether a tracked pod has to be removed and added again, to be counted by what it claims now.
+
+    A waiting pod is submitted again by itself, and an ended one counts nothing.
+    """
+    if after.stage is Stage.ENDED:
+        return False
+    if before is None:
+        return after.stage is not Stage.OUTSIDE
+    if (before.stage is Stage.OUTSIDE) is not (after.stage is Stage.OUTSIDE):
+        return True
+    return after.holds and (before.needs.others, before.gpu_weights) != (after.needs.others, after.gpu_weights)
+
+
+def _rank(pod: PodView) -> tuple[bool, bool, bool, float, str]:
+    """Return the order in which pods count a claim that they share: first the pod that was admitted with it."""
+    return pod.stage is Stage.ENDED, not pod.reserved_on, not pod.holds, pod.created, pod.uid
+
+
+def _distinct(claims: tuple[DeviceClaim, ...]) -> list[DeviceClaim]:
+    """Return each claim once; without a name each reference to a template is a claim of its own."""
+    return [*dict.fromkeys(one for one in claims if one.claim), *(one for one in claims if not one.claim)]
+
+
+def _claim_keys(pod: PodView) -> Iterator[Key]:
+    return ((pod.namespace, f"claim/{one.claim}") for one in pod.device_claims if one.claim)
+
+
+def _keys(pod: PodView) -> list[Key]:
+    templates = [(pod.namespace, f"template/{one.template}") for one in pod.device_claims if one.template]
+    return [*_claim_keys(pod), *templates]
+
+
+def _with(pod: PodView, found: Resolved) -> PodView:
+    """Return the pod with the claimed devices added to what it requests; outside the quota if it requests nothing."""
+    held_back = bool(found.waits) and not pod.holds
+    if not found.amounts or held_back:
+        counted = pod.counted and not held_back
+        return pod if counted or pod.stage is Stage.ENDED else msgspec.structs.replace(pod, stage=Stage.OUTSIDE)
+    others, share = dict(pod.needs.others), pod.share
+    for name, amount in found.amounts:
+        others[name] = others.get(name, 0) + amount
+    weights = dict(pod.gpu_weights) | dict(found.weights)
+    if pod.gpus:  # it holds both, since a claim was exchanged after its admission
+        others[labels.GPU_RESOURCE] = pod.gpus
+        weights[labels.GPU_RESOURCE] = WHOLE_GPU
+        share = ()
+    needs = pod.needs._replace(others=tuple(sorted(others.items())))
+    return msgspec.structs.replace(pod, needs=needs, share=share, gpu_weights=tuple(sorted(weights.items())))

@@ -1,0 +1,47 @@
+"""Removes the gate of pods whose claims request nothing that counts: kube-scheduler alone places them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
+
+REPEATED_S: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class UncountedPods:
+    """Gated pods that count nothing."""
+
+    def __init__(self, claims: DeviceClaims, writer: Writer, written_pods: WrittenPods) -> None:
+        self._claims, self._writer, self._written_pods = claims, writer, written_pods
+        self._sent: set[str] = set()
+        self._pod = msgspec.json.Decoder(Pod)
+
+    def let_through(self, uid: str) -> None:
+        """Remove the pod's gate if it counts nothing; once at a time, and again after a failure."""
+        pod = self._claims.uncounted(uid)
+        if pod is not None and uid not in self._sent:
+            self._sent.add(uid)
+            self._writer.submit(requests.gate_removal(pod), partial(self._answered, uid), partial(self._failed, uid))
+
+    def _answered(self, uid: str, answer: bytes) -> None:
+        self._sent.discard(uid)
+        self._written_pods.note(self._pod.decode(answer))
+
+    def _failed(self, uid: str, error: Exception) -> None:
+        log.warning("the gate of pod %s could not be removed: %s", uid, error)
+        self._sent.discard(uid)
+        asyncio.get_running_loop().call_later(REPEATED_S, self.let_through, uid)
