@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ from tests import forked, programs
 from tests.kubernetes.installation import QUOTAS, batch_jobs_of, jobs_of
 from tests.polling import TIMEOUT_S, until
 from tools.devcluster import DevCluster, fake_nodes, image
+from tools.devcluster.api import ApiError
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
@@ -238,7 +240,8 @@ class Controlled:
         for name, pod in self.pods(team).items():
             path = f"/api/v1/namespaces/{team}/pods/{name}"
             if pod["metadata"].get("finalizers"):  # of a test that has failed: its GPUs would be held in all others
-                self.cluster.api.patch(path, {"metadata": {"finalizers": []}})
+                with suppress(ApiError):  # its Job's controller was faster
+                    self.cluster.api.patch(path, {"metadata": {"finalizers": []}})
             self.cluster.api.delete(path, 0)
         self.cluster.api.delete(f"{QUOTAS}/{team}")
         self.cluster.api.delete(f"/api/v1/namespaces/{team}")

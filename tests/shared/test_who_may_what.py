@@ -152,7 +152,7 @@ def test_of_a_job_of_another_user_nothing_is_shown_but_what_explains_the_queue(
 def test_each_reason_is_either_the_schedulers_or_private() -> None:
     words_of_jobs = {"user", "worker-failed", "worker-ended", "lease-ended"}
     assert {code.value for code in PRIVATE_REASONS} == words_of_jobs
-    assert len(ReasonCode) == 35, "decide whether the new reason holds words of the job's programs or its owner"
+    assert len(ReasonCode) == 38, "decide whether the new reason holds words of the job's programs or its owner"
 
 
 def test_a_request_id_of_another_user_does_not_answer_with_that_users_job(
