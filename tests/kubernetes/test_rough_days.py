@@ -14,7 +14,7 @@ from tests.kubernetes.installation import QUOTAS
 from tools.observer.watching import Watching
 
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-BURST = 2000
+BURST = 1200
 
 pytestmark = pytest.mark.slow
 
