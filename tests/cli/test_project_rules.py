@@ -103,6 +103,8 @@ def test_jobs_get_the_time_of_their_project_and_no_longer_one(cli: Cli) -> None:
     cli("config project team-a")
     told = cli("submit", "usual", "-g", "1", "--", "sleep", "infinity")
     assert "its maximum run time is 1h: the default of project team-a" in told
+    told = cli("submit", "sweep", "-g", "1", "--array", "0-1", "--", "true")
+    assert told.count("its maximum run time is 1h: the default of project team-a") == 1
     assert "1h" in cli("describe usual").partition("maximum run time")[2].splitlines()[0]
     refused = cli.run("submit", "long", "-g", "1", "--time", "2h", "--", "true")
     assert refused.err.strip() == "Error: --time is 2h, but project 'team-a' allows at most 1h30m"
