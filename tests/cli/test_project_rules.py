@@ -101,8 +101,10 @@ def test_a_project_below_a_held_one_is_shown_as_held_and_is_not_resumed_alone(cl
 def test_jobs_get_the_time_of_their_project_and_no_longer_one(cli: Cli) -> None:
     cli("project create team-a --guaranteed 2 --default-time 1h --max-time 90m")
     cli("config project team-a")
-    answer = cli("submit", "usual", "-g", "1", "--", "sleep", "infinity")
-    assert "its maximum run time is 1h: the default of project team-a" in answer
+    told = cli("submit", "usual", "-g", "1", "--", "sleep", "infinity")
+    assert "its maximum run time is 1h: the default of project team-a" in told
+    told = cli("submit", "sweep", "-g", "1", "--array", "0-1", "--", "true")
+    assert told.count("its maximum run time is 1h: the default of project team-a") == 1
     assert "1h" in cli("describe usual").partition("maximum run time")[2].splitlines()[0]
     refused = cli.run("submit", "long", "-g", "1", "--time", "2h", "--", "true")
     assert refused.err.strip() == "Error: --time is 2h, but project 'team-a' allows at most 1h30m"

@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.connect import (
 from kfp_gpuquota.cluster.local.home import HOME_VARIABLE
 from kfp_gpuquota.cluster.local.shared.config import SHARED_VARIABLE
 from kfp_gpuquota.cluster.local.storage.store import Store
-from kfp_gpuquota.errors import UsageError
+from kfp_gpuquota.errors import StateFileError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,5 +75,8 @@ def test_a_backup_is_restored_where_no_cluster_was_yet(tmp_path: Path, monkeypat
     Store(tmp_path / "state.db").close()
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "new" / "home"))
     chosen = operations()
+    with pytest.raises(StateFileError, match="there is no backup"):
+        list(chosen.restore(tmp_path / "none.db"))
+    assert not (tmp_path / "new").exists()
     assert list(chosen.restore(tmp_path / "state.db")) == [f"the state was restored from {tmp_path / 'state.db'}"]
     assert json.loads(chosen.export(jobs=False, secrets=False))["projects"] == []

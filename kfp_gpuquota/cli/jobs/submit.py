@@ -411,6 +411,8 @@ def _submit_array(reached: ClusterApi, specs: Sequence[JobSpec], dry_run: DryRun
         return
     jobs = submit_all(reached, specs)
     if output is Format.TABLE:
+        for line in _set_by_others(specs[0], jobs[0]):
+            echo(line)
         name, project = specs[0].array.name if specs[0].array else "", specs[0].project
         see = f"see them with: gpuquota list -p {project}"
         echo(f"{len(jobs)} jobs submitted to project {project} as array {name}; {see}")

@@ -44,7 +44,8 @@ class LocalOperations:
     def restore(self, file: Path) -> Iterator[str]:
         """Replace the state by a backup. Raises ConflictError while the daemon runs."""
         self._require_stopped("restored")
-        self._home.create()
+        if file.is_file():  # one that is none is refused before anything is made
+            self._home.create()
         former = database.restore(file.absolute(), self._home.database)
         yield f"the state was restored from {file}" + (f"; the former one is {former}" if former else "")
 
