@@ -66,9 +66,9 @@ class Session(StepCalls):
         self._moved = False  # the membership changed in this iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self._iteration = 0  # its number: micro-batches of different steps may be one object
-        self.synchronized_calls = SynchronizedCalls(state, member, self._recover_between_steps)
-        self.closure_steps = ClosureSteps(step, self)
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
+        self.synchronized_calls = SynchronizedCalls(state, member, self._recover_between_steps, self._epoch_start)
+        self.closure_steps = ClosureSteps(step, self)
 
     def compare(self, scheduler: object) -> None:
         """Compare the numbers of one more scheduler with those of the other workers."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import torch
 
 from elastic_runtime.errors import CollectiveError, UsageError
+from elastic_runtime.state.epoch_start import NOTHING
 from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.state.transfer import gather_values
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_runtime.loop.member import Member
+    from elastic_runtime.state.epoch_start import EpochStart
     from elastic_runtime.state.training_state import TrainingState
 
 Result = TypeVar("Result")
@@ -46,10 +48,18 @@ _OWN_COLLECTIVE = (
 
 
 class SynchronizedCalls:
-    """Runs work that all workers share. `recover(error)` continues with the workers that are left."""
+    """Runs work that all workers share. `recover(error)` continues with the workers that are left. `results`: of the
+    code before the loader's loop, for workers that run it later, when the others are in their steps.
+    """
 
-    def __init__(self, state: TrainingState, member: Member, recover: Callable[[CollectiveError], None]) -> None:
-        self._state, self._member, self._recover = state, member, recover
+    def __init__(
+        self,
+        state: TrainingState,
+        member: Member,
+        recover: Callable[[CollectiveError], None],
+        results: EpochStart,
+    ) -> None:
+        self._state, self._member, self._recover, self._results = state, member, recover, results
 
     def run(self, work: Callable[[], Result], *, copies: bool = True) -> Result:
         """Return the result of `work` after all workers completed it with the same peers.
@@ -108,6 +118,10 @@ class SynchronizedCalls:
                 f"all_reduce got a {tensor.dtype} tensor of layout {tensor.layout}; convert it to a dense tensor of "
                 f"one of: {names}"
             )
+        summed = self._recorded(lambda: self._summed(tensor))
+        return tensor if summed is tensor else tensor.copy_(summed)
+
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
         group = self._member.group
         if group is not None and group.size > 1:
             self._member.check()
@@ -119,6 +133,22 @@ class SynchronizedCalls:
 
     def all_gather(self, value: Result) -> list[Result]:
         """Return each worker's `value`, by rank. CollectiveError where one is lost."""
+        return self._recorded(lambda: self._gathered(value))
+
+    def _recorded(self, collective: Callable[[], Result]) -> Result:
+        """Return the result that the others had here, before their loop, or that of `collective`. Within `run` the
+        result of its work is recorded.
+        """
+        if self._state.in_round or not self._results.has_collectives:
+            return collective()
+        found: Result = self._results.next_result()
+        if found is not NOTHING:
+            return found
+        result = collective()
+        self._results.note(result)
+        return result
+
+    def _gathered(self, value: Result) -> list[Result]:
         group = self._member.group
         if group is None or group.size == 1:
             skeleton, tensors = pack(value)

@@ -7,8 +7,8 @@ loader's loop is entered the state of the middle of the epoch is put back. So `s
 code computes from the rate, or draws at random, has the value that it has on the other workers.
 
 Only what is small is kept from the epoch's beginning: hyperparameters, schedulers, tracked objects, buffers, random
-streams, results of `job.repeat`. Parameters, moments and averaged models are those of the middle of the epoch while the
-code runs again; a copy is made to put them back, if the code has changed them when it ran first.
+streams, results of `job.repeat` and of collectives. Parameters, moments and averaged models are those of the middle of
+the epoch while the code runs again; a copy is made to put them back, if the code has changed them when it ran first.
 
 Rejected: a copy of the whole state in each epoch (twice the memory, and checkpoints twice as large); schedulers and
 optimizers that do not act there (a rate, a buffer or a weight that is set by hand would still change twice); refusing
@@ -69,6 +69,7 @@ class EpochStart:
             "entered": False,
             "changes": False,
             "results": [],
+            "collectives": True,
             "small": self._small(),
             "streams": self._streams.capture(),
         }
@@ -115,14 +116,19 @@ class EpochStart:
 
     # Results of job.repeat
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether results of collectives outside of `job.repeat` are kept; False for one of an older version."""
+        return self._state.epoch_start is not None and self._state.epoch_start.get("collectives", False)
+
     def next_result(self) -> Any:
         """Return the result that the other workers had here, while the code runs again; else NOTHING."""
         if not self._replayed:
             if self._replayed is not None and self._kept is not None:
                 raise LoopError(
-                    "the code before the loader's loop calls job.repeat or job.mean more often than it did when the "
-                    "epoch began; it must do the same whenever an epoch is entered, for the other workers are in "
-                    "their steps"
+                    "the code before the loader's loop calls job.repeat, job.mean or job.all_reduce more often than it "
+                    "did when the epoch began; it must do the same whenever an epoch is entered, for the other workers "
+                    "are in their steps"
                 )
             return NOTHING
         found = self._replayed.pop(0)
@@ -134,7 +140,7 @@ class EpochStart:
         return found
 
     def note(self, result: Any) -> None:
-        """Keep a result of `job.repeat` for workers that enter the epoch later."""
+        """Keep a result of `job.repeat`, or of a collective, for workers that enter the epoch later."""
         start = self._state.epoch_start
         if not self._running or start is None:
             return

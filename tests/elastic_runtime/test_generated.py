@@ -39,6 +39,7 @@ RIGHT = [
     ("shuffled_again_in_set_epoch", "fast", "stop:9 join:13"),
     ("expert_of_every_third_step+cleared_to_zeros", "fast", "stop:5 join:9"),
     ("expert_of_the_first_steps+adamw+cleared_to_zeros_first", "exact", "stop:6"),
+    ("rates_summed_before", "fast", "with:2 join:6 stop:13"),
     ("layer_frozen_before+cleared_to_zeros", "fast", "with:2 kill:9:1 stop:13 join:15"),
     ("expert_of_every_third_step+cleared_to_zeros+every_fourth_step_skipped", "fast", "with:2 leave:7 stop:12"),
     ("own_numpy_generator+extra_state", "exact", "with:2 kill:5:0 stop:9"),

@@ -864,6 +864,18 @@ def layer_thawed_before(s: Draft) -> None:
 
 
 @part("prologue")
+def rates_summed_before(s: Draft) -> None:
+    """Over the workers, without job.repeat."""
+
+    def average(_epoch: int) -> None:
+        for group in s.optimizer.param_groups:
+            rate = torch.tensor(group["lr"] * 0.9)
+            group["lr"] = float(s.job.all_reduce(rate) / sum(s.job.all_gather(1)))
+
+    s.prologue.append(average)
+
+
+@part("prologue")
 def layer_frozen_before(s: Draft) -> None:
     """Where its gradients are cleared to zeros, momentum moves it still."""
     s.prologue.append(lambda epoch: next(s.model.parameters()).requires_grad_(epoch < 2))
