@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 REST_S = 150.0
 QUIET_S = 65.0
 """How long workers may take to leave, at most."""
-SETTLED_S = 10.0
+SETTLED_S = 30.0
+"""Longer than the cool-down after a change of size, of which a restarted controller does not know."""
 COLLECTED_S = 1.0
 PLANNED_S = 0.5
 """A controller that has just started has planned, and written its promises."""
