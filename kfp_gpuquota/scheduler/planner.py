@@ -14,7 +14,7 @@ from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate
 from kfp_gpuquota.scheduler.explain import sentences
 from kfp_gpuquota.scheduler.explain.waiting import Promised, of_several, waits
 from kfp_gpuquota.scheduler.fairness import quota
-from kfp_gpuquota.scheduler.state.groups import next_tasks
+from kfp_gpuquota.scheduler.state.groups import held_back, next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
     reasons.update(_deferred(state, cycle.now))
     halted = ((uid, job) for uid, job in state.halted.items() if not job.active and job not in cycle.victims)
-    reasons.update((uid, sentences.halted(job)) for uid, job in halted)
+    reasons.update((uid, sentences.halted(job)) for uid, job in halted if held_back(job))
     return reasons
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Device, Node, Project
+from kfp_gpuquota.api import Device, Node, Project, StopPolicy
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
@@ -163,6 +163,37 @@ def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:
     assert (job.gang, job.active) == (3, 1)
     decided = scheduler.plan(state, 10.0)
     assert {p.devices for p in decided.resize[0].add} == {(0,), (1,)}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_held_team_gets_a_pod_in_place_of_one_of_a_gang_that_runs_and_no_more(restarted: bool) -> None:
+    """A restarted controller started it, and this one did not: the others of the gang held their GPUs for nothing."""
+    state, allocator = scheduler.State(), DeviceAllocator()
+    allocator.resize("n", 8)
+    state.apply(scheduler.NodeChanged(Node(name="n", devices=tuple(Device(index=i) for i in range(8)))))
+    plain = PlainPods(state.apply, allocator)
+    running = [waiting(uid, "g", 3) for uid in ("a", "b", "c")]
+    running = [
+        msgspec.structs.replace(view, stage=Stage.ASSIGNED, node="n", devices=(i,), gate=None)
+        for i, view in enumerate(running)
+    ]
+    ended = msgspec.structs.replace(running.pop(), stage=Stage.ENDED)
+    later = [waiting("dd", "g", 3), waiting("eee", "g", 3), waiting("alone")]
+    if not restarted:
+        for view in (*running, msgspec.structs.replace(ended, stage=Stage.ASSIGNED, node="n")):
+            plain.put(view)
+        plain.settle()
+        later.insert(0, ended)
+    for view in (*running, *later):
+        plain.put(view)
+    if restarted:
+        plain.settle()
+    state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=8, stop_policy=StopPolicy.HOLD)))
+    decided = scheduler.plan(state, 10.0)
+    starting = [bind.job for bind in decided.bind] + [grown.job for grown in decided.resize]
+    (job,) = starting
+    assert {uid for uid, member in plain.members.items() if member.job is plain.jobs[job]} - {"a", "b"} == {"dd"}
+    assert set(decided.waiting) == {"eee", "alone"}
 
 
 def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behind() -> None:

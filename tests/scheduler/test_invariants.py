@@ -245,11 +245,10 @@ class History(RuleBasedStateMachine):
         assert not held & {one.job for one in decided.move}
 
     def a_drain_stops_only_what_may_be_stopped(self, decided: Plan, lost: Counter[str]) -> None:
-        for one in (*decided.evict, *decided.resize):
-            if one.reason.code is ReasonCode.PROJECT_DRAINED:
-                assert self.world.state.jobs[one.job].queue.halt is StopPolicy.HOLD_AND_DRAIN
-                left = self.world.size(one.job) - lost[one.job]
-                assert self.may_lose(one.job, left), f"{one.job} cannot be preempted, and is drained"
+        reasons = [(one.job, one.reason) for one in decided.evict] + [(one.job, one.reason) for one in decided.resize]
+        for job in [job for job, reason in reasons if reason.code is ReasonCode.PROJECT_DRAINED]:
+            assert self.world.state.jobs[job].queue.halt is StopPolicy.HOLD_AND_DRAIN
+            assert self.may_lose(job, self.world.size(job) - lost[job]), f"{job} cannot be preempted, and is drained"
 
     def may_lose(self, job: str, left: int) -> bool:
         """Return whether others may take workers of the job so that it keeps `left` GPUs."""

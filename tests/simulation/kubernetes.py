@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 REST_S = 150.0
 QUIET_S = 65.0
 """How long workers may take to leave, at most."""
+SETTLED_S = 30.0
+"""Longer than the cool-down after a change of size, of which a restarted controller does not know."""
 COLLECTED_S = 1.0
 PLANNED_S = 0.5
 """A controller that has just started has planned, and written its promises."""
@@ -106,10 +108,11 @@ class SimulatedKubernetes:
             raise self.violations[0]
 
     async def _until_exited(self) -> None:
-        """Return when those workers are gone that are to leave: a job may wait for them."""
-        until = self.loop.time() + QUIET_S
-        while self._leaving() and self.loop.time() < until:
+        """Return when those workers are gone that are to leave, and what follows is done: a job may wait for them."""
+        until, quiet_s = self.loop.time() + QUIET_S, 0.0 if self._leaving() else SETTLED_S
+        while quiet_s < SETTLED_S and self.loop.time() < until:
             await asyncio.sleep(1.0)
+            quiet_s = 0.0 if self._leaving() else quiet_s + 1.0
 
     def _leaving(self) -> bool:
         assert self.controller is not None

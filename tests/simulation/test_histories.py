@@ -113,6 +113,11 @@ def test_a_worker_that_is_killed_because_its_node_is_gone_counts_as_lost_with_it
     kubernetes.play(from_seed(21283).with_reservations())
 
 
+def test_a_job_whose_controller_ended_before_it_wrote_its_status_is_not_held_while_it_runs() -> None:
+    """It has an array's turn, and had a worker: the next controller held it until all jobs were read, and for good."""
+    kubernetes.play(hard_history(810154))
+
+
 def test_the_end_of_a_run_is_not_recorded_as_a_generation_of_the_next() -> None:
     """The loss of the last worker completed a generation, whose members the waiting job had."""
     kubernetes.play(from_seed(299))

@@ -52,6 +52,7 @@ class JobSubmitted(Event, frozen=True, tag=True):
     `overlapping`: its next run may start while workers of the last one are still exiting; otherwise it waits for them.
     Not `movable`: the owner of its workers does not create replacements, so a worker that is stopped is lost. With
     `parts` its workers differ: each spec is the request of a set of them, and all workers of all sets start together.
+    `replaces`: it is a lost worker of a gang that runs, whose other workers are other jobs; a hold lets it start.
     """
 
     uid: str
@@ -59,6 +60,7 @@ class JobSubmitted(Event, frozen=True, tag=True):
     at: float
     movable: bool = True
     overlapping: bool = False
+    replaces: bool = False
     parts: dict[str, JobSpec] = {}
 
 

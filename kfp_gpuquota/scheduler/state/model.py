@@ -278,7 +278,8 @@ class Job:
     shrink. `throughput` is by number of workers, in one unit for all: samples per second if the training reports them
     (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
     `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
-    moved. `overlapping`: a run may start before the workers of the last one have exited. `promised` are the
+    moved. `overlapping`: a run may start before the workers of the last one have exited. `replaces`: it is
+    a worker of a gang whose others, which run, are other jobs. `promised` are the
     placements for which room was made, at `promised_at`, by asking the workers `victims` to leave. `exceeds`: its size
     was updated while it ran, to a gang beyond the guarantee, so it has no core until this run ends. Before
     `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`. `suspended_for` is why it is
@@ -299,6 +300,7 @@ class Job:
     exceeds: bool = False
     movable: bool = True
     overlapping: bool = False
+    replaces: bool = False
     submitted_at: float = 0.0
     suspended: bool = False
     suspended_for: Reason | None = None
@@ -362,7 +364,7 @@ class Job:
     @property
     def goes_on(self) -> bool:
         """Whether what the job runs stays, in a project with a stop policy: its gang is completed when it loses one."""
-        return self.active > 0 and (self.queue.halt is StopPolicy.HOLD or self.core > 0)
+        return (self.active > 0 or self.replaces) and (self.queue.halt is StopPolicy.HOLD or self.core > 0)
 
     @property
     def surplus(self) -> int:

@@ -139,7 +139,7 @@ class State:
             raise AlreadyExistsError(f"job {event.uid!r} was submitted already")
         spec = event.spec
         job = new_job(event.uid, spec, self._configured(spec.project, spec.node_pool), event.at, event.parts)
-        job.movable, job.overlapping = event.movable, event.overlapping
+        job.movable, job.overlapping, job.replaces = event.movable, event.overlapping, event.replaces
         self.add_job(job)
 
     @_apply.register

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
+
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.pod_jobs import Member, PodJob
 
@@ -65,6 +67,14 @@ class Group:
     def size(self) -> int:
         """Return how many pods start together: the largest size that a waiting pod names."""
         return max((1, *(member.view.group_size for member in self.waiting.values())))
+
+    @property
+    def lacks_one(self) -> bool:
+        """Return whether fewer pods hold GPUs, or wait to replace one that did, than start together."""
+        members = () if self.gang is None else self.gang.members.values()
+        coming = sum(member.stage is Stage.WAITING for member in members)
+        coming += sum(member.job is not None and member.job.replaces for member in self.waiting.values())
+        return len(self.holding) + coming < self.size
 
     def advance(self) -> bool:
         """Set the stage by what exists; return whether it has changed."""

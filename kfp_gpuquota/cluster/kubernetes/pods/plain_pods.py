@@ -293,7 +293,7 @@ class PlainPods:
         job = group.gang
         holder = None if job is None else next((h for h, part in job.rest.items() if takes(member, part)), None)
         if job is None or holder is None:
-            self._form(None, [member])
+            self._form(None, [member], replaces=group.lacks_one)
             return
         member.job, member.part = job, job.rest.pop(holder)
         job.members[member.view.uid] = member
@@ -388,12 +388,14 @@ class PlainPods:
 
     # Jobs
 
-    def _form(self, key: GroupKey | None, members: list[Member], rest: tuple[Rest, ...] = ()) -> PodJob:
+    def _form(
+        self, key: GroupKey | None, members: list[Member], rest: tuple[Rest, ...] = (), *, replaces: bool = False
+    ) -> PodJob:
         first = min(members, key=by_age)
         uid = first.view.uid if key is None else f"group/{first.view.uid}"
         while uid in self.jobs:  # an earlier group with the same first pod is closed, and some pods still hold devices
             uid += "/again"
-        job = PodJob(uid=uid, key=key, members={m.view.uid: m for m in members})
+        job = PodJob(uid=uid, key=key, members={m.view.uid: m for m in members}, replaces=replaces)
         self.jobs[job.uid] = job
         for member in members:
             member.job = job
@@ -403,7 +405,15 @@ class PlainPods:
         )  # without a new pod a move would lose the work
         spec = pod_job(first.view, 1 if parts else len(members))
         self._emit(
-            scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, overlapping=True, parts=parts)
+            scheduler.JobSubmitted(
+                job.uid,
+                spec,
+                first.view.created,
+                movable=movable,
+                overlapping=True,
+                replaces=replaces,
+                parts=parts,
+            )
         )
         return job
 

@@ -23,13 +23,17 @@ REST_PART: Final = "rest/"
 
 @dataclass(slots=True)
 class PodJob:
-    """A job of the scheduler: one pod, or a gang. `rest` are its placeholders with their parts of the job."""
+    """A job of the scheduler: one pod, or a gang. `rest` are its placeholders with their parts of the job.
+
+    `replaces`: its pod is in place of one of a gang that runs.
+    """
 
     uid: str
     key: GroupKey | None = None
     members: dict[str, Member] = field(default_factory=dict)
     closed: bool = False
     rest: dict[str, str] = field(default_factory=dict)
+    replaces: bool = False
 
     @property
     def started(self) -> bool:

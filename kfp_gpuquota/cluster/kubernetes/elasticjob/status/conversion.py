@@ -126,9 +126,9 @@ def with_rank(record: WorkerRecord, members: Sequence[str]) -> WorkerRecord:
 
 
 def counting(job: JobRecord, pod: PodView) -> JobRecord:
-    """Return the job's record including a worker that an earlier controller started."""
+    """Return the job's record including a worker that an earlier controller started: its conditions were met."""
     job = msgspec.structs.replace(
-        job, next_index=max(job.next_index, pod.index + 1), attempt=max(job.attempt, pod.attempt)
+        job, next_index=max(job.next_index, pod.index + 1), attempt=max(job.attempt, pod.attempt), held=None
     )
     if job.status.phase is Phase.PENDING and pod.stage is Stage.ASSIGNED:
         job = with_status(job, phase=Phase.STARTING, started_at=pod.created)
