@@ -126,7 +126,7 @@ class Client:
         return self._call("GET", "/v1/policies", tuple[WorkloadPolicy, ...])
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Create or replace a policy; it applies to later submissions."""
+        """Create or replace a policy; its limits apply to later submissions."""
         return self._call("PUT", join("/v1/policies", policy.name), WorkloadPolicy, policy)
 
     def delete_policy(self, name: str) -> None:
