@@ -85,6 +85,8 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
     work = partial(evaluate, accelerator, model, held_out, stay)
     for _epoch in accelerator.epochs(plan.epochs):
         assert accelerator.reduce(torch.ones(1)).item() >= 1  # what each epoch begins with
+        with accelerator.split_between_processes(list(range(12))) as share:
+            assert sorted(accelerator.gather(torch.tensor(share)).tolist()) == list(range(12))
         for x, y, indices in loader:
             if gate:
                 gate.pass_through(index, job.step)

@@ -247,7 +247,7 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         if again and acted and self.live and not self.repeating:
             return self.job.repeat(work)
         try:
-            return work()
+            return work() if again or self.iterating or not self.live or self.repeating else self._once(work)
         except CollectiveError as error:
             if not self.repeating:
                 error.add_note(
@@ -255,6 +255,31 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
                     "accelerator.repeat(...) calls; calls in an iteration, where they come after optimizer.step()"
                 )
             raise
+
+    def _once(self, work: Callable[[], Result]) -> Result:
+        """`work()` as work of `job.repeat`, but not again where a worker is lost in it, whose share only it has."""
+        done: list[Result] = []
+
+        def attempt() -> Result:
+            try:
+                if not done:
+                    done.append(work())
+            except CollectiveError as error:
+                raise _ShareLostError(error) from error
+            return done[0]
+
+        try:
+            return self.job.repeat(attempt)
+        except _ShareLostError as lost:
+            raise lost.error from None
+
+
+class _ShareLostError(Exception):
+    """A worker was lost with a share of work that is not done again."""
+
+    def __init__(self, error: CollectiveError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _all_tensors(found: Any) -> bool:
