@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfp_gpuquota.scheduler import QuotaRemoved
+from kfp_gpuquota.api import Project, StopPolicy
+from kfp_gpuquota.scheduler import Event, JobSubmitted, QuotaChanged, QuotaRemoved
 from tests.scheduler.world import World
+
+if TYPE_CHECKING:
+    from random import Random
 
 
 @dataclass
@@ -101,6 +106,49 @@ def test_a_department_without_a_quota_has_no_limits_and_starts_nothing_itself(fi
     world.project("d", 1)
     world.settle()
     assert world.size("own") == 1
+
+
+NAMES = ("a", "b", "c")
+CHANGES = st.tuples(
+    st.sampled_from(NAMES), st.sampled_from([None, None, *NAMES]), st.sampled_from(StopPolicy), st.sampled_from("sqqr")
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(CHANGES, max_size=12), st.randoms(use_true_random=False))
+def test_quotas_in_any_order_give_the_tree_that_a_restart_does(
+    changes: list[tuple[str, str | None, StopPolicy, str]], chance: Random
+) -> None:
+    world, projects = World(), dict[str, Project]()
+    for number, (name, parent, policy, kind) in enumerate(changes):
+        if kind == "s":
+            world.submit(f"j{number}", name, node_pool=("", "pool")[number % 2])
+        elif kind == "r":
+            projects.pop(name, None)
+            world.state.apply(QuotaRemoved(name))
+        elif parent is None or parent > name:  # no cycles
+            projects[name] = Project(name=name, guaranteed=2, parent=parent, stop_policy=policy)
+            world.state.apply(QuotaChanged(projects[name]))
+    again = World()
+    events: list[Event] = [QuotaChanged(project) for project in projects.values()]
+    events += [JobSubmitted(uid, spec, 0.0) for uid, spec in world.specs.items()]
+    chance.shuffle(events)
+    for event in events:
+        again.state.apply(event)
+    assert tree_of(world) == tree_of(again)
+
+
+def tree_of(world: World) -> dict[str, tuple[object, ...]]:
+    """Return what decides about each job's start but its age: the path of its queue, and whether it is held."""
+    found = world.state.jobs.items()
+    return {
+        uid: (
+            uid in world.state.halted,
+            job.filed is None,
+            [(q.name, q.deserved, q.limit, q.exists) for q in job.queue.path],
+        )
+        for uid, job in found
+    }
 
 
 def expected(level: list[Team], world: World, order: dict[str, tuple[int, int]]) -> str:

@@ -149,8 +149,9 @@ class Kubelets:
 
     def fail(self, key: str, code: int) -> None:
         """End the worker's process by itself."""
-        job = self.jobs[job_of(self._world.objects[watches.PODS][key])]
-        job.failures += code != 0
+        job, process = self.jobs[job_of(self._world.objects[watches.PODS][key])], self._processes.get(key)
+        # With code 0, too: the peers of a training may notice its broken connections before its end is seen.
+        job.failures += code != 0 or (process is not None and process.training is not None)
         self.end(key, code)
 
     def silence(self, number: int) -> None:
