@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ class Invariants:
     exceeded: set[str] = field(default_factory=set)  # jobs that have lost their core by an update
     violations: list[ViolationError] = field(default_factory=list)
     conditions: Conditions = field(default_factory=Conditions)
-    warned_at: dict[str, float] = field(default_factory=dict)
+    announced: dict[str, float] = field(default_factory=dict)  # when a job whose GPUs are unused is suspended
     idle_suspensions: int = 0
     commits: int = 0
     holders_changed: bool = False  # by the change that is being applied
@@ -190,16 +191,18 @@ class Invariants:
         reason, rule, now = new.status.reason, self.cluster.history.idle, self.cluster.loop.time()
         if reason is None or reason.code is not ReasonCode.GPUS_UNUSED:
             return
-        suspended = new.suspended and not old.suspended
-        warned = old.status.reason is None or old.status.reason.code is not ReasonCode.GPUS_UNUSED
-        if rule is None or (warned and not new.suspended):
-            self.warned_at[new.uid] = now
-        if rule is None or not suspended:
+        clock = self.cluster.state.clock()
+        announced = float(reason.details.get("suspended_at", 0.0))
+        if announced and announced != self.announced.get(new.uid):
+            if rule is not None and announced < clock + rule.suspend_after_s - rule.warn_after_s - EPSILON:
+                self.fail(f"{new.spec.name} is warned, and its owner has too little time")
+            self.announced[new.uid] = announced
+        if rule is None or old.suspended or not new.suspended:
             return
         times = [now - part * INTERVAL_S for part in range(int(rule.suspend_after_s / INTERVAL_S) + 1)]
         if any(self.cluster.history.uses(new.spec.name, at) for at in times):
             self.fail(f"{new.spec.name} is suspended, and has used its GPUs")
-        if now - self.warned_at.get(new.uid, now) < rule.suspend_after_s - rule.warn_after_s - EPSILON:
+        if clock < self.announced.get(new.uid, math.inf) - EPSILON:
             self.fail(f"{new.spec.name} is suspended, and its owner was not warned in time")
         self.idle_suspensions += 1
 

@@ -140,7 +140,8 @@ def selects(conditions: Selected, driver: str, device: SlicedDevice) -> bool:
 
 def _attribute(device: SlicedDevice, driver: str, domain: str, name: str) -> Any:
     """Return the value of an attribute; one without a domain is in that of its driver."""
-    given = device.attributes.get(f"{domain}/{name}")
-    if given is None and domain == driver:
-        given = device.attributes.get(name)
-    return next(iter((given or {}).values()), None)
+    for key, given in device.attributes.items():
+        of, _, plain = key.rpartition("/")
+        if plain == name and (of or driver) == domain:
+            return next(iter(given.values()), None)
+    return None
