@@ -36,7 +36,9 @@ def reach_through(lanes: dict[str, int]) -> None:
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     job = elastic_runtime.init(global_batch_size=BATCH)
-    (directory / f"pid-{os.environ['ELASTIC_WORKER_ID'].rpartition('-')[2]}").write_text(str(os.getpid()))
+    written = directory / f".pid-{os.getpid()}"  # others read it at any time: it is never empty
+    written.write_text(str(os.getpid()))
+    written.replace(directory / f"pid-{os.environ['ELASTIC_WORKER_ID'].rpartition('-')[2]}")
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / BATCH)  # with a power of two each step is exact

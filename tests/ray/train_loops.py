@@ -47,7 +47,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             if config["alone"]:
                 continue
-            (directory / f"pid-{job.rank}").write_text(str(os.getpid()))
+            note_process(directory / f"pid-{job.rank}")
             if job.is_leader and job.applied:
                 with (directory / "steps").open("a") as steps:
                     steps.write(f"{job.step}\n")
@@ -119,6 +119,13 @@ ROWS, STREAM_EPOCHS = 40, 6
 def drawn(batch: dict[str, Any]) -> dict[str, Any]:
     """A transformation with a random part, which is another one each time that it is computed."""
     return {**batch, "drawn": numpy.random.default_rng().random(len(batch["x"]))}
+
+
+def note_process(file: Path) -> None:
+    """Write the process id into a file that others read at any time: it is never empty."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.write_text(str(os.getpid()))
+    new.replace(file)
 
 
 def over_stream(config: dict[str, Any]) -> None:
