@@ -26,9 +26,10 @@ SAVED = 9
 """Before it the state is written to a checkpoint and read again."""
 LAST = 10
 """After it the rehearsal ends."""
-FIRST_EPOCH = 2
+FIRST_EPOCH = 1
 """Steps of the first epoch, if there are several: the second worker joins in the middle of the second one, so that what
-a script counts by epochs, or does between them, is found where it differs.
+a script counts by epochs, or does between them, is found where it differs. It joins after two steps of that epoch: one
+of them changes the weights, though a script skips every other step.
 """
 
 FAILING = (REPEATED_ALONE, JOINED, JOINED, REPEATED, LEADER_LOST)

@@ -85,6 +85,8 @@ def test_what_cannot_be_right_is_refused_by_name_on_every_worker(recipe: str, hi
 FOUND = [
     ("count_of_epochs", "stop:5", "depend on the number of workers"),
     ("class_weights", "with:2", "job.backward\\(loss, weight=number\\)"),
+    ("anchor_copied_before+every_fourth_step_skipped", "crash:6", "depend on the number of workers"),
+    ("spectral_norm+in_pieces", "stop_before:1 join:8", "depend on the number of workers"),
 ]
 
 

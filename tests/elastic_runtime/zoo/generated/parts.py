@@ -29,7 +29,7 @@ _ema: Any = get_ema_multi_avg_fn
 @dataclass(frozen=True)
 class Part:
     """`refused`, `rehearsed`: patterns of what a run or a rehearsal says of a script with it; "": it is right.
-    `refused_in`: a history in which it is refused; "": it is alone.
+    `refused_in`: a history in which it is refused; "": it is alone. `rehearsed_with`: the pattern with another part.
 
     `modes`: the reductions under which it can be right at all, or is refused.
     """
@@ -40,6 +40,7 @@ class Part:
     rehearsed: str = ""
     modes: tuple[str, ...] = ("fast", "exact")
     refused_in: str = ""
+    rehearsed_with: tuple[tuple[str, str], ...] = ()
 
 
 KINDS: dict[str, dict[str, Part]] = {}
@@ -52,11 +53,14 @@ def part(
     rehearsed: str = "",
     modes: tuple[str, ...] = ("fast", "exact"),
     refused_in: str = "",
+    rehearsed_with: tuple[tuple[str, str], ...] = (),
 ) -> Callable[[Any], Any]:
     """Enter a function into KINDS under its kind and its name."""
 
     def enter(add: Any) -> Any:
-        KINDS.setdefault(kind, {})[add.__name__] = Part(add.__name__, add, refused, rehearsed, modes, refused_in)
+        KINDS.setdefault(kind, {})[add.__name__] = Part(
+            add.__name__, add, refused, rehearsed, modes, refused_in, rehearsed_with
+        )
         return add
 
     return enter
@@ -86,8 +90,9 @@ def dropout(s: Draft) -> None:
     s.model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
 
 
-@part("model")
+@part("model", rehearsed_with=(("in_pieces", "depend on the number of workers"),))
 def spectral_norm(s: Draft) -> None:
+    """Each forward pass improves its estimate of the norm: a step of one worker in two pieces has two, of two one."""
     s.model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 3))
 
 

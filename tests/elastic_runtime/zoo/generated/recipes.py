@@ -59,7 +59,9 @@ class Recipe:
     @property
     def rehearsed(self) -> str:
         """A pattern of what a rehearsal may find; "": nothing."""
-        return "|".join(part.rehearsed for part in self.parts if part.rehearsed)
+        alone = [part.rehearsed for part in self.parts if part.rehearsed]
+        pairs = [words for part in self.parts for other, words in part.rehearsed_with if other in self.names]
+        return "|".join([*alone, *pairs])
 
     def body(self, **init: Any) -> Any:
         """The script."""
