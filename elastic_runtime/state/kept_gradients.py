@@ -43,9 +43,14 @@ class KeptGradients:
 
     def begin_step(self) -> None:
         """Note the names: a step begins."""
-        trained = {name for name, parameter in self._parameters() if parameter.requires_grad}
+        trained, now = set[str](), set[str]()
+        for name, parameter in self._parameters():  # once: of a small model it is most of what this costs in a step
+            if parameter.requires_grad:
+                trained.add(name)
+            if parameter.grad is not None:
+                now.add(name)
         self.cleared = bool(self._begun_with & trained) and not self._gradients.kept & trained
-        self._of_step = self._begun_with = self._now()
+        self._of_step = self._begun_with = frozenset(now)
         self._loaded = None
 
     def end_step(self) -> None:
