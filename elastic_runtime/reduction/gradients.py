@@ -17,6 +17,7 @@ from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.reduction.backward_pass import NO_PASS, Pass
 from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
 from elastic_runtime.reduction.sparse_rows import add_rows, check_kind, sum_rows
+from elastic_runtime.state.kept_gradients import with_gradient
 from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class BucketReducer(GradientReducer):
             self._layout.unhook()
             self._lay_out()
         self._uncleared = self._leftovers.look(self._parameters)
-        self._kept = frozenset(name for name, parameter in self._parameters if parameter.grad is not None)
+        self._kept = with_gradient(self._parameters)
         self._layout.keep()
 
     def _lay_out(self) -> None:

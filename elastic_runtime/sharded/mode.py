@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from elastic_runtime.errors import UsageError
 from elastic_runtime.reduction.gradients import GradientReducer
 from elastic_runtime.reduction.step_modes import Mode
+from elastic_runtime.state.kept_gradients import with_gradient
 from elastic_runtime.validation.leftover_gradients import uncleared
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class ShardedReducer(GradientReducer):
             parameters = self._sharding.wrapping.parameters().items()
             if found := self._leftovers.look(parameters):
                 raise uncleared(min(found))
-            self._kept = frozenset(name for name, parameter in parameters if parameter.grad is not None)
+            self._kept = with_gradient(parameters)
         for module in self._sharding.wrapping.modules:
             module.set_requires_gradient_sync(begun.micro.last, recurse=False)
             module.set_is_last_backward(begun.micro.last)

@@ -81,7 +81,12 @@ class KeptGradients:
                 parameter.grad = zero_gradient(parameter, sparse)
 
     def _now(self) -> frozenset[str]:
-        return frozenset(name for name, parameter in self._parameters() if parameter.grad is not None)
+        return with_gradient(self._parameters())
+
+
+def with_gradient(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> frozenset[str]:
+    """Return the names of the parameters that have a gradient."""
+    return frozenset(name for name, parameter in parameters if parameter.grad is not None)
 
 
 def without_cleared(state: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_label_key, check_labels
 from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
-from kfp_gpuquota.api.reason import Reason
+from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.share import check_share
 from kfp_gpuquota.api.start_conditions import ArrayTask, Dependencies, Time, check_start_conditions
 from kfp_gpuquota.api.validation import (
@@ -409,6 +409,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     def queued_at(self) -> float:
         """Since when its age counts in the queue."""
         return self.submitted_at if self.eligible_at is None else self.eligible_at
+
+    @property
+    def gpus_unused(self) -> bool:
+        """Whether it is warned, or was suspended, because its GPUs are not used."""
+        return self.reason is not None and self.reason.code is ReasonCode.GPUS_UNUSED
 
     @property
     def leaving_gpus(self) -> int | float:

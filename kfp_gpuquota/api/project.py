@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -31,7 +31,7 @@ from kfp_gpuquota.api.validation import (
 from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from kfp_gpuquota.api.job import JobSpec
 
@@ -121,6 +121,17 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidFieldError("default_runtime_s", default, rule)
 
 
+class HasStopPolicy(Protocol):
+    """A project, or its queue in the scheduler."""
+
+    @property
+    def stop_policy(self) -> StopPolicy:
+        """Its own stop policy."""
+
+
+Stopping = TypeVar("Stopping", bound=HasStopPolicy)
+
+
 def stopped_by(project: Project, find: Callable[[str], Project | None]) -> Project | None:
     """Return the nearest project, itself or above it, whose stop policy applies to its jobs; None if they start.
 
@@ -129,7 +140,12 @@ def stopped_by(project: Project, find: Callable[[str], Project | None]) -> Proje
     path = [project]
     while (name := path[-1].parent) and len(path) <= MAX_LEVELS and (above := find(name)) is not None:
         path.append(above)
-    stopped = [one for one in path if one.stop_policy is not StopPolicy.NONE]
+    return strictest(path)
+
+
+def strictest(path: Iterable[Stopping]) -> Stopping | None:
+    """Return the nearest one with the strictest stop policy, of a project and those above it; None if none has any."""
+    stopped = (one for one in path if one.stop_policy is not StopPolicy.NONE)
     return min(stopped, key=lambda one: one.stop_policy is not StopPolicy.HOLD_AND_DRAIN, default=None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import ReasonCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,8 +52,7 @@ def _kept_out(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
     was = None if before is None or not (before.suspended or before.held) else (before.suspended, before.held)
     if after.suspended or after.held:
         if was != (after.suspended, after.held):
-            reason = after.status.reason
-            unused = reason if reason is not None and reason.code is ReasonCode.GPUS_UNUSED else None
+            unused = after.status.reason if after.status.gpus_unused else None
             yield scheduler.JobSuspended(after.uid, unused if after.suspended else after.held)
     elif was is not None:
         yield scheduler.JobResumed(after.uid, after.status.eligible_at)

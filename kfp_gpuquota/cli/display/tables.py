@@ -141,8 +141,7 @@ def _job_row(job: Job) -> list[object]:
 
 def _is_shown(status: JobStatus) -> bool:
     """Return whether a list has the reason: of a running job only that its GPUs are unused."""
-    code = status.reason.code if status.reason is not None else None
-    return status.phase is not Phase.RUNNING or code is ReasonCode.GPUS_UNUSED
+    return status.phase is not Phase.RUNNING or status.gpus_unused
 
 
 def _group_row(group: Sequence[Job]) -> list[object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.policy import idle_rule_of
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.local.workers.sharing import device_name, simulated_directory
@@ -119,9 +119,9 @@ class UnusedJobs:
 
     def _keep_true(self, job: JobRecord) -> None:
         """Record the warning that holds as the job's reason, and that none does (also one of an earlier daemon)."""
-        one, reason = self._unused.warned.get(job.uid), job.status.reason
+        one = self._unused.warned.get(job.uid)
         wanted = None if one is None else _warning(one)
-        if reason != wanted and (one is not None or (reason and reason.code is ReasonCode.GPUS_UNUSED)):
+        if job.status.reason != wanted and (one is not None or job.status.gpus_unused):
             with self._state.noting(job.uid) as recorder:
                 recorder.record(with_status(job, reason=wanted))
 

@@ -76,7 +76,7 @@ class JobMessages:
         word, reason = waits.get(status.phase), _reason(job)
         if word and reason and (changed or _reason(before) != reason):  # no reason: not planned yet
             yield f"{word}: {reason}"
-        unused = status.phase is Phase.RUNNING and _is_unused(job)
+        unused = status.phase is Phase.RUNNING and status.gpus_unused
         if unused and (before is None or _reason(before) != reason):
             yield f"warning: {reason}"
         if _held_up(job) and (before is None or not _held_up(before) or _reason(before) != reason):
@@ -215,11 +215,6 @@ def _resized(resize: Resize) -> str:
 def _progressed(progress: Progress) -> str:
     of = "" if progress.total_steps is None else f"/{progress.total_steps}"
     return ", ".join([f"step {progress.step}{of}", *progress.metric_texts[:_SHOWN_METRICS]])
-
-
-def _is_unused(job: Job) -> bool:
-    reason = job.status.reason
-    return reason is not None and reason.code is ReasonCode.GPUS_UNUSED
 
 
 def _reason(job: Job | None) -> str:

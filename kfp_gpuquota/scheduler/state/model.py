@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
+from kfp_gpuquota.api.project import strictest
 from kfp_gpuquota.api.resources import capacity_of, weighed
 
 if TYPE_CHECKING:
@@ -184,14 +185,12 @@ class Queue:
     @property
     def halt(self) -> StopPolicy:
         """The stop policy that applies to its jobs."""
-        policies = {queue.stop_policy for queue in self.path}
-        return next((one for one in (StopPolicy.HOLD_AND_DRAIN, StopPolicy.HOLD) if one in policies), StopPolicy.NONE)
+        return self.halted_by.stop_policy
 
     @property
     def halted_by(self) -> Queue:
-        """The nearest queue, itself or above it, whose policy is the one that applies."""
-        halt = self.halt
-        return next(queue for queue in self.path if queue.stop_policy is halt)
+        """The nearest queue, itself or above it, whose policy is the one that applies; itself if none has any."""
+        return strictest(self.path) or self
 
     def claim(self, r: int) -> float:
         """Return the amount of resource `r` that the queue holds, without lent workers."""

@@ -18,7 +18,7 @@ claim was exchanged after the pod's admission: the specification of a claim is i
 
 Rejected: to read claims when a pod is created, as owners of groups are. Their names can be reused, and a claim outlives
 pods, so what is counted would depend on when it was read. Rejected: to let unlisted classes through. Any class may
-select GPUs, and an administrator who has not heard of it has not decided that it is free.
+select GPUs, and that no administrator has listed it does not mean that it is free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps what teams have borrowed in the status of their GpuQuotas, if it counts, so that another leader knows it.
+"""Keeps what teams have borrowed in the status of their GpuQuotas, if it counts, for the next leader.
 
 Invariant: what is stored and halved by its age, with what is borrowed now since then, differs from what counts by less
 than `MIN_CHANGE_S` and `MIN_CHANGE` of it, or is less than `WRITTEN_EVERY_S` old. So a team that borrows nothing, or
