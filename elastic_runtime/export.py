@@ -1,10 +1,12 @@
-"""The model of the newest checkpoint as a safetensors file, which other programs read.
+"""The model of the newest checkpoint in a format that other programs read.
 
     python -m elastic_runtime.export CHECKPOINT_DIRECTORY model.safetensors
+    python -m elastic_runtime.export CHECKPOINT_DIRECTORY model --format dcp
 
-The file is written by the format's own rules: the length of a header, the header in JSON, the tensors. So it needs no
-package. Of tensors that share memory (tied weights) the file has a copy for each name, as `save_model` of the package
-would refuse, or leave out.
+A safetensors file is written by the format's own rules: the length of a header, the header in JSON, the tensors. So it
+needs no package. Of tensors that share memory (tied weights) the file has a copy for each name, as `save_model` of the
+package would refuse, or leave out. A folder of torch.distributed.checkpoint is written by torch; a sharded model reads
+it with any number of workers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,17 +53,50 @@ def export_safetensors(directory: str | Path, target: str | Path) -> int:
     CheckpointError where there is no complete checkpoint, or the file cannot be written; StateError for tensors of
     types that the format does not have.
     """
-    found = load_newest(str(directory))
-    if found is None:
-        raise CheckpointError(f"{directory} has no complete checkpoint; name the folder of ELASTIC_CHECKPOINT_DIR")
-    step, state = found
-    tensors = {name: value for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
+    step, tensors = _newest_model(directory)
     for name, tensor in tensors.items():
         _check_type(name, tensor)
     place = Path(target)
     partial = place.with_name(f"{place.name}.partial-{os.getpid()}")
     write_whole(place, partial, step, _blocks(tensors, {"format": "pt", "step": str(step)}))
     return step
+
+
+def export_dcp(directory: str | Path, target: str | Path) -> int:
+    """Write the model as a folder of torch.distributed.checkpoint, and return the step of the checkpoint.
+
+    Read it with `torch.distributed.checkpoint.load({"model": state_dict}, checkpoint_id=target)`. CheckpointError where
+    there is no complete checkpoint, or the folder exists or cannot be written.
+    """
+    # A quarter of a second, and many modules:
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
+
+    step, tensors = _newest_model(directory)
+    place = Path(target)
+    if place.exists():
+        raise CheckpointError(f"{place} exists; name a new folder")
+    partial = place.with_name(f"{place.name}.partial-{os.getpid()}")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that it is one process
+            save({"model": tensors}, checkpoint_id=partial, no_dist=True)
+        partial.rename(place)
+    except (OSError, CheckpointException) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{place} could not be written: {error}") from error
+    return step
+
+
+_FORMATS = {"safetensors": export_safetensors, "dcp": export_dcp}
+
+
+def _newest_model(directory: str | Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return (step, tensors by name); CheckpointError where there is no complete checkpoint."""
+    found = load_newest(str(directory))
+    if found is None:
+        raise CheckpointError(f"{directory} has no complete checkpoint; name the folder of ELASTIC_CHECKPOINT_DIR")
+    step, state = found
+    return step, {name: value for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
 
 
 def _blocks(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
@@ -85,12 +122,17 @@ def _check_type(name: str, tensor: torch.Tensor) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Export as the command line asks for; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m elastic_runtime.export", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic_runtime.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("directory", help="of the checkpoints: ELASTIC_CHECKPOINT_DIR of the job")
-    parser.add_argument("target", help="the file to write")
+    parser.add_argument("target", help="the file to write; with --format dcp the folder")
+    parser.add_argument("--format", choices=_FORMATS, default="safetensors", help="safetensors unless given")
     options = parser.parse_args(arguments)
     try:
-        step = export_safetensors(options.directory, options.target)
+        step = _FORMATS[options.format](options.directory, options.target)
     except ElasticError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

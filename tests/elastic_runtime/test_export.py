@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from elastic_runtime.errors import CheckpointError, StateError
-from elastic_runtime.export import export_safetensors, main
+from elastic_runtime.export import export_dcp, export_safetensors, main
 from elastic_runtime.state import checkpoint
 from elastic_runtime.state.training_state import TrainingState
 
@@ -33,6 +34,28 @@ def test_the_newest_model_is_read_by_the_package_of_the_format(tmp_path: Path) -
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # one process reads
+def test_the_newest_model_is_read_by_torchs_distributed_checkpoint(tmp_path: Path) -> None:
+    saved, other = model(), model()
+    checkpoint.save(str(tmp_path / "of the job"), 7, TrainingState(saved).capture())
+    assert main([str(tmp_path / "of the job"), str(tmp_path / "model"), "--format", "dcp"]) == 0
+    read = other.state_dict()
+    load({"model": read}, checkpoint_id=tmp_path / "model", no_dist=True)
+    for name, value in saved.state_dict().items():
+        assert torch.equal(read[name], value), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "of the job"]
+
+
+def test_a_folder_of_torchs_distributed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path / "of the job"), 7, TrainingState(model()).capture())
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="exists; name a new folder"):
+        export_dcp(tmp_path / "of the job", tmp_path / "model")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        export_dcp(tmp_path / "of the job", tmp_path / "file" / "model")
 
 
 def test_a_folder_without_a_checkpoint_is_named_with_an_exit_code(
