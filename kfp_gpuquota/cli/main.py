@@ -48,6 +48,7 @@ COMMANDS: Final = {
     "jobs.lifecycle": ("suspend", "resume", "cancel", "wait", "delete"),
     "jobs.access": ("exec", "bash", "attach", "port-forward"),
     "admin.simulate": ("simulate",),
+    "admin.twin": ("twin",),
     "jobs.whatif": ("what-if",),
     "admin.doctor": ("doctor",),
     "admin.report": ("report",),

@@ -6,11 +6,13 @@ Belongs here: reading traces, policies to compare, simulated time, measures, the
 
 from kfp_gpuquota.simulator.measures import Result, Spread
 from kfp_gpuquota.simulator.policies import POLICIES, Policy, Quotas
+from kfp_gpuquota.simulator.recorded import History, Twin, history, trace_node
 from kfp_gpuquota.simulator.simulation import SimulationOptions, simulate
 from kfp_gpuquota.simulator.trace import TraceJob, TraceNode, make_elastic, read_jobs, read_nodes, sped_up, thinned
 
 __all__ = [
     "POLICIES",
+    "History",
     "Policy",
     "Quotas",
     "Result",
@@ -18,10 +20,13 @@ __all__ = [
     "Spread",
     "TraceJob",
     "TraceNode",
+    "Twin",
+    "history",
     "make_elastic",
     "read_jobs",
     "read_nodes",
     "simulate",
     "sped_up",
     "thinned",
+    "trace_node",
 ]

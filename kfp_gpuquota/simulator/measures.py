@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MILLI = GPU // 1000
 FULL_GPU_MILLI = 1000
+UNCOUNTED = 1 << 40
+"""Of CPU and memory on a node where they are not counted: more than any job asks for."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -46,8 +48,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     Utilisation and fragmentation are averages over the time from the first arrival (but for the earliest 1 %, which may
     be months ahead of all others) to the last: used GPUs in percent of all, and of the idle ones those that a job drawn
-    from the trace could not use. `waiting` is from arrival to the first start, `completion` from arrival to the end.
-    `lost_gpu_hours` were computed again after evictions.
+    from the trace could not use. `waiting` is from arrival to the first start, `queued` all time in the queue, also
+    after evictions, both of jobs that start at all; `completion` is from arrival to the end. `lost_gpu_hours` were
+    computed again after evictions. By project: `waiting`, `queued`, `evicted` (jobs stopped as a whole) and
+    `gpu_hours`.
     """
 
     policy: str
@@ -58,6 +62,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     utilisation_percent: float
     fragmentation_percent: float
     waiting: dict[str, Spread]
+    queued: dict[str, Spread]
+    evicted: dict[str, int]
+    gpu_hours: dict[str, float]
     completion: Spread
     resizes: int
     evictions: int
@@ -137,7 +144,7 @@ class Fragments:
         for i, name in enumerate(self._names):
             host = hosts[name]
             gpu[i, : len(host.devices)] = [host.idle(device) // MILLI for device in host.devices]
-            cpu[i] = host.cpu - host.other[0][0] - host.other[1][0]
-            memory[i] = (host.memory - host.other[0][1] - host.other[1][1]) // 2**20
+            cpu[i] = min(UNCOUNTED, host.cpu - host.other[0][0] - host.other[1][0])
+            memory[i] = min(UNCOUNTED, (host.memory - host.other[0][1] - host.other[1][1]) // 2**20)
         idle = gpu.sum() * self._mix.weight.sum()
         return 100 * float(self._mix.fragments(np.arange(len(gpu)), gpu, cpu, memory).sum() / idle) if idle else 0.0

@@ -8,9 +8,13 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.scheduler import (
     JobRemoved,
+    JobSubmitted,
+    NodeChanged,
     Placement,
     Plan,
     ProgressReported,
@@ -41,8 +45,8 @@ class SimulationOptions:
     A worker that must leave holds its GPUs for `leave_s`. A stopped job continues from its last checkpoint, one every
     `checkpoint_s`. Of an elastic job's work, `serial` is done no faster by more workers (Amdahl's law), and it is not
     grown again for `cool_down_s`. `guaranteed` is in GPUs by project; the rest of the cluster is guaranteed to the
-    other projects by the GPU time that they ask for. `declared`: jobs of one size have a maximum run time, of so many
-    times their run time; 0: they have none.
+    other projects by the GPU time that they ask for, unless the `projects` are given. `declared`: jobs of one size have
+    a maximum run time, of so many times their run time; 0: they have none.
     """
 
     clock: Callable[[], float]
@@ -52,6 +56,7 @@ class SimulationOptions:
     cool_down_s: float = 60.0
     declared: float = 0.0
     guaranteed: Mapping[str, int] = field(default_factory=dict)
+    projects: tuple[Project, ...] = ()
 
     def throughput(self, workers: int) -> float:
         """Return the throughput in units of one worker's."""
@@ -94,6 +99,9 @@ class Life:
     rate: float = 0.0
     workers: int = 0
     saved: float = 0.0
+    queued_s: float = 0.0
+    gpu_s: float = 0.0
+    evictions: int = 0
     began_at: float = 0.0
     epoch: int = 0
     first_started_at: float | None = None
@@ -120,15 +128,19 @@ class Simulation:
         self._gpus = sum(node.gpus for node in nodes)
         self._models = {node.name: node.model for node in nodes}
         for node in nodes:
-            self.state.ledger.put_host(_host(node))
-        self._set_quotas(guarantees(nodes, jobs, options.guaranteed))
+            if node.node is not None:
+                self.state.apply(NodeChanged(node.node))
+            else:
+                self.state.ledger.put_host(_host(node))
+        for project in self._quotas(nodes, jobs):
+            self.state.apply(QuotaChanged(project))
         self.lives: dict[str, Life] = {}
         self._watch = watch
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._order = count()
         self._serial = count()
         self._now = 0.0
-        self._resizes = self._evictions = self._plans = 0
+        self._resizes = self._plans = 0
         self._lost_gpu_s = self._slowest_s = 0.0
         self._first_at = jobs[0].arrives_at if jobs else 0.0
         self._window = _window(jobs)
@@ -167,9 +179,12 @@ class Simulation:
             utilisation_percent=100 * self._meter.gpu_seconds / (window * max(1, self._gpus)),
             fragmentation_percent=sum(samples.fragmentation_percent) / max(1, len(samples.at)),
             waiting={name: self._waited(name) for name in self._meter.projects},
+            queued={name: spread(map(self._queued_s, self._started(name))) for name in self._meter.projects},
+            evicted={name: sum(life.evictions for life in self._of(name)) for name in self._meter.projects},
+            gpu_hours={name: sum(life.gpu_s for life in self._of(name)) / 3600 for name in self._meter.projects},
             completion=spread(life.ended_at - life.trace.arrives_at for life in lives if life.ended_at is not None),
             resizes=self._resizes,
-            evictions=self._evictions,
+            evictions=sum(life.evictions for life in lives),
             lost_gpu_hours=self._lost_gpu_s / 3600,
             makespan_s=max((life.ended_at or 0.0 for life in lives), default=0.0) - self._first_at,
             plans=self._plans,
@@ -179,18 +194,28 @@ class Simulation:
         )
 
     def _waited(self, project: str) -> Spread:
-        mine = [life for life in self.lives.values() if life.trace.project == project]
-        return spread(
-            life.first_started_at - life.trace.arrives_at for life in mine if life.first_started_at is not None
-        )
+        return spread((life.first_started_at or 0.0) - life.trace.arrives_at for life in self._started(project))
 
-    def _set_quotas(self, guaranteed: Mapping[str, int]) -> None:
-        quotas = self._policy.quotas
-        if quotas is Quotas.NONE:
-            guaranteed = {EVERYONE: self._gpus}
-        for name, gpus in guaranteed.items():
-            limit = gpus if quotas is Quotas.STATIC else None
-            self.state.apply(QuotaChanged(Project(name=name, guaranteed=gpus, limit=limit)))
+    def _queued_s(self, life: Life) -> float:
+        waits = not life.workers and life.ended_at is None
+        return life.queued_s + waits * (self._now - life.since)
+
+    def _of(self, project: str) -> list[Life]:
+        return [life for life in self.lives.values() if life.trace.project == project]
+
+    def _started(self, project: str) -> list[Life]:
+        return [life for life in self._of(project) if life.first_started_at is not None]
+
+    def _quotas(self, nodes: Sequence[TraceNode], jobs: Sequence[TraceJob]) -> Sequence[Project]:
+        if self._policy.quotas is Quotas.NONE:
+            return [Project(name=EVERYONE, guaranteed=self._gpus)]
+        projects: Sequence[Project] = self._options.projects or [
+            Project(name=name, guaranteed=gpus)
+            for name, gpus in guarantees(nodes, jobs, self._options.guaranteed).items()
+        ]
+        if self._policy.quotas is Quotas.STATIC:
+            return [msgspec.structs.replace(one, limit=one.guaranteed) for one in projects]
+        return projects
 
     # What happens
 
@@ -199,10 +224,19 @@ class Simulation:
 
     def _arrive(self, arrival: tuple[int, TraceJob]) -> None:
         index, trace = arrival
+        uid = f"{index:06}"
+        if trace.spec is not None:
+            self.state.apply(JobSubmitted(uid, trace.spec, self._now))
+        else:
+            self.state.add_job(self._job(uid, trace))
+        self.lives[uid] = Life(trace, self.state.jobs[uid], since=self._now)
+        self._meter.waiting_gpus += trace.workers * trace.worker_gpus
+
+    def _job(self, uid: str, trace: TraceJob) -> Job:
         unlimited = self._policy.quotas is Quotas.NONE
         queue = self.state.ledger.queues[EVERYONE if unlimited else trace.project]
         job = Job(
-            uid=f"{index:06}",
+            uid=uid,
             name=trace.name,
             queue=queue,
             gang=trace.fewest,
@@ -215,9 +249,7 @@ class Simulation:
             most_s=self._most_s(trace),
         )
         job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
-        self.lives[job.uid] = Life(trace, job)
-        self._meter.waiting_gpus += trace.workers * trace.worker_gpus
-        self.state.add_job(job)
+        return job
 
     def _most_s(self, trace: TraceJob) -> float:
         declared = self._options.declared
@@ -273,7 +305,7 @@ class Simulation:
 
     def _carry_out(self, decided: Plan) -> None:
         for evict in decided.evict:
-            self._evictions += 1
+            self.lives[evict.job].evictions += 1
             self._leave(evict.workers)
         for move in decided.move:
             self._leave((move.worker,))
@@ -305,6 +337,9 @@ class Simulation:
         """Continue the job at its current size, from the work that it has done."""
         trace, before, workers = life.trace, life.workers, 0 if life.ended_at is not None else life.job.active
         life.done += life.rate * (self._now - life.since)
+        life.gpu_s += before * trace.worker_gpus * (self._now - life.since)
+        if not before:
+            life.queued_s += self._now - life.since
         if before and not workers and life.ended_at is None:
             self._restart_from_checkpoint(life)
         if not before:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from kfp_gpuquota.api import JobSpec, Node
+
 Row = dict[str, str]
 Record = TypeVar("Record")
 
@@ -22,13 +24,14 @@ WHOLE: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class TraceNode:
-    """A node; CPU in thousandths of a core, memory in MiB."""
+    """A node; CPU in thousandths of a core, memory in MiB. The scheduler has it as `node`, if that is given."""
 
     name: str
     gpus: int
     cpu_milli: int
     memory_mib: int
     model: str = ""
+    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class TraceJob:
     """A job that arrives `arrives_at` and takes `duration_s` at `workers` workers.
 
     Each worker takes `milli` thousandths of each of `gpus` GPUs of one node. It is elastic where `fewest` < `most`.
+    The scheduler has it as `spec`, if that is given.
     """
 
     name: str
@@ -51,6 +55,7 @@ class TraceJob:
     workers: int = 1
     fewest: int = 1
     most: int = 1
+    spec: JobSpec | None = None
 
     @property
     def worker_gpus(self) -> float:

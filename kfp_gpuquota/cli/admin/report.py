@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
@@ -10,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import msgspec
 import typer
 
-from kfp_gpuquota.api.durations import UNITS_S
 from kfp_gpuquota.api.time_spent import Activity, time_spent
 from kfp_gpuquota.cli.arguments.options import client
+from kfp_gpuquota.cli.arguments.parsers import seconds_back
 from kfp_gpuquota.cli.display.output import csv_text, duration, in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
-from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -70,10 +68,10 @@ def report(
     """
     if time_spent:
         now = time.time()
-        spent = time_rows(client().list_jobs("").jobs, now - _seconds(since), now)
+        spent = time_rows(client().list_jobs("").jobs, now - seconds_back(since), now)
         _show(spent, output, in_csv=time_csv, in_table=time_table)
         return
-    rows = client().gpu_hours(_seconds(since), prometheus=prometheus)
+    rows = client().gpu_hours(seconds_back(since), prometheus=prometheus)
     _show(rows, output, in_csv=_csv, in_table=_table)
 
 
@@ -104,13 +102,6 @@ def _table(rows: Sequence[GpuHours]) -> str:
 def _csv(rows: Sequence[GpuHours]) -> str:
     columns = ("project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours", "unused_gpu_hours")
     return csv_text(columns, map(_row, rows))
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"([1-9][0-9]{0,4})([hdw])", text)
-    if match is None:
-        raise InvalidFieldError("--since", text, "it must be a number of hours, days or weeks", hint="for example 30d")
-    return int(match[1]) * UNITS_S[match[2]]
 
 
 TimeRow = dict[str, str | float]

@@ -15,7 +15,7 @@ from kfp_gpuquota.errors import InvalidFieldError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.simulator import Result, TraceJob, TraceNode
+    from kfp_gpuquota.simulator import Result, Spread, TraceJob, TraceNode
 
 app = typer.Typer()
 
@@ -84,7 +84,7 @@ def simulate(
     trace = make_elastic(sped_up(read_jobs(jobs, project_column), speed), elastic)
     results = _results(policy or [], cluster, trace, _quotas(guaranteed or []))
     if picture is not None:
-        _draw(results, picture)
+        draw(results, picture)
     show(results, output, _tables(results))
 
 
@@ -108,21 +108,23 @@ def _results(
     return [simulate(nodes, jobs, POLICIES[name], options) for name in names or POLICIES]
 
 
-def _draw(results: Sequence[Result], path: Path) -> None:
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Draw the results side by side. UsageError without matplotlib, InvalidFieldError for a path without directory."""
     try:
-        from kfp_gpuquota.simulator.picture import draw  # noqa: PLC0415
+        from kfp_gpuquota.simulator import picture  # noqa: PLC0415
     except ImportError as error:
         raise UsageError("pictures need matplotlib; install it with: pip install 'kfp-gpuquota[plots]'") from error
     if not path.parent.is_dir():
         raise InvalidFieldError("picture", str(path), "its directory does not exist")
-    draw(results, path)
+    picture.draw(results, path)
 
 
 def _tables(results: Sequence[Result]) -> str:
-    return "\n\n".join((_summary(results), _waiting(results)))
+    return "\n\n".join((summary(results), _waiting(results)))
 
 
-def _summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[Result]) -> str:
+    """Return a table with a row for each result."""
     columns = (
         "POLICY", "USED %", "UNUSABLE %", "MEAN JCT", "P95 JCT", "RESIZES", "EVICTIONS", "LOST GPU-H", "DONE", "SECONDS"
     )  # fmt: skip
@@ -151,8 +153,12 @@ def _waiting(results: Sequence[Result]) -> str:
 
 
 def _wait(result: Result, project: str) -> str:
-    waited = result.waiting[project]
-    return f"{duration(waited.mean_s)} ({duration(waited.p95_s)})"
+    return times(result.waiting[project])
+
+
+def times(of: Spread) -> str:
+    """Return their mean and 95 % quantile: "3m (1.5h)"."""
+    return f"{duration(of.mean_s)} ({duration(of.p95_s)})"
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator, durations
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -80,3 +82,11 @@ def toleration_of(text: str) -> Toleration:
         raise InvalidFieldError("toleration", text, f"what follows ':' must be one of {allowed}")
     operator = TolerationOperator.EQUAL if equals else TolerationOperator.EXISTS
     return Toleration(key, operator, value, TaintEffect(effect) if effect else None)
+
+
+def seconds_back(text: str) -> float:
+    """Return the seconds of "12h", "30d", "4w": how far a report looks back."""
+    match = re.fullmatch(r"([1-9][0-9]{0,4})([hdw])", text)
+    if match is None:
+        raise InvalidFieldError("--since", text, "it must be a number of hours, days or weeks", hint="for example 30d")
+    return int(match[1]) * durations.UNITS_S[match[2]]
