@@ -6,9 +6,12 @@
     python benchmarks/planning.py --case gang --nodes 1000 --size 4096
     python benchmarks/planning.py --case steady --nodes 5000 --jobs 50000
     python benchmarks/planning.py --case reclaim --nodes 10 --growth 1,10,100
+    python benchmarks/planning.py --case reclaim --nodes 10000 --gpus 1000
+    python benchmarks/planning.py --case cold --nodes 10000 --jobs 50000
 
 Nodes have 8 GPUs. The cluster is filled by events, as a driver would. Time is of `plan` alone (for `steady`: applying
-one arrival and planning), the best of --repeats; memory is the process's peak. The last line is JSON.
+one arrival and planning), the best of --repeats, and of the first plan (`first_s`); memory is the process's peak. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Options:
     mix: str
     repeats: int
     seed: int
+    gpus: int = 0
 
 
 class Builder:
@@ -126,13 +130,13 @@ def allocate(options: Options) -> tuple[State, Callable[[Plan], str]]:
 
 
 def reclaim(options: Options) -> tuple[State, Callable[[Plan], str]]:
-    """One project fills the cluster; the other has as many GPUs in jobs within its quota."""
+    """One project fills the cluster; the other has as many GPUs, or `gpus`, in jobs within its quota."""
     builder = Builder(options)
     total = options.nodes * GPUS
     builder.project("borrower", 0)
     builder.project("owner", total)
     builder.fill("borrower", options.mix)
-    builder.demand("owner", options.mix, total)
+    builder.demand("owner", options.mix, options.gpus or total)
     return builder.state, lambda p: f"{len(p.nominate)} nominated, {len(p.evict)} evicted, {len(p.waiting)} wait"
 
 
@@ -154,6 +158,21 @@ def gang(options: Options) -> tuple[State, Callable[[Plan], str]]:
     return builder.state, lambda p: f"{sum(len(b.placements) for b in p.bind)} workers bound"
 
 
+def cold(options: Options) -> tuple[State, Callable[[Plan], str]]:
+    """Half of the jobs run on a full cluster, the others wait, and nothing was planned yet: a restarted scheduler."""
+    builder = Builder(options)
+    names = [f"team-{i:02}" for i in range(20)]
+    for name in names:
+        builder.project(name, options.nodes * GPUS // len(names))
+    for number, (node, free) in enumerate(builder.free.items()):
+        while free and builder.jobs < options.jobs // 2:
+            size = builder.draw("mixed", len(free))
+            builder.run(builder.submit(names[number % len(names)], size), node, size)
+    while builder.jobs < options.jobs:
+        builder.submit(builder.random.choice(names), builder.draw("mixed"))
+    return builder.state, lambda p: f"{len(p.bind)} bound, {len(p.waiting)} wait, {len(p.evict)} evicted"
+
+
 def steady(options: Options) -> tuple[State, Callable[[Plan], str]]:
     """A full cluster with jobs that wait, planned once; then one arrival."""
     builder = Builder(options)
@@ -169,7 +188,14 @@ def steady(options: Options) -> tuple[State, Callable[[Plan], str]]:
     return builder.state, lambda p: f"{len(p.waiting)} jobs wait, {len(p.evict)} evicted"
 
 
-CASES = {"allocate": allocate, "reclaim": reclaim, "consolidate": consolidate, "gang": gang, "steady": steady}
+CASES = {
+    "allocate": allocate,
+    "reclaim": reclaim,
+    "consolidate": consolidate,
+    "gang": gang,
+    "cold": cold,
+    "steady": steady,
+}
 
 
 def measure(options: Options) -> dict[str, object]:
@@ -193,6 +219,7 @@ def measure(options: Options) -> dict[str, object]:
         "case": options.case,
         "nodes": options.nodes,
         "plan_s": round(min(measured), 4),
+        "first_s": round(times[0], 4),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 
@@ -208,6 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--size", type=int, default=4096, help="workers of the gang")
+    parser.add_argument("--gpus", type=int, default=0, help="that are reclaimed; else all")
     parser.add_argument("--mix", choices=("mixed", "single"), default="mixed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
