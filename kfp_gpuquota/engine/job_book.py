@@ -62,6 +62,11 @@ class JobBook:
         """Return the uid of the project's job of this name."""
         return self._uids.get((project, name))
 
+    def expected_start(self, uid: str) -> ExpectedStart | None:
+        """Return when the job is expected to start; None where that is unknown, as of one that is held."""
+        reason = self.jobs[uid].status.reason
+        return None if reason is not None and reason.code.holds else self.expected_starts.get(uid)
+
     def workers_of(self, uid: str) -> list[WorkerRecord]:
         """Return all stored workers of a job, oldest first."""
         return [self.workers[worker] for worker in self._workers_of.get(uid, ())]
