@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,7 +42,7 @@ def test_a_refused_removal_of_a_gate_is_repeated_with_growing_pauses() -> None:
         loop.call_later(2 * HOUR_S, loop.rested.set)  # type: ignore[attr-defined]
 
     simulate(begin)
-    pauses = [round(b - a) for a, b in zip(attempts, attempts[1:], strict=False)]
+    pauses = [round(b - a) for a, b in pairwise(attempts)]
     assert pauses[:4] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
     assert pauses[-1] == LONGEST_PAUSE_S
     assert attempts[-1] < HOUR_S
