@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -41,21 +42,27 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forced: Mebibytes | None = None
 
 
-class IdleRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class IdleRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What happens to a running job none of whose GPUs is used: its owner is warned, then it is suspended.
 
-    Both times count from the last use.
+    All times count from the last use. From `preempt_after_s` on it is suspended once a waiting job could start in its
+    place, also within its guarantee; None: not earlier than after `suspend_after_s`.
     """
 
     warn_after_s: RunTime
     suspend_after_s: RunTime
+    preempt_after_s: RunTime | None = None
 
     def __post_init__(self) -> None:
-        for field in ("warn_after_s", "suspend_after_s"):
-            check_range(f"idle.{field}", getattr(self, field), 1, MAX_RUNTIME_S, "s")
-        if self.suspend_after_s <= self.warn_after_s:
-            rule = f"it must be more than idle.warn_after_s, which is {self.warn_after_s:g}"
-            raise InvalidFieldError("idle.suspend_after_s", self.suspend_after_s, rule)
+        times = {field: getattr(self, field) for field in ("warn_after_s", "preempt_after_s", "suspend_after_s")}
+        given = {field: value for field, value in times.items() if value is not None}
+        for field, value in given.items():
+            check_range(f"idle.{field}", value, 1, MAX_RUNTIME_S, "s")
+        for (earlier, before), (field, value) in pairwise(given.items()):
+            if value <= before:
+                raise InvalidFieldError(
+                    f"idle.{field}", value, f"it must be more than idle.{earlier}, which is {before:g}"
+                )
 
 
 class WorkloadPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

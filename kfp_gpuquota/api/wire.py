@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, Final
 
 import msgspec
 
@@ -10,7 +11,7 @@ from kfp_gpuquota.api.job import ExpectedStart, Job, JobSpec
 from kfp_gpuquota.api.node import Node
 from kfp_gpuquota.api.project import Project
 from kfp_gpuquota.api.reason import Reason, ReasonCode
-from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Seconds, check_range
+from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Seconds, check_count, check_range
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -235,13 +236,28 @@ class JobName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: str
 
 
+MOST_NODES: Final = 64
+MOST_GPUS_OF_NODE: Final = 256
+
+
+class NewNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node that might be added: its whole GPUs, of the size of the smallest there are, and its pool."""
+
+    gpus: int
+    pool: str = ""
+
+    def __post_init__(self) -> None:
+        check_count("gpus", self.gpus, 1, "GPUs", MOST_GPUS_OF_NODE)
+
+
 class Supposition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/what-if: these jobs are submitted, projects are as given, jobs deleted and nodes lost."""
+    """Body of POST /v1/what-if: these jobs are submitted, projects are as given, jobs deleted, nodes lost and added."""
 
     submit: tuple[JobSpec, ...] = ()
     projects: tuple[Project, ...] = ()
     delete: tuple[JobName, ...] = ()
     without_nodes: tuple[str, ...] = ()
+    with_nodes: Annotated[tuple[NewNode, ...], msgspec.Meta(max_length=MOST_NODES)] = ()
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):

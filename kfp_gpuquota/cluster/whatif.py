@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Reason
+from kfp_gpuquota.api import Device, Node, Reason
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Effect, OtherTeams, Outlook
 from kfp_gpuquota.cluster.plan_pacing import LONGEST_FORECAST_S, within
@@ -132,6 +132,10 @@ def _events(state: scheduler.State, supposed: Supposition, now: float) -> Iterat
         yield scheduler.QuotaChanged(project)
     for name in supposed.without_nodes:
         yield from _without_node(state, name)
+    for i, new in enumerate(supposed.with_nodes):
+        memory_mib = state.ledger.gpu_memory_mib
+        devices = tuple(Device(index=index, memory_mib=memory_mib) for index in range(new.gpus))
+        yield scheduler.NodeChanged(Node(name=f"{_PREFIX}{i}", devices=devices, pool=new.pool))
     for job in supposed.delete:
         yield from _without_job(state, job)
     for i, spec in enumerate(supposed.submit):

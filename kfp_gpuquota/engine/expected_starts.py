@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.pipeline_labels import TASK
+from kfp_gpuquota.engine.notifications import late_notification
 from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime, examples_of
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def note_expected(book: JobBook, played: Mapping[str, ExpectedStart], now: float
     accuracy = book.accuracy
     waiting = [uid for uid, job in book.jobs.items() if job.status.phase is Phase.PENDING]
     accuracy.keep(waiting)
+    for uid, latest in accuracy.newly_late(now).items():
+        book.notify(late_notification(book.jobs[uid], latest, now))
     new = {uid: accuracy.ranged(played[uid], now) for uid in waiting if uid in played}
     changed = [uid for uid in waiting if _differ(book.expected_starts.get(uid), new.get(uid), now)]
     if most is not None and len(changed) > most:

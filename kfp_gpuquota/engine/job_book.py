@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.start_conditions import parse_after
+from kfp_gpuquota.engine.notifications import notification_of
 from kfp_gpuquota.engine.scheduling import job_announced, job_changed, run_recalled, worker_changed
 from kfp_gpuquota.scheduler.forecast import Accuracy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kfp_gpuquota.api import ExpectedStart, Node, Project
     from kfp_gpuquota.api.wire import Event
+    from kfp_gpuquota.engine.notifications import Notification
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 
@@ -37,8 +39,11 @@ class JobBook:
 
     `expected_starts` are those of waiting jobs, as far as they are known: kept in memory, and shown by all views, as is
     the `accuracy` of past ones. `conditional` are the jobs whose starts have conditions that are not met, `dependents`
-    those of them that wait for a name in a project, `array_jobs` all of an array that have not ended.
+    those of them that wait for a name in a project, `array_jobs` all of an array that have not ended. `notify` receives
+    what people outside of the cluster are informed of, and must return at once.
     """
+
+    notify: Callable[[Notification], None] = staticmethod(lambda _: None)
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self.nodes = nodes
@@ -56,6 +61,11 @@ class JobBook:
     def uid_of(self, project: str, name: str) -> str | None:
         """Return the uid of the project's job of this name."""
         return self._uids.get((project, name))
+
+    def expected_start(self, uid: str) -> ExpectedStart | None:
+        """Return when the job is expected to start; None where that is unknown, as of one that is held."""
+        reason = self.jobs[uid].status.reason
+        return None if reason is not None and reason.code.holds else self.expected_starts.get(uid)
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
         """Return all stored workers of a job, oldest first."""
@@ -105,6 +115,9 @@ class JobBook:
                 self.remove_job(uid)
             else:
                 self.put_job(job)
+        for event in change.events:
+            if (of := self.jobs.get(event.job_uid)) and (one := notification_of(of, event)) is not None:
+                self.notify(one)
 
     def put_job(self, job: JobRecord) -> None:
         """Add or replace the job's record."""

@@ -22,15 +22,24 @@ def ran_too_long(job: JobRecord) -> Reason:
     return Reason(code=ReasonCode.RAN_TOO_LONG, message=message)
 
 
-def gpus_unused(policy: str, since: float, suspended_at: float | None) -> Reason:
-    """Return why a job's owner is warned, or without `suspended_at` why it is suspended; times since the epoch."""
+def gpus_unused(
+    policy: str, since: float, suspended_at: float | None, *, preemptible_at: float | None = None, needed_by: str = ""
+) -> Reason:
+    """Return why a job's owner is warned, or without `suspended_at` why it is suspended; times since the epoch.
+
+    `preemptible_at` is from when on others may have its GPUs, `needed_by` the project that needs them now.
+    """
     began = _utc(since)
     message = f"its GPUs have been unused since {began} (policy {policy})"
     if suspended_at is None:
         message = f"its GPUs had been unused since {began} (policy {policy})"
+        message += f", and a job of project {needed_by} starts in its place" if needed_by else ""
         return Reason(code=ReasonCode.GPUS_UNUSED, message=message, details={"unused_since": since})
     message += f"; unless it uses one, it is suspended at {_utc(suspended_at)}"
     details: dict[str, str | int | float] = {"unused_since": since, "suspended_at": suspended_at}
+    if preemptible_at is not None:
+        message += f", or from {_utc(preemptible_at)} on for a job that needs them"
+        details["preemptible_at"] = preemptible_at
     return Reason(code=ReasonCode.GPUS_UNUSED, message=message, details=details)
 
 

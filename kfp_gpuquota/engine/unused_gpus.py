@@ -4,11 +4,12 @@
 |-------------------------------------------------------|----------------------------------------------------------|
 | one was used, or not measured                         | counts again from the next time at which none is         |
 | none was used for `warn_after_s`                      | its owner is warned, and again if the rule changes       |
+| none was used for `preempt_after_s`, and it was warned| is suspended once a waiting job could start in its place |
 | none was used for `suspend_after_s`, and it was warned| is suspended; its workers have their grace period        |
 
-Invariant: a job is suspended only after a warning of which at least `suspend_after_s - warn_after_s` have passed, in
-all of which every one of its GPUs was measured and unused. What is counted is in memory: another daemon counts again,
-as after a time in which nobody has measured.
+Invariant: a job is suspended only after a warning of which at least `suspend_after_s - warn_after_s` have passed (for
+others `preempt_after_s - warn_after_s`), in all of which every one of its GPUs was measured and unused. What is counted
+is in memory: another daemon counts again, as after a time in which nobody has measured.
 """
 
 from __future__ import annotations
@@ -47,12 +48,19 @@ class Warned(NamedTuple):
         """When the job is suspended."""
         return self.at + self.rule.suspend_after_s - self.rule.warn_after_s
 
+    @property
+    def preemptible_at(self) -> float | None:
+        """From when on it is suspended for a job that waits; None: not earlier than `suspended_at`."""
+        after_s = self.rule.preempt_after_s
+        return None if after_s is None else self.at + after_s - self.rule.warn_after_s
+
 
 class Verdicts(NamedTuple):
     """What follows from an observation."""
 
     warn: tuple[Warned, ...] = ()
     suspend: tuple[Warned, ...] = ()
+    preemptible: tuple[Warned, ...] = ()
 
 
 @dataclass
@@ -68,11 +76,11 @@ class UnusedGpus:
         measured = now - self.observed_at <= LONGEST_GAP_S
         self.observed_at = now
         for uid in self.since.keys() - jobs.keys():
-            self._forget(uid)
+            self.forget(uid)
         warn, suspend = list[Warned](), list[Warned]()
         for uid, seen in jobs.items():
             if seen.used is not False or seen.rule is None or (uid in self.since and not measured):
-                self._forget(uid)
+                self.forget(uid)
                 continue
             since = self.since.setdefault(uid, now)
             warned = self.warned.get(uid)
@@ -82,10 +90,12 @@ class UnusedGpus:
                     self.warned[uid] = Warned(uid, since, now, seen.rule, seen.policy)
                     warn.append(self.warned[uid])
             elif now >= warned.suspended_at:
-                self._forget(uid)
+                self.forget(uid)
                 suspend.append(warned)
-        return Verdicts(tuple(warn), tuple(suspend))
+        held = (one for one in self.warned.values() if one.preemptible_at is not None and one.preemptible_at <= now)
+        return Verdicts(tuple(warn), tuple(suspend), tuple(sorted(held, key=lambda one: one.since)))
 
-    def _forget(self, uid: str) -> None:
+    def forget(self, uid: str) -> None:
+        """Count the job again from its next observation."""
         self.since.pop(uid, None)
         self.warned.pop(uid, None)

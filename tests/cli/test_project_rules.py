@@ -114,3 +114,12 @@ def test_jobs_get_the_time_of_their_project_and_no_longer_one(cli: Cli) -> None:
     assert "--default-time is 2h, but it must be at most" in cli.run("project set team-a --default-time 2h").err
     cli("project set team-a --default-time none --max-time none")
     assert cli.job("usual", "team-a")["spec"]["max_runtime_s"] == 3600, "a submitted job keeps its own"
+
+
+def test_a_project_is_taken_out_of_its_department(cli: Cli) -> None:
+    cli("project create vision --guaranteed 2")
+    cli("project create team-a --guaranteed 1 --parent vision")
+    cli("project set team-a --parent none")
+    views = json.loads(cli("project list -o json"))
+    assert [view["project"].get("parent") for view in views] == [None, None]
+    cli("project delete vision")

@@ -47,6 +47,7 @@ def test_quotas_deleted_jobs_and_lost_nodes_can_be_supposed(two_teams: Cli) -> N
     two_teams("submit", "wide", "-p", "team-b", "-g", "2", "--", "sleep", "infinity")
     assert "wide of team-b would start" in two_teams("what-if --guaranteed team-b=2 --guaranteed team-a=0")
     assert "wide of team-b would start" in two_teams("what-if --delete train")
+    assert "wide of team-b would start" in two_teams("what-if --with-node 8 --guaranteed team-b=2")
     assert two_teams("what-if --limit team-a=2") == "nothing would change\n"
     outlook = json.loads(two_teams("what-if --without-node node-0 -g 1 -o json"))
     assert [effect["job"] for effect in outlook["waits"]] == ["this-job"]

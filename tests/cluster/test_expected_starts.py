@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kfp_gpuquota.api import ExpectedStart, JobSpec, JobStatus, Phase, Progress
+from kfp_gpuquota.api import ExpectedStart, JobSpec, JobStatus, Phase, Progress, Reason, ReasonCode
 from kfp_gpuquota.api.pipeline_labels import TASK
 from kfp_gpuquota.api.wire import Supposition
 from kfp_gpuquota.engine.expected_starts import note_expected, run_times
 from kfp_gpuquota.engine.job_book import JobBook
-from kfp_gpuquota.engine.records import JobRecord
+from kfp_gpuquota.engine.records import JobRecord, with_status
 from kfp_gpuquota.scheduler.forecast import UNKNOWN
 
 if TYPE_CHECKING:
@@ -75,6 +75,17 @@ def test_the_number_or_hash_at_the_end_of_a_name_does_not_count() -> None:
     examples = [record(name, ended(100), command=name) for name in alike]
     other = [record(f"{name}-x", ended(10), command="other") for name in alike]
     assert run_times(book(*examples, *other, record("fit", WAITING)), NOW)("fit").examples == (100,) * 5
+
+
+def test_a_job_that_is_held_has_no_expected_start_from_then_on() -> None:
+    waiting = book(record("train", WAITING))
+    note_expected(waiting, {"train": ExpectedStart(earliest=NOW, latest=NOW + 60)}, NOW)
+    assert waiting.expected_start("train") is not None
+    held = Reason(code=ReasonCode.PROJECT_HELD, message="project team is held")
+    waiting.put_job(with_status(waiting.jobs["train"], reason=held))
+    assert waiting.expected_start("train") is None
+    waiting.put_job(with_status(waiting.jobs["train"], reason=None))
+    assert waiting.expected_start("train") is not None
 
 
 def test_a_name_of_many_digits_is_read_in_no_time() -> None:

@@ -56,6 +56,15 @@ def test_a_job_is_warned_and_then_suspended() -> None:
     assert found[:2] == [(20, "warn"), (50, "suspend")]
 
 
+def test_a_job_is_preemptible_between_its_warning_and_its_suspension() -> None:
+    rule = IdleRule(warn_after_s=20, preempt_after_s=35, suspend_after_s=50)
+    unused, found = UnusedGpus(), list[int]()
+    for now in range(0, 60, 5):
+        verdicts = unused.observe({"job": Observed(used=now == 5, rule=rule)}, 1000.0 + now)
+        found += [now for _ in verdicts.preemptible]
+    assert found == [45, 50, 55]
+
+
 def test_another_rule_is_warned_of_anew_and_a_deleted_one_not_at_all() -> None:
     unused = UnusedGpus()
 
@@ -80,6 +89,8 @@ def test_another_rule_is_warned_of_anew_and_a_deleted_one_not_at_all() -> None:
     [
         ({"warn_after_s": 60, "suspend_after_s": 60}, "idle.suspend_after_s is 60, but it must be more than"),
         ({"warn_after_s": 0, "suspend_after_s": 60}, "idle.warn_after_s is 0"),
+        ({"warn_after_s": 1, "preempt_after_s": 60, "suspend_after_s": 60}, "must be more than idle.preempt_after_s"),
+        ({"warn_after_s": 9, "preempt_after_s": 9, "suspend_after_s": 60}, "preempt_after_s is 9, but it must be more"),
         ({"warn_after_s": 1, "suspend_after_s": float("inf")}, "idle.suspend_after_s is inf"),
     ],
 )
@@ -152,6 +163,31 @@ def test_a_warning_is_shown_only_while_it_holds(tmp_path: Path) -> None:
         cluster.wait_for("job", lambda job: _is_unused(job.status.reason))
         cluster.client.delete_policy("unused")
         assert cluster.wait_for("job", lambda job: not _is_unused(job.status.reason)).status.phase is Phase.RUNNING
+
+
+def test_an_unused_job_is_suspended_for_one_that_waits_and_not_for_one_that_could_not_start(tmp_path: Path) -> None:
+    config = ClusterConfig(gpus_per_node=2, gpu_memory_mib=1024)
+    with running_cluster(tmp_path / "home", config) as cluster:
+        cluster.project("team-a", 2)
+        cluster.project("team-b", 2)
+        rule = IdleRule(warn_after_s=1, preempt_after_s=2, suspend_after_s=1000)
+        cluster.client.set_policy(WorkloadPolicy(name="unused", idle=rule))
+        for name in ("unused", "busy"):
+            cluster.submit(name, kind="build")
+            (worker,) = cluster.wait_for(name, lambda job: job.status.phase is Phase.RUNNING).status.workers
+            _measure(cluster, worker.node, worker.devices[0], "0" if name == "unused" else "35")
+        cluster.submit("large", project="team-b", gpus=2)
+        warned = cluster.wait_for("unused", lambda job: _is_unused(job.status.reason))
+        assert warned.status.reason is not None
+        assert "on for a job that needs them" in warned.status.reason.message
+        cluster.wait_for("large", lambda job: job.status.phase is Phase.PENDING, project="team-b")
+        cluster.submit("small", project="team-b")
+        suspended = cluster.wait_for("unused", lambda job: job.status.phase is Phase.SUSPENDED)
+        assert suspended.status.reason is not None
+        assert suspended.status.reason.message.endswith("and a job of project team-b starts in its place")
+        cluster.wait_for("small", lambda job: job.status.phase is Phase.RUNNING, project="team-b")
+        assert cluster.job("busy").status.phase is Phase.RUNNING
+        assert cluster.job("large", project="team-b").status.phase is Phase.PENDING
 
 
 def _measure(cluster: Any, node: str, index: int, used: str) -> None:

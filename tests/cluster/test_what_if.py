@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Project
-from kfp_gpuquota.api.wire import OtherTeams, Outlook, Supposition
+from kfp_gpuquota.api.wire import NewNode, OtherTeams, Outlook, Supposition
 from kfp_gpuquota.cluster.whatif import OTHERS, outlook, outlook_for_user
+from kfp_gpuquota.errors import InvalidFieldError
 from tests.scheduler.test_victims import world_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,19 @@ def test_jobs_of_other_teams_are_counted_and_not_named(world: World) -> None:
     assert answer.others.released_gpus >= 2
     assert not answer.shrinks
     assert not answer.stops
+
+
+def test_a_node_that_is_added_starts_what_fits_on_it_alone() -> None:
+    world = world_of(4, a=4, b=0)
+    world.submit("wide", "a", 8)
+    world.submit("narrow", "a", 2)
+    world.settle()
+    assert "wide" not in named(outlook(world.state, Supposition(with_nodes=(NewNode(gpus=4),)), world.now))["starts"]
+    more = Supposition(projects=(Project(name="a", guaranteed=8),), with_nodes=(NewNode(gpus=8),))
+    assert named(outlook(world.state, more, world.now))["starts"] == {"wide"}
+    assert "what-if-0" not in world.state.ledger.hosts
+    with pytest.raises(InvalidFieldError, match="gpus is 1000"):
+        NewNode(gpus=1000)
 
 
 def test_who_sees_both_teams_is_told_the_names_and_the_same_plan(world: World) -> None:

@@ -19,6 +19,7 @@ from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tests.kubernetes.installation import jobs_of
 from tests.kubernetes.running_workers import RunningWorkers, Worker
 from tests.kubernetes.users import connection_of
+from tests.webhook_receiver import receiving
 from tools.devcluster import ApiError
 from tools.devcluster.node import host_python
 
@@ -62,6 +63,27 @@ def test_a_job_has_no_pods_while_it_waits_and_its_gang_when_it_starts(controlled
     pods = controlled.pods(team)
     assert set(pods) == {f"gang-{i}" for i in range(4)}
     assert {p["metadata"]["annotations"][labels.DEVICES] for p in pods.values()} == {"0", "1"}
+
+
+def test_webhooks_are_notified_of_starts_and_preemptions_of_jobs_and_pods(
+    controlled: Controlled, tmp_path: Path
+) -> None:
+    controlled.add_nodes(1, gpus=2)
+    borrower, owner = controlled.team(guaranteed=0), controlled.team(guaranteed=2)
+    folder = tmp_path / "notifications"
+    folder.mkdir()
+    with receiving() as (url, texts):
+        (folder / "borrower.json").write_text(json.dumps({"url": url, "projects": [borrower]}))
+        controlled.start(f"--notifications={folder}")
+        controlled.until_phase(controlled.job(borrower, "train", gpus=1), "Running")
+        pod = controlled.pod(borrower, "plain", gpus=1)
+        controlled.until_bound(pod)
+        controlled.job(owner, "first", gpus=2, gpusPerWorker=2)
+        found = [texts.get(timeout=30) for _ in range(3)]
+    assert found[0].startswith(f"Job train of project {borrower} started: ")
+    job, evicted = sorted(found[1:])
+    assert job.startswith(f"Job train of project {borrower} was preempted: ")
+    assert evicted.startswith(f"Pod plain of project {borrower} was preempted: ")
 
 
 def test_the_cpu_of_its_template_is_planned_with(controlled: Controlled) -> None:

@@ -60,6 +60,14 @@ def set_policy(
         str | None,
         typer.Option("--idle-suspend", metavar="TIME", help="The job is suspended when no GPU was used for so long."),
     ] = None,
+    idle_preempt: Annotated[
+        str | None,
+        typer.Option(
+            "--idle-preempt",
+            metavar="TIME",
+            help="The job is suspended for a waiting one once no GPU was used for so long.",
+        ),
+    ] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Create or replace a policy; a more specific policy is applied first.
@@ -70,6 +78,7 @@ def set_policy(
       gpuquota policy set sessions -p research-vision1 --kind build --gpu-limit 1
       gpuquota policy set tight --gpu-limit-most 0.8 --gpu-memory-limit-most 40G
       gpuquota policy set sessions --kind build --idle-warn 30m --idle-suspend 1h
+      gpuquota policy set sessions --kind build --idle-warn 30m --idle-preempt 40m --idle-suspend 4h
     """
     parts = PartRule(default=gpu_limit, most=gpu_limit_most, forced=gpu_limit_forced)
     amounts = MemoryRule(
@@ -83,7 +92,7 @@ def set_policy(
         kind=kind,
         gpu_fraction_limit=None if parts == PartRule() else parts,
         gpu_memory_limit_mib=None if amounts == MemoryRule() else amounts,
-        idle=_idle(idle_warn, idle_suspend),
+        idle=_idle(idle_warn, idle_preempt, idle_suspend),
     )
     show(client().set_policy(policy), output, _table((policy,)))
 
@@ -148,16 +157,22 @@ def _rules(policy: WorkloadPolicy) -> Iterator[str]:
             if value is not None:
                 yield f"{name} {word} {show_mib(value) if isinstance(rule, MemoryRule) else f'{value:g}'}"
     if (idle := policy.idle) is not None:
-        yield f"unused GPUs: warned after {text_of(idle.warn_after_s)}, suspended after {text_of(idle.suspend_after_s)}"
+        preempted = "" if idle.preempt_after_s is None else f"for others after {text_of(idle.preempt_after_s)}, "
+        times = f"warned after {text_of(idle.warn_after_s)}, {preempted}suspended after {text_of(idle.suspend_after_s)}"
+        yield f"unused GPUs: {times}"
 
 
-def _idle(warn: str | None, suspend: str | None) -> IdleRule | None:
-    """Return the rule of both times. Raises UsageError for one of them alone."""
-    if warn is None and suspend is None:
+def _idle(warn: str | None, preempt: str | None, suspend: str | None) -> IdleRule | None:
+    """Return the rule of these times. Raises UsageError for one without a warning or a suspension."""
+    if warn is None and suspend is None and preempt is None:
         return None
     if warn is None or suspend is None:
         raise UsageError("--idle-warn and --idle-suspend go together: nobody is suspended without a warning")
-    return IdleRule(warn_after_s=seconds("idle_warn", warn), suspend_after_s=seconds("idle_suspend", suspend))
+    return IdleRule(
+        warn_after_s=seconds("idle_warn", warn),
+        suspend_after_s=seconds("idle_suspend", suspend),
+        preempt_after_s=None if preempt is None else seconds("idle_preempt", preempt),
+    )
 
 
 def _mib(field: str, text: str | None) -> int | None:

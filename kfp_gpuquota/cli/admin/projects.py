@@ -56,7 +56,7 @@ PoolOption = Annotated[
     list[str] | None,
     typer.Option("--pool", metavar="POOL=N[:LIMIT]", help="The quota in a node pool; may be repeated."),
 ]
-ParentOption = Annotated[str | None, typer.Option("--parent", help="The department it belongs to.")]
+ParentOption = Annotated[str | None, typer.Option("--parent", help="The department it belongs to, or 'none'.")]
 DefaultTimeOption = Annotated[
     str | None,
     typer.Option("--default-time", metavar="TIME", help="The --time of jobs submitted without one, as 8h; or 'none'."),
@@ -139,6 +139,7 @@ def set_quota(
     Examples:
       gpuquota project set team-a --guaranteed 4
       gpuquota project set team-a --limit none
+      gpuquota project set team-a --parent none
       gpuquota project set team-a --default-time 8h --max-time 2d
       gpuquota project set team-a --member ben --remove-member anna
       gpuquota project set team-a
@@ -350,9 +351,10 @@ def _given(
         "guaranteed": guaranteed,
         "priority": priority,
         "over_quota_weight": weight,
-        "parent": parent,
     }
     given = {name: value for name, value in fields.items() if value is not None}
+    if parent is not None:
+        given["parent"] = None if parent == "none" else parent
     if limit is not None:
         given["limit"] = None if limit == "none" else gpu_quota("limit", limit)
     return given

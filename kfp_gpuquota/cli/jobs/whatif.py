@@ -12,7 +12,7 @@ import typer
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job_sentences import expected_start_of
 from kfp_gpuquota.api.quantity import parse_gpu_memory
-from kfp_gpuquota.api.wire import JobName, Supposition
+from kfp_gpuquota.api.wire import JobName, NewNode, Supposition
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.arguments.parsers import gpu_quota, gpus_or_fraction, pairs, whole_number
 from kfp_gpuquota.cli.display.output import Format, show
@@ -46,7 +46,11 @@ DeleteOption = Annotated[
     list[str] | None, typer.Option("--delete", metavar="JOB", help="A job of the project is deleted; may be repeated.")
 ]
 NodeOption = Annotated[
-    list[str] | None, typer.Option("--without-node", metavar="NODE", help="A node is lost; may be repeated.")
+    list[str] | None, typer.Option("--without-node", metavar="NODE", help="A node is lost or drained; may be repeated.")
+]
+NewNodeOption = Annotated[
+    list[str] | None,
+    typer.Option("--with-node", metavar="GPUS[:POOL]", help="A node with so many GPUs is added; may be repeated."),
 ]
 StateOption = Annotated[
     Path | None,
@@ -66,6 +70,7 @@ def what_if(
     limit: LimitOption = None,
     delete: DeleteOption = None,
     without_node: NodeOption = None,
+    with_node: NewNodeOption = None,
     state: StateOption = None,
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
@@ -79,6 +84,7 @@ def what_if(
       gpuquota what-if --guaranteed team-b=4 --limit team-b=8
       gpuquota what-if --delete train1 -g 2
       gpuquota what-if --without-node node-3
+      gpuquota what-if --with-node 8
       gpuquota what-if --state state.json --guaranteed team-b=4
     """
     reached = _answering(state)
@@ -90,6 +96,7 @@ def what_if(
         projects=tuple(_projects(reached, guaranteed or [], limit or [])),
         delete=tuple(JobName(project=project_or_configured(project), name=name) for name in delete or []),
         without_nodes=tuple(without_node or []),
+        with_nodes=tuple(map(_node, with_node or [])),
     )
     if supposed == Supposition():
         raise UsageError("name a change, for example: gpuquota what-if -g 2, or --guaranteed team-a=4")
@@ -117,6 +124,11 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
         gpu_memory_mib=None if memory is None else parse_gpu_memory("gpu_memory", memory),
         kind=Kind.BUILD if interactive else Kind.TRAIN,
     )
+
+
+def _node(text: str) -> NewNode:
+    gpus, _, pool = text.partition(":")
+    return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
 
 
 def _projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:

@@ -118,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
         "--page-url", type=_web_address, default="", metavar="URL",
         help="the web page as browsers reach it: each job's page is then in its status and in its step's log",
     )  # fmt: skip
+    parser.add_argument(
+        "--notifications", default="", metavar="DIR",
+        help="directory with a file NAME.json for each webhook that is notified of what happens to ElasticJobs",
+    )  # fmt: skip
     parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
     logging_setup.add_options(parser)
     return parser

@@ -38,6 +38,7 @@ from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.local.unused_jobs import UnusedJobs
 from kfp_gpuquota.cluster.local.workers import cgroups
 from kfp_gpuquota.cluster.local.workers.device_locks import hold
+from kfp_gpuquota.cluster.notifications import Notifications
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError, InvalidFieldError, UsageError
 from kfp_gpuquota.server.app import build_app
 from kfp_gpuquota.server.transport.connections import SHARED_LIMITS, LimitedRunner, Limits, raise_descriptor_limit
@@ -102,6 +103,9 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         half_life_s, room = shape.usage_half_life_s, home.give_up_reserve
         rules = {"moves": shape.moves, "reserve_after_s": shape.reserve_after_s}
         state = ClusterState(store, nodes, half_life_s, room, sharing=sharing_rules(shape), rules=rules)
+        notifications = Notifications(home.notifications)
+        stack.push_async_callback(notifications.close)
+        state.notify = notifications.notify
         driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set, runtime=runtime)
         stack.callback(driver.close)
         if runtime is not None:

@@ -8,6 +8,7 @@ HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOM
   daemon.log
   page.json      0600    port and path of the web page, after its first use
   page-sessions.json     0600: digests of the cookies with which browsers see it
+  notifications/NAME.json   where notifications are sent (`cluster.notifications`)
   reserve                disk space that is released when the disk is full, so that jobs can be stopped and deleted
   jobs/UID/              one job: its token, its checkpoints, its workers' directories
 
@@ -72,6 +73,7 @@ class Home:
         self.audit_file = root / "audit.log"
         self.page_file = root / "page.json"
         self.page_sessions_file = root / "page-sessions.json"
+        self.notifications = root / "notifications"
         self.device_locks = root / "device-locks.json"
         self.jobs = root / "jobs"
         self.shared_mark = root / "shared"
@@ -84,6 +86,7 @@ class Home:
             self.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
             self._check_private()
             self.jobs.mkdir(exist_ok=True, mode=PRIVATE_DIRECTORY)
+            self.notifications.mkdir(exist_ok=True, mode=PRIVATE_DIRECTORY)
         except OSError as error:
             raise StateFileError(
                 f"cannot write the cluster's directory {self.root}: {error.strerror}; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.policy import idle_rule_of
 from kfp_gpuquota.api.wire import EventKind
@@ -75,6 +76,7 @@ class UnusedJobs:
             self._warn(one)
         for one in verdicts.suspend:
             self._suspend(one)
+        self._suspend_for_others(verdicts.preemptible)
         for job in [job for job in self._state.jobs.values() if _runs(job)]:
             self._keep_true(job)
 
@@ -125,9 +127,34 @@ class UnusedJobs:
             with self._state.noting(job.uid) as recorder:
                 recorder.record(with_status(job, reason=wanted))
 
-    def _suspend(self, one: Warned) -> None:
+    def _suspend_for_others(self, preemptible: Iterable[Warned]) -> None:
+        """Suspend the fewest of these jobs, the longest unused first, that make a waiting job start."""
+        ones = [one for one in preemptible if _runs(self._state.jobs[one.uid])]
+        if not ones or not self._state.scheduler.ledger.has_waiting:
+            return
+        for count in range(1, len(ones) + 1):
+            if starts := self._starts_without(ones[:count]):
+                needed = ones[:count]
+                for one in ones[: count - 1]:
+                    fewer = [other for other in needed if other is not one]
+                    if starts == self._starts_without(fewer):
+                        needed = fewer
+                for one in needed:
+                    self._suspend(one, needed_by=self._state.jobs[starts[0]].spec.project)
+                return
+
+    def _starts_without(self, ones: Iterable[Warned]) -> tuple[str, ...]:
+        """Return the waiting jobs that the next plan would start, and only if these jobs were not there."""
+        events: list[scheduler.Event] = []
+        for one in ones:
+            events.append(scheduler.JobRemoved(one.uid))
+            events += [scheduler.WorkerGone(record.worker.id) for record in self._state.alive_of(one.uid)]
+        return scheduler.what_if(self._state.scheduler, events, self._state.clock()).starts
+
+    def _suspend(self, one: Warned, needed_by: str = "") -> None:
         job = self._state.jobs[one.uid]
-        reason = requests.gpus_unused(one.policy, one.since, None)
+        self._unused.forget(one.uid)
+        reason = requests.gpus_unused(one.policy, one.since, None, needed_by=needed_by)
         log.warning("job %s of project %s is suspended: %s", job.spec.name, job.spec.project, reason.message)
         self._decisions.stop(job, Intent.SUSPEND, reason)
 
@@ -137,4 +164,4 @@ def _runs(job: JobRecord) -> bool:
 
 
 def _warning(one: Warned) -> Reason:
-    return requests.gpus_unused(one.policy, one.since, one.suspended_at)
+    return requests.gpus_unused(one.policy, one.since, one.suspended_at, preemptible_at=one.preemptible_at)

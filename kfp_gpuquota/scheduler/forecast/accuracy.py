@@ -42,6 +42,7 @@ class Accuracy:
     def __init__(self) -> None:
         self._stated: dict[str, list[ExpectedStart]] = {}
         self._held: deque[bool] = deque(maxlen=LATEST)
+        self._late: dict[str, float] = {}
         self.sooner = self.later = 1.0
 
     @property
@@ -78,11 +79,19 @@ class Accuracy:
             self.later = _adapted(self.later, missed=late)
             self._held.append(not early and not late)
 
+    def newly_late(self, now: float) -> dict[str, float]:
+        """Return the jobs that still wait after the first range that was stated of them, with its end; each once."""
+        over = {uid: stated[0].latest for uid, stated in self._stated.items() if now > stated[0].latest + EXACT_S}
+        new = {uid: latest for uid, latest in over.items() if uid not in self._late}
+        self._late |= new
+        return new
+
     def keep(self, waiting: Iterable[str]) -> None:
         """Forget the estimates of jobs that do not wait any more, and have not started."""
         kept = set(waiting)
         for uid in [uid for uid in self._stated if uid not in kept]:
             del self._stated[uid]
+        self._late = {uid: at for uid, at in self._late.items() if uid in kept}
 
 
 def _adapted(factor: float, *, missed: bool) -> float:

@@ -63,6 +63,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.expected_starts import run_times
+from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.gc_pause import collector_paused
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
 
 QUOTAS_LOOKED_AT_S: Final = 1.0
 FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
+PREEMPTED: Final = frozenset({"Evicted", "Suspended"})  # reasons of events
 NOT_READY: Final = "not_ready"  # a kind of decision: GPUs released because pods did not start
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Controller:
     `tls` is the TLS context of the membership service; None serves without TLS, for a trusted network. `fence` is
     checked before each write, and `epoch` is the leader's (`leaseTransitions`). `page_url` is the address
     of the web page. `clock` gives the time of records and plans, in seconds since 1970. `planner(state)` makes plans.
+    `notify` receives what people are notified of.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Controller:
         page_url: str = "",
         clock: Callable[[], float] | None = None,
         planner: Callable[[scheduler.State], Planner] = InlinePlanner,
+        notify: Callable[[Notification], None] = lambda _: None,
     ) -> None:
         self._now = clock or SteadyClock()
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
@@ -155,6 +159,8 @@ class Controller:
             epoch=epoch,
             page_url=page_url,
         )
+        self._notify = self.elastic.book.notify = notify
+        self.events.recorded = self._event_recorded
         self.evictions = Evictions(cluster.pods, self._writer, self.rules, self.events, self)
         self.ray = RayUnits(
             Owners(self.limits, self.volumes, self.rules),
@@ -280,6 +286,16 @@ class Controller:
         self.profiles.start()
         self.default_quotas.start()
         self.managed_jobs.start()
+
+    def _event_recorded(self, subject: Subject, reason: str, message: str) -> None:
+        """Notify of pods, and owners of pods, that release their GPUs for others; ElasticJobs notify themselves."""
+        if reason in PREEMPTED:
+            of = (subject.namespace, subject.name, subject.uid)
+            self._notify(
+                Notification(
+                    Notified.PREEMPTED, *of, user="", labels={}, why=message, at=self._now(), kind=subject.kind
+                )
+            )
 
     def _pod_deleted(self, uid: str) -> None:
         self.claims.drop(uid)

@@ -44,12 +44,14 @@ from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
+from kfp_gpuquota.cluster.notifications import Notifications
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
+    from kfp_gpuquota.engine.notifications import Notification
 
 
 EVERY_S: Final = 60.0
@@ -109,6 +111,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     workers_ready_tries: int = ReadyRules().tries
     workers_ready_pause: float = ReadyRules().pause_s
     page_url: str = ""  # the address of the web page; "": there is none
+    notifications: str = ""  # the folder that names the webhooks; "": nobody is notified
 
     # Shared GPUs
     reservation_namespace: str = reservation_pods.NAMESPACE
@@ -126,12 +129,15 @@ class Replica:
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
         self._policies, self._rules = CurrentPolicies(), CurrentRules()
+        self._notifications = Notifications(Path(options.notifications)) if options.notifications else None
         self._reviews = not options.webhook_port  # whether the webhook listens, if there is one
 
     async def run(self) -> None:
         """Run until cancelled, or until the lease is lost."""
         options = self._options
         async with AsyncExitStack() as stack:
+            if self._notifications is not None:
+                stack.push_async_callback(self._notifications.close)
             credentials = load_credentials(options.kubeconfig, options.context)
             connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
             served = probes.serving(
@@ -273,6 +279,7 @@ class Replica:
             epoch=election.epoch,
             page_url=options.page_url,
             planner=PlannerProcess,
+            notify=self._notify,
         )
 
     async def _certificates(self, connection: Connection) -> server.Certificates:
@@ -289,6 +296,10 @@ class Replica:
         )
         await certificates.refresh(time.time())
         return certificates
+
+    def _notify(self, one: Notification) -> None:
+        if self._notifications is not None:
+            self._notifications.notify(one)
 
     def _is_ready(self) -> bool:
         """Return whether this replica may get requests: its webhook listens, and if it leads it has listed all.

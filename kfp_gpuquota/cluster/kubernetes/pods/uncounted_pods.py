@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
 
-REPEATED_S: Final = 5.0
+FIRST_PAUSE_S: Final = 5.0
+LONGEST_PAUSE_S: Final = 300.0
 
 log = logging.getLogger(__name__)
 
@@ -27,21 +29,29 @@ class UncountedPods:
 
     def __init__(self, claims: DeviceClaims, writer: Writer, written_pods: WrittenPods) -> None:
         self._claims, self._writer, self._written_pods = claims, writer, written_pods
-        self._sent: set[str] = set()
+        self._sent: set[str] = set()  # also those whose next attempt waits
+        self._pauses: dict[str, Backoff] = {}
         self._pod = msgspec.json.Decoder(Pod)
 
     def let_through(self, uid: str) -> None:
         """Remove the pod's gate if it counts nothing; once at a time, and again after a failure."""
         pod = self._claims.uncounted(uid)
+        if pod is None:
+            self._pauses.pop(uid, None)
         if pod is not None and uid not in self._sent:
             self._sent.add(uid)
             self._writer.submit(requests.gate_removal(pod), partial(self._answered, uid), partial(self._failed, uid))
 
     def _answered(self, uid: str, answer: bytes) -> None:
         self._sent.discard(uid)
+        self._pauses.pop(uid, None)
         self._written_pods.note(self._pod.decode(answer))
 
     def _failed(self, uid: str, error: Exception) -> None:
-        log.warning("the gate of pod %s could not be removed: %s", uid, error)
+        pause_s = self._pauses.setdefault(uid, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)).next_s()
+        log.warning("the gate of pod %s could not be removed, and is tried again in %g s: %s", uid, pause_s, error)
+        asyncio.get_running_loop().call_later(pause_s, self._again, uid)
+
+    def _again(self, uid: str) -> None:
         self._sent.discard(uid)
-        asyncio.get_running_loop().call_later(REPEATED_S, self.let_through, uid)
+        self.let_through(uid)

@@ -187,7 +187,7 @@ class LocalPages:
     def _view(self, job: JobRecord) -> Job:
         workers = self._state.workers_of(job.uid)
         found = self._views.get(job.uid)
-        expected = self._state.expected_starts.get(job.uid)
+        expected = self._state.expected_start(job.uid)
         if (
             found is None
             or found[0] is not job

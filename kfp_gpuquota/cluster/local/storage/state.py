@@ -123,7 +123,7 @@ class ClusterState(JobStore):
 
     def view(self, uid: str) -> Job:
         """The job as clients see it."""
-        return view(self.jobs[uid], self.workers_of(uid), self.expected_starts.get(uid))
+        return view(self.jobs[uid], self.workers_of(uid), self.expected_start(uid))
 
     def list_jobs(self, project: str = "", limit: int | None = None, page: str = "") -> JobList:
         """All jobs, or a project's, oldest first; with `limit` a page, which begins behind the job that `page` names.

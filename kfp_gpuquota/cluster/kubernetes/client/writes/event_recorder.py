@@ -19,6 +19,8 @@ from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 
@@ -53,7 +55,12 @@ class _TokenBucket:
 
 
 class Recorder:
-    """Writes events within the rate limits; the same event again only after REPEATED_AFTER_S."""
+    """Writes events within the rate limits; the same event again only after REPEATED_AFTER_S.
+
+    `recorded(subject, reason, message)` is called with each, whether it is written or not.
+    """
+
+    recorded: Callable[[Subject, str, str], None] = staticmethod(lambda *_: None)
 
     def __init__(self, writer: Writer, component: str = "gpuquota-controller") -> None:
         self._writer, self._component = writer, component
@@ -63,6 +70,7 @@ class Recorder:
     def record(self, subject: Subject, reason: str, message: str, *, warning: bool = False) -> None:
         """Log the event, and write it unless a rate limit is reached or the same one was written recently."""
         log.info("%s %s/%s: %s: %s", subject.kind, subject.namespace, subject.name, reason, message)
+        self.recorded(subject, reason, message)
         now = asyncio.get_running_loop().time()
         key = (subject, reason, message)
         recently = now - self._recorded.get(key, -REPEATED_AFTER_S) < REPEATED_AFTER_S

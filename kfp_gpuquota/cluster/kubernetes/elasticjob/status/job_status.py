@@ -51,7 +51,7 @@ def job_status(book: ElasticJobStore, membership: JobMembership, uid: str, page_
             page=join(f"{page_url.rstrip('/')}/jobs", meta.namespace, meta.name) if page_url else None,
             ended=state.ended,
             retries=retry_fields(state.complaints, state.requeue, state.grow),
-            expected=book.expected_starts.get(uid),
+            expected=book.expected_start(uid),
             default_runtime_s=state.default_runtime_s,
         )
     body = {

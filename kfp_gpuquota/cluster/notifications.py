@@ -1,0 +1,217 @@
+"""Sends what happens to jobs to webhooks (JSON as Slack, Mattermost and others read it); on every kind of cluster.
+
+    a commit of records ──► Notifications.notify ──► a bounded queue for each webhook ──► POST, one at a time
+
+A webhook is a file NAME.json of a folder that only an administrator can write: of the embedded cluster's directory, or
+of a mounted Secret on Kubernetes. So no request and no object of a user chooses an address to which the cluster
+connects, and addresses, which are credentials with Slack, are in no object that users read. They are in no log either.
+
+Rejected: addresses in policies or annotations. Everybody reads policies, and a tenant's address would be requested from
+within the administrator's network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+from functools import cached_property
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.engine.notifications import Notified
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kfp_gpuquota.engine.notifications import Notification
+
+READ_EVERY_S: Final = 5.0
+MOST_QUEUED: Final = 1000
+MOST_WEBHOOKS: Final = 100
+LARGEST_FILE: Final = 65_536
+LONGEST_TEXT: Final = 2000
+FINAL_STATUSES: Final = range(300, 500)
+"""Answers after which a message is not sent again, but for `TRY_AGAIN`: it, or the address, is wrong."""
+TRY_AGAIN: Final = frozenset({408, 425, 429})
+
+log = logging.getLogger(__name__)
+
+
+class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of the folder. Without `projects`, `users`, `labels` or `events` it gets those of all.
+
+    `fields`: the message has the field `gpuquota` with the parts of the notification beside its `text`.
+    """
+
+    url: str
+    projects: frozenset[str] = frozenset()
+    users: frozenset[str] = frozenset()
+    labels: dict[str, str] = {}
+    events: frozenset[Notified] = frozenset(Notified)
+    fields: bool = False
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ValueError("url must be a URL such as https://hooks.example.org/services/...")
+
+    def wants(self, one: Notification) -> bool:
+        """Return whether the webhook gets this notification."""
+        return (
+            one.what in self.events
+            and (not self.projects or one.project in self.projects)
+            and (not self.users or one.user in self.users)
+            and self.labels.items() <= one.labels.items()
+        )
+
+    def message(self, one: Notification) -> dict[str, Any]:
+        """Return the JSON of an notification."""
+        message: dict[str, Any] = {"text": _escaped(one.text[:LONGEST_TEXT])}
+        if self.fields:
+            message["gpuquota"] = {"event": one.what, **{k: v for k, v in one._asdict().items() if k != "what"}}
+        return message
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How long one attempt may take, the first and the longest pause, and for how long a message is tried, in s."""
+
+    attempt_s: float = 10.0
+    first_pause_s: float = 1.0
+    longest_pause_s: float = 300.0
+    kept_s: float = 3600.0
+
+
+class Notifications:
+    """Sends notifications to the webhooks of `folder`. `notify` returns at once, whatever they do.
+
+    A message arrives once or more often, in the order of the notifications, or is dropped: after `limits.kept_s`, and
+    the oldest one if more than `MOST_QUEUED` wait. Those that wait are in memory, and lost with the process.
+    """
+
+    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+        self._folder, self._limits = folder, limits or Limits()
+        self._webhooks: dict[str, Webhook] = {}
+        self._senders: dict[str, _Sender] = {}
+        self._read_at = -READ_EVERY_S
+        self._shown: dict[str, str] = {}
+
+    def notify(self, one: Notification) -> None:
+        """Send it soon to all webhooks that want it."""
+        self._read()
+        for name, webhook in self._webhooks.items():
+            if webhook.wants(one):
+                if name not in self._senders:
+                    self._senders[name] = _Sender(name, lambda name=name: self._webhooks.get(name), self._limits)  # type: ignore[misc]
+                self._senders[name].put(one)
+
+    async def close(self) -> None:
+        """Send nothing more."""
+        senders, self._senders = self._senders, {}
+        for sender in senders.values():
+            await sender.close()
+
+    def _read(self) -> None:
+        """Read the folder, at most every `READ_EVERY_S`: a file that cannot be used leaves the others in effect."""
+        now = asyncio.get_running_loop().time()
+        if now - self._read_at < READ_EVERY_S:
+            return
+        self._read_at, found, problems = now, dict[str, Webhook](), dict[str, str]()
+        with suppress(OSError):  # there is no such folder: no webhooks
+            for path in sorted(self._folder.glob("*.json"))[:MOST_WEBHOOKS]:
+                try:
+                    with path.open("rb") as file:
+                        found[path.stem] = msgspec.json.decode(file.read(LARGEST_FILE), type=Webhook)
+                except (OSError, ValueError, msgspec.DecodeError) as error:  # which quote no value
+                    problems[path.stem] = str(error)
+        for name in problems.keys() - self._shown.keys():
+            log.error("webhook %s cannot be used: %s", name, problems[name])
+        for name in found.keys() - self._webhooks.keys():
+            log.info("webhook %s is used", name)
+        self._webhooks, self._shown = found, problems
+
+
+class _Sender:
+    """The queue of one webhook, and the task that empties it. `current()` is the webhook now; None: it was removed."""
+
+    def __init__(self, name: str, current: Callable[[], Webhook | None], limits: Limits) -> None:
+        self._name, self._current, self._limits = name, current, limits
+        self._queue: deque[tuple[Notification, float]] = deque(maxlen=MOST_QUEUED)
+        self._task: asyncio.Task[None] | None = None
+        self._dropped = 0
+
+    def put(self, one: Notification) -> None:
+        loop = asyncio.get_running_loop()
+        if len(self._queue) == MOST_QUEUED:
+            self._drop("too many wait")
+        self._queue.append((one, loop.time() + self._limits.kept_s))
+        if self._task is None or self._task.done():
+            self._task = loop.create_task(self._send_all())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def _drop(self, why: str) -> None:
+        self._dropped += 1
+        if self._dropped.bit_count() == 1:  # the 1st, 2nd, 4th ...
+            log.warning("webhook %s: %d messages were dropped; the last one: %s", self._name, self._dropped, why)
+
+    async def _send_all(self) -> None:
+        while self._queue:  # looked at again after the session was closed, which takes a turn of the loop
+            await self._send_some(aiohttp.ClientTimeout(total=self._limits.attempt_s))
+
+    async def _send_some(self, timeout: aiohttp.ClientTimeout) -> None:
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+            while self._queue and (webhook := self._current()) is not None:
+                one, until = self._queue.popleft()
+                await self._send(session, webhook, one, until)
+        if self._current() is None:
+            self._queue.clear()
+
+    async def _send(self, session: aiohttp.ClientSession, webhook: Webhook, one: Notification, until: float) -> None:
+        """Send one message, again after each failure that may pass, until that time of the loop's clock."""
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(self._limits.first_pause_s, self._limits.longest_pause_s, jitter=self._jitter)
+        while True:
+            problem, final = await _attempt(session, webhook.url, webhook.message(one))
+            if not problem:
+                return
+            pause_s = backoff.next_s()
+            if final or loop.time() + pause_s > until:
+                self._drop(problem)
+                return
+            await asyncio.sleep(pause_s)
+            webhook = self._current() or webhook
+
+    @cached_property
+    def _jitter(self) -> Random:
+        return Random()  # noqa: S311 (pauses)
+
+
+async def _attempt(session: aiohttp.ClientSession, url: str, message: dict[str, Any]) -> tuple[str, bool]:
+    """Return the problem of one attempt ("": none) without the address, and whether another one is useless."""
+    try:
+        async with session.post(url, json=message, allow_redirects=False) as answer:
+            if answer.ok:
+                return "", True
+            final = answer.status in FINAL_STATUSES and answer.status not in TRY_AGAIN
+            return f"it answered {answer.status}", final
+    except TimeoutError:
+        return "it did not answer in time", False
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        return f"it cannot be reached ({type(error).__name__})", False
+
+
+def _escaped(text: str) -> str:
+    """Return the text without the signs that mean links and mentions of people to Slack."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
