@@ -234,7 +234,7 @@ def _group(spec: dict[str, Any], topologies: dict[str, tuple[str, ...]], gang: i
         levels = topologies[wanted["Topology"]]
         required, preferred = wanted.get("RequiredLevel"), wanted.get("PreferredLevel")
         at = [levels.index(key) if key else None for key in (required, preferred)]
-        topology = Topology(levels, *at)
+        topology = Topology(levels, at[0], at[1])
     return Group(
         "" if gang and not below else spec["name"],
         gang=spec.get("min_available", gang),

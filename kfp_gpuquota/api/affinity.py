@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 NODE_NAME: Final = "metadata.name"
 """As a requirement's key: the node's name instead of a label, as Kubernetes' `matchFields` has it."""
 
+GPU_PRODUCT: Final = "nvidia.com/gpu.product"
+"""The label that has the type of a node's GPUs, as NVIDIA's GPU feature discovery writes it."""
+
 _NAME: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _KEY = re.compile(rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_NAME}")
 _VALUE = re.compile(rf"({_NAME})?")
@@ -87,6 +90,17 @@ class NodeTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def admits(self, name: str, labels: Mapping[str, str]) -> bool:
         """A node of that name and with these labels satisfies all of it."""
         return bool(self.requirements) and all(r.admits(name, labels) for r in self.requirements)
+
+
+def within(terms: tuple[NodeTerm, ...], others: tuple[NodeTerm, ...]) -> tuple[NodeTerm, ...]:
+    """Return the conjunction of two lists of alternative terms; () stands for any node.
+
+    Applying `others` twice changes nothing if they are one term, as those of volumes are.
+    """
+    if not terms or not others:
+        return terms or others
+    both = ((*one.requirements, *other.requirements) for one in terms for other in others)
+    return tuple(dict.fromkeys(NodeTerm(tuple(dict.fromkeys(requirements))) for requirements in both))
 
 
 class TaintEffect(StrEnum):

@@ -8,7 +8,16 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_label_key, check_labels
+from kfp_gpuquota.api.affinity import (
+    GPU_PRODUCT,
+    NodeTerm,
+    Operator,
+    Requirement,
+    Toleration,
+    check_label_key,
+    check_labels,
+    within,
+)
 from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
 from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.share import check_share
@@ -50,6 +59,14 @@ class Kind(StrEnum):
     BUILD = "build"
 
 
+MAX_TYPES: Final = 16
+GpuTypes = Annotated[
+    tuple[Annotated[str, msgspec.Meta(extra_json_schema={"minLength": 1, "maxLength": 63})], ...],
+    msgspec.Meta(extra_json_schema={"maxItems": MAX_TYPES}),
+]
+"""The types of GPUs that a job accepts, values of the label GPU_PRODUCT, in the order of preference."""
+
+
 class Phase(StrEnum):
     """The phase of a job. The last four are final."""
 
@@ -84,7 +101,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `cpu_limit` and `memory_limit_mib`, which the
     kernel enforces (a request that is not given is then the limit), `node_selector` (labels that a node must have),
-    `node_affinity` (one of the terms must admit the node) and `tolerations`. It runs on nodes of `node_pool`, within
+    `node_affinity` (one of the terms must admit the node) and `tolerations`. All workers run on GPUs of one of the
+    `gpu_types`, of the first in that order on which the gang can start. It runs on nodes of `node_pool`, within
     its project's quota there; without one on nodes of no pool. All workers run on nodes with the same
     value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With
     `spread` they run on as many nodes as possible instead of as few.
@@ -126,6 +144,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     node_selector: dict[str, str] = {}
     node_affinity: tuple[NodeTerm, ...] = ()
     tolerations: tuple[Toleration, ...] = ()
+    gpu_types: GpuTypes = ()
     node_pool: str = ""
     required_topology: str | None = None
     preferred_topology: str | None = None
@@ -227,6 +246,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return 50
         return 75 if self.may_be_preempted else 100
 
+    @property
+    def node_terms(self) -> tuple[NodeTerm, ...]:
+        """The terms of which one must admit a node: those of its affinity, with its types of GPUs."""
+        if not self.gpu_types:
+            return self.node_affinity
+        return within(self.node_affinity, (NodeTerm((Requirement(GPU_PRODUCT, Operator.IN, self.gpu_types),)),))
+
     def _check_share(self) -> None:
         check_share(self)
         if self.shared:
@@ -282,6 +308,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.node_pool:
             check_name("node_pool", self.node_pool)
         check_labels("node_selector", self.node_selector)
+        self._check_gpu_types()
         for field in ("required_topology", "preferred_topology"):
             if getattr(self, field) is not None:
                 check_label_key(field, getattr(self, field))
@@ -289,6 +316,19 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidFieldError(
                 "kind", self.kind.value, "an interactive session has one size", hint="leave out min_gpus and max_gpus"
             )
+
+    def _check_gpu_types(self) -> None:
+        if len(self.gpu_types) > MAX_TYPES:
+            raise InvalidFieldError("gpu_types", ",".join(self.gpu_types), f"it has more than {MAX_TYPES} types")
+        for number, one in enumerate(self.gpu_types):
+            if not one:
+                rule = f"a type is the value of the node label {GPU_PRODUCT}"
+                raise InvalidFieldError("gpu_types", ",".join(self.gpu_types), rule)
+            check_labels("gpu_types", {GPU_PRODUCT: one})
+            if one in self.gpu_types[:number]:
+                raise InvalidFieldError("gpu_types", ",".join(self.gpu_types), f"it has {one} twice")
+        if self.gpu_types and not self.gpus:
+            raise InvalidFieldError("gpu_types", ",".join(self.gpu_types), "the job asks for no GPU: gpus is 0")
 
     def _check_process(self) -> None:
         if not self.command or not self.command[0]:

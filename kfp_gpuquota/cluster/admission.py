@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import PoolQuota
-from kfp_gpuquota.api.affinity import keeps_off
+from kfp_gpuquota.api.affinity import GPU_PRODUCT, keeps_off
 from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
 from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.errors import InvalidFieldError
@@ -68,6 +68,13 @@ def _allowed(spec: JobSpec, nodes: Sequence[Node]) -> list[Node]:
     if allowed and not selected:
         raise InvalidFieldError("node_selector", spec.node_selector, "no node has these labels")
     terms = spec.node_affinity
+    if spec.gpu_types and selected:
+        typed = [node for node in selected if node.labels.get(GPU_PRODUCT) in spec.gpu_types]
+        if not typed:
+            types = ", ".join(sorted({node.labels[GPU_PRODUCT] for node in selected if GPU_PRODUCT in node.labels}))
+            rule = f"the types of the cluster's GPUs, by the label {GPU_PRODUCT}, are: {types or 'none'}"
+            raise InvalidFieldError("gpu_types", ",".join(spec.gpu_types), rule)
+        selected = typed
     admitted = [node for node in selected if not terms or any(term.admits(node.name, node.labels) for term in terms)]
     if selected and not admitted:
         raise InvalidFieldError("node_affinity", [str(term) for term in terms], "no node satisfies any of its terms")

@@ -16,7 +16,7 @@ from kfp_gpuquota.dsl.spec.options import ARGUMENTS, StepOptions, checked, from_
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kfp.pipeline_spec import pipeline_spec_pb2
 
@@ -57,7 +57,7 @@ def component(
     memory_limit: str | None = None,
     compute: float | None = None,
     devices: int | None = None,
-    gpu_type: str | None = None,
+    gpu_type: str | Sequence[str] | None = None,
     interactive: bool = False,
     preemptible: bool | None = None,
     priority: int | None = None,
@@ -84,7 +84,7 @@ def component(
     memory_limit: str | None = None,
     compute: float | None = None,
     devices: int | None = None,
-    gpu_type: str | None = None,
+    gpu_type: str | Sequence[str] | None = None,
     interactive: bool = False,
     preemptible: bool | None = None,
     priority: int | None = None,
@@ -104,14 +104,13 @@ def component(
     `gpus` is the number of GPUs that the step requests; with `min_gpus` or `max_gpus` the job is elastic. Instead of
     whole GPUs a step can request a share of each of `devices` GPUs (default 1): `fraction`, up to `fraction_limit`
     while the rest of the GPU is idle, or `memory` ('4Gi'), up to `memory_limit`; `compute` is its part of the computing
-    power. `gpu_type` is the GPU product in the nodes' labels. An `interactive` step stays inside the guaranteed quota
-    and is never preempted. `max_runtime` is a number of seconds or a text such as '2h': the run time of all starts.
-    The job fails after `max_restarts` (3) ends of its own workers without `restart_window` ('6h') between two of them.
-    `checkpoint` names a PersistentVolumeClaim for checkpoints on Kubernetes. `extended_resources` are requested by each
-    worker's pod in addition to its GPUs: {"rdma/hca": 1}. `name` is the prefix of the job's name (default: the step's
-    name).
-
-    Raises DefinitionError, which names the component and the argument.
+    power. `gpu_type` is the GPU product in the nodes' labels; of several, the first that is free. An `interactive` step
+    stays inside the guaranteed quota and is never preempted. `max_runtime` is a number of seconds or a text such as
+    '2h': the run time of all starts. The job fails after `max_restarts` (3) ends of its own workers without
+    `restart_window` ('6h') between two of them. `checkpoint` names a PersistentVolumeClaim for checkpoints on
+    Kubernetes. `extended_resources` are requested by each worker's pod in addition to its GPUs: {"rdma/hca": 1}. `name`
+    is the prefix of the job's name (default: the step's name). Raises DefinitionError, which names the component and
+    the argument.
     """
     arguments = locals()
     given = {argument: arguments[argument] for argument in ARGUMENTS}

@@ -16,6 +16,7 @@ from kfp import compiler, components, dsl
 
 import kfp_gpuquota as gpuquota
 from kfp_gpuquota.dsl.pipelines.route import COMMAND
+from kfp_gpuquota.errors import DefinitionError
 from tests.dsl import pipelines
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -62,6 +63,24 @@ def test_a_pipeline_that_somebody_else_compiled_can_be_routed(tmp_path: Path) ->
     container = yaml.safe_load(routed)["deploymentSpec"]["executors"]["exec-train"]["container"]
     assert tuple(container["command"]) == COMMAND
     assert "resources" not in container
+
+
+def test_types_of_gpus_by_kfps_accelerator_type_are_those_of_the_decorator(tmp_path: Path) -> None:
+    @dsl.pipeline(name="types")
+    def types() -> None:
+        pipelines.plain_train(epochs=1).set_accelerator_type("H100,A100").set_accelerator_limit(2)
+
+    @dsl.pipeline(name="both")
+    def both() -> None:
+        step = gpuquota.component(gpu_type="H100")(pipelines.plain_train)
+        step(epochs=1).set_accelerator_type("A100").set_accelerator_limit(1)
+
+    spec = yaml.safe_load(compiled(gpuquota.pipeline(project="team-a")(types), tmp_path))
+    (executor,) = spec["deploymentSpec"]["executors"].values()
+    assert {"name": "GPUQUOTA_GPU_TYPE", "value": "H100,A100"} in executor["container"]["env"]
+    assert "accelerator" not in executor["container"].get("resources", {})
+    with pytest.raises(DefinitionError, match=r"gpu_type='H100', the task set_accelerator_type\('A100'\); set it once"):
+        gpuquota.pipeline(project="team-a")(both)
 
 
 def test_a_step_with_an_accelerator_limit_of_0_is_one_without_gpus(tmp_path: Path) -> None:

@@ -50,13 +50,21 @@ def test_a_share_of_a_gpu_and_its_type_reach_the_job() -> None:
     options = checked("train", {"memory": "4Gi", "memory_limit": "8G", "devices": 2, "gpu_type": "NVIDIA-L4"})
     spec = from_environment(to_environment(options)).job_spec(name="n", project="p", command=("sh",))
     assert (spec.gpu_memory_mib, spec.gpu_memory_limit_mib, spec.gpu_devices, spec.gpus) == (4096, 7630, 2, 2)
-    assert spec.node_selector == {"nvidia.com/gpu.product": "NVIDIA-L4"}
+    assert spec.gpu_types == ("NVIDIA-L4",)
     assert (
         checked("train", {"fraction": 0.25, "fraction_limit": 0.8, "compute": 0.5})
         .job_spec(name="n", project="p", command=("sh",))
         .gpu_compute
         == 0.5
     )
+
+
+@pytest.mark.parametrize("types", ["H100,A100", ["H100", "A100"], ("H100", "A100")])
+def test_several_types_of_gpus_are_in_the_order_of_preference(types: object) -> None:
+    spec = from_environment(to_environment(checked("train", {"gpu_type": types}))).job_spec(
+        name="n", project="p", command=("sh",)
+    )
+    assert spec.gpu_types == ("H100", "A100")
 
 
 @pytest.mark.parametrize(

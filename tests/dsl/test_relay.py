@@ -27,6 +27,7 @@ from kfp_gpuquota.dsl.launcher.log_stream import ENDED
 from kfp_gpuquota.dsl.launcher.relay import Relay, send_file
 from kfp_gpuquota.dsl.launcher.staging import Staging
 from kfp_gpuquota.dsl.worker import start as worker_module
+from kfp_gpuquota.errors import JobFailedError
 from kfp_gpuquota.server.transport.tls import load_pair
 from tests.kubernetes.conftest import skip_or_fail
 from tests.polling import until
@@ -227,6 +228,40 @@ def test_outputs_are_sent_again_to_a_launcher_that_was_made_anew_in_the_meantime
 
 
 WRITE_MODEL = ("sh", "-c", 'printf w > "$0"', "{{gpuquota.outputs.artifacts['model'].path}}")
+
+
+KEEP_ELSEWHERE = """
+import json, pathlib, sys
+result, uri, custom, kind = sys.argv[1:]
+custom = pathlib.Path(custom)
+if kind == "folder":
+    (custom / "deep").mkdir(parents=True)
+    (custom / "deep" / "weights").write_text("w")
+elif kind == "file":
+    custom.write_text("w")
+pathlib.Path(uri).parent.mkdir(exist_ok=True, parents=True)
+artifact = {"name": "model", "uri": uri, "metadata": {"big": 12345678901234567890}, "custom_path": str(custom)}
+pathlib.Path(result).write_text(json.dumps({"artifacts": {"model": {"artifacts": [artifact]}}}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
+def test_an_artifact_that_the_command_keeps_at_a_path_of_its_own_is_sent_from_there(step: Step, kind: str) -> None:
+    custom = step.root / "pod" / "of-its-own"
+    placeholders = "{{gpuquota.outputs.output_file}}", "{{gpuquota.outputs.artifacts['model'].uri}}"
+    step.serve(sys.executable, "-c", KEEP_ELSEWHERE, *placeholders, str(custom), kind)
+    assert worker(step).returncode == 0
+    if kind == "nothing":
+        with pytest.raises(JobFailedError, match="its worker has left nothing there"):
+            step.staging.publish_outputs("w0")
+        return
+    step.staging.publish_outputs("w0")
+    (artifact,) = json.loads((step.root / "out" / "executor_output.json").read_text())["artifacts"]["model"][
+        "artifacts"
+    ]
+    model = step.root / "out" / "model"
+    assert artifact == {"name": "model", "uri": str(model), "metadata": {"big": 12345678901234567890}}
+    assert (model / "deep" / "weights" if kind == "folder" else model).read_text() == "w"
 
 
 def test_an_output_that_came_in_pieces_is_not_complete(step: Step) -> None:

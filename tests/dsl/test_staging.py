@@ -178,6 +178,6 @@ def test_an_output_that_the_command_keeps_elsewhere_must_be_here(
         staging.publish_outputs("w-0")
 
     publish(tmp_path)  # as on a volume of both pods; KFP uploads it from there
-    with pytest.raises(JobFailedError, match=r"output 'model' at .*/only-at-the-worker, which does not reach"):
+    with pytest.raises(JobFailedError, match=r"output 'model' at .*/only-at-the-worker, and its worker has left"):
         publish(tmp_path / "only-at-the-worker")
     assert not list(tmp_path.rglob(".gpuquota"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.api.affinity import NodeTerm, Operator, Requirement
-from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import within
+from kfp_gpuquota.api.affinity import NodeTerm, Operator, Requirement, within
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:

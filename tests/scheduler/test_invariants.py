@@ -24,6 +24,7 @@ from kfp_gpuquota.api import (
     Toleration,
     TolerationOperator,
 )
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.scheduler import (
     RESERVE_AFTER_S,
     Event,
@@ -91,7 +92,7 @@ class History(RuleBasedStateMachine):
         self.world.state.ledger.reserve_after_s = data.draw(st.sampled_from([0.0, 10.0, RESERVE_AFTER_S]))
         for i, size in enumerate(sizes):
             more: dict[str, Any] = data.draw(MACHINES) if scarce else {}
-            self.world.node(f"n{i}", size, labels={"rack": "ab"[i % 2]}, **more)
+            self.world.node(f"n{i}", size, labels={"rack": "ab"[i % 2], GPU_PRODUCT: "PQ"[i // 2]}, **more)
         for name in PROJECTS:
             self.set_quota(name, data.draw(st.integers(0, 6)), data.draw(st.none() | st.integers(6, 12)), 1.0)
         if data.draw(st.booleans()):
@@ -141,6 +142,19 @@ class History(RuleBasedStateMachine):
     def submit_near_each_other(self, project: str, workers: int, *, required: bool) -> None:
         key = "required_topology" if required else "preferred_topology"
         self._submit(project, {"gpus": workers, "gpus_per_worker": 1, key: "rack"})
+
+    @rule(
+        project=st.sampled_from(PROJECTS),
+        workers=st.integers(1, 4),
+        more=st.integers(0, 3),
+        types=st.sampled_from([("P",), ("P", "Q"), ("Q", "P"), ("R", "Q")]),
+        topology=st.sampled_from([{}, {"required_topology": "rack"}, {"preferred_topology": "rack"}]),
+    )
+    def submit_for_types(
+        self, project: str, workers: int, more: int, types: tuple[str, ...], topology: dict[str, str]
+    ) -> None:
+        sizes = {"gpus": workers, "max_gpus": workers + more, "gpus_per_worker": 1}
+        self._submit(project, {**sizes, "gpu_types": types, **topology})
 
     def _submit(self, project: str, fields: dict[str, Any]) -> None:
         self.count += 1

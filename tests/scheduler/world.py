@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Device, JobSpec, Kind, Node, Project
-from kfp_gpuquota.api.affinity import keeps_off
+from kfp_gpuquota.api.affinity import GPU_PRODUCT, keeps_off
 from kfp_gpuquota.scheduler import (
     JobRemoved,
     JobResumed,
@@ -229,6 +229,10 @@ class World:
             assert keeps_off(node.taints, spec.tolerations) is None, f"{name} does not tolerate {node.name}"
         if spec.required_topology is not None:
             assert len({node.labels.get(spec.required_topology) for node in where}) <= 1, f"{name} is torn apart"
+        if spec.gpu_types:
+            types = {node.labels.get(GPU_PRODUCT) for node in where}
+            assert types <= {*spec.gpu_types}, f"{name} does not accept {types}"
+            assert len(types) <= 1, f"{name} runs on several types"
 
     def check_indexes(self) -> None:
         """Check that the state's running counts equal a new count."""

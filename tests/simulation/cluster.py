@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.api import Device, Node
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction, SubmitJob
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
@@ -107,7 +108,11 @@ class SimulatedCluster:
         self.rng = random.Random(history.seed)
         self.processes = Processes(self.loop, self.rng)
         self.nodes = {
-            f"n{i}": Node(name=f"n{i}", devices=tuple(Device(index=d) for d in range(gpus)))
+            f"n{i}": Node(
+                name=f"n{i}",
+                devices=tuple(Device(index=d) for d in range(gpus)),
+                labels={GPU_PRODUCT: h.type_of(f"n{i}")},
+            )
             for i, gpus in enumerate(history.nodes)
         }
         self._rules = {"reserve_after_s": history.reserve_after_s}

@@ -29,6 +29,8 @@ HELD = 0.15
 """Of what happens, the part before which a project's stop policy is set."""
 CONDITIONAL = 0.4
 """Of the jobs, the part whose start has a condition."""
+TYPES: tuple[str, ...] = ("P", "Q")
+TYPES_EVERY = 4
 HOLDS_EVERY = 2
 """Each second history has projects that are held: the others go on for longer."""
 PROJECTS = ("a", "b", "c")
@@ -137,6 +139,18 @@ class History(msgspec.Struct, frozen=True):
             earlier.append(spec)
         return msgspec.structs.replace(self, happenings=tuple(found))
 
+    def with_types(self) -> History:
+        """Return the same history, in which some jobs accept several types of GPUs, or one."""
+        chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
+        for wait_s, happening in self.happenings:
+            accepted = chance.choice(((), (), TYPES, TYPES[::-1], TYPES[:1]))
+            if isinstance(happening, Submit) and accepted:
+                spec = msgspec.structs.replace(happening.spec, gpu_types=accepted)
+                found.append((wait_s, msgspec.structs.replace(happening, spec=spec)))
+            else:
+                found.append((wait_s, happening))
+        return msgspec.structs.replace(self, happenings=tuple(found))
+
     def with_idle_rule(self) -> History:
         """Return the same history in a cluster that suspends jobs whose GPUs are unused."""
         chance = random.Random(self.seed)
@@ -182,6 +196,11 @@ class History(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, happenings=tuple(found))
 
 
+def type_of(node: str) -> str:
+    """Return the type of a node's GPUs: every other node has another one."""
+    return TYPES[int(node[1:]) % 2]
+
+
 def from_seed(seed: int, *, most: int = 24) -> History:
     """Return the history of a seed."""
     return draw_history(random.Random(seed).randint, seed, most=most)
@@ -191,6 +210,7 @@ def hard_history(seed: int) -> History:
     """Return the history of a seed with all that makes it harder."""
     history = from_seed(seed).with_conditions().with_reservations()
     history = history.with_idle_rule() if seed % IDLE_EVERY == 0 else history
+    history = history.with_types() if seed % TYPES_EVERY == 0 else history
     return (history.with_holds() if seed % HOLDS_EVERY == 0 else history).with_kills()
 
 

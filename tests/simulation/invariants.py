@@ -16,6 +16,7 @@ from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.conditions import Conditions, stop_policy_of
+from tests.simulation.histories import TYPES, type_of
 from tests.simulation.records import wrongly_accounted
 from tests.simulation.search import fits, free_devices, left_for
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 EPSILON = 1e-6
 MOST_LOST_S = 60.0
-IDLE = re.compile(r"; (\d+) (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
+IDLE = re.compile(r"; (\d+)(?: of type [\w ]+)? (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
 HOLDS = re.compile(
     r"project (\w+) holds ([\d.]+)(?: \(and [\d.]+ promised\))? of its [a-z ]+[\d.]+(?: \(([\d.]+) more)?"
 )
@@ -303,6 +304,11 @@ class Invariants:
                     taken[where] = share = taken.get(where, 0.0) + worker.share
                     if share > 1 + EPSILON:
                         self.fail(f"{share:g} of device {where} is held")
+        for uid in {record.worker.job_uid for record in alive}:
+            spec = self.cluster.state.jobs[uid].spec
+            types = {type_of(record.worker.node) for record in alive if record.worker.job_uid == uid}
+            if spec.gpu_types and (len(types) > 1 or not types <= {*spec.gpu_types}):
+                self.fail(f"{spec.name} accepts {spec.gpu_types}, and has {types}")
 
     def _check_stops(self, alive: list[WorkerRecord]) -> None:
         """All workers of a job that stops have been asked to leave: those of a gang that lost one wait for it else."""
@@ -382,7 +388,8 @@ class Invariants:
         state = self.cluster.state
         if not plan.empty:
             return
-        unused = sum(len(view.node.devices) - len(view.used) for view in state.list_nodes() if view.node.ready)
+        ready = [view for view in state.list_nodes() if view.node.ready]
+        left = {view.node.name: len(view.node.devices) - len(view.used) for view in ready}
         held = {view.project.name: view.allocated for view in state.list_projects()}
         alike = Counter((reason.project, reason.message) for reason in plan.waiting.values())
         for uid, reason in plan.waiting.items():
@@ -394,7 +401,10 @@ class Invariants:
                 self.fail(f"{count} jobs wait for this: {reason.message!r}")
             if found := IDLE.search(reason.message):
                 idle = int(found[1]) + int(found[2] or 0)
-                if not self.cluster.lost and idle != unused:
+                types = state.jobs[uid].spec.gpu_types or TYPES
+                unused = sum(n for node, n in left.items() if type_of(node) in types)
+                comparable = types == TYPES or not found[2]  # what is promised to others may be of any type
+                if not self.cluster.lost and comparable and idle != unused:
                     self.fail(f"{name}: {unused} GPUs are unused, but {reason.message!r}")
             if found := HOLDS.search(reason.message):
                 surplus = float(found[3] or 0)
@@ -419,7 +429,11 @@ class Invariants:
             policy = stop_policy_of(state.projects, job.spec.project)
             if policy is StopPolicy.HOLD_AND_DRAIN and state.wanted_of(job.uid) and not self._is_protected(job):
                 self.fail(f"{job.spec.name} runs, and its project is drained")
-            if job.status.phase is Phase.RUNNING and self._may_grow(job) and fits(job.spec, left, workers=1):
+            if (
+                job.status.phase is Phase.RUNNING
+                and self._may_grow(job)
+                and fits(job.spec, left, workers=1, beside=state.alive_of(job.uid)[0].worker.node)
+            ):
                 self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")
 
     def _may_grow(self, job: JobRecord) -> bool:

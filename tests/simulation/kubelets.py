@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes import detached as watches
 from tests.kubernetes.twin_world import pinned_to
+from tests.simulation.histories import type_of
 from tests.simulation.trainings import ELASTIC, KILLED, Member, Pace, Trainings
 
 if TYPE_CHECKING:
@@ -84,7 +86,9 @@ class Kubelets:
             return
         job = self.jobs[job_of(pod)]
         pinned = pinned_to(pod)
-        nodes = [name for name in ([pinned] if pinned else self.nodes) if self._fits(name, job.spec, key)]
+        product = (pod["spec"].get("nodeSelector") or {}).get(GPU_PRODUCT)
+        allowed = [name for name in self.nodes if product in {None, type_of(name)}]
+        nodes = [name for name in ([pinned] if pinned else allowed) if self._fits(name, job.spec, key)]
         if not nodes:
             refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0 nodes fit"}
             if pod["status"].get("conditions") != [refused]:

@@ -17,6 +17,7 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Kind, Node, Phase, StopPolicy
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import quota_spec
@@ -258,7 +259,8 @@ class SimulatedKubernetes:
         gpus = str(self.kubelets.nodes[name])
         allocatable = {labels.GPU_RESOURCE: gpus, "cpu": "64", "memory": "256Gi", "pods": "110"}
         status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
-        self.world.put(watches.NODES, {"metadata": {"name": name, "uid": f"node-{name}"}, "spec": {}, "status": status})
+        meta = {"name": name, "uid": f"node-{name}", "labels": {GPU_PRODUCT: h.type_of(name)}}
+        self.world.put(watches.NODES, {"metadata": meta, "spec": {}, "status": status})
 
     def _lose_node(self, name: str, returns_after_s: float) -> None:
         lost = self.kubelets.lost
@@ -327,6 +329,16 @@ class SimulatedKubernetes:
         for where, share in taken.items():
             if share > 1 + EPSILON:
                 self.fail(f"{share:g} of device {where} is held")
+        types = defaultdict[str, set[str]](set)
+        for node, _, pod in self.kubelets.holders():
+            types[job_of(pod)].add(h.type_of(node))
+        for name, found in types.items():
+            accepted = self.jobs[name].spec.gpu_types
+            if accepted and (len(found) > 1 or not found <= {*accepted}):
+                self.fail(f"{name} accepts {accepted}, and has {found}")
+
+    def _node_of(self, name: str) -> str:
+        return next((node for node, _, pod in self.kubelets.holders() if job_of(pod) == name), "")
 
     def _check_limit(self, started: JobSpec) -> None:
         limit = self.world.objects[watches.QUOTAS][started.project]["spec"].get("limit", float("inf"))
@@ -381,7 +393,11 @@ class SimulatedKubernetes:
                 continue
             if waits and self._may_start(spec) and fits(spec, left):
                 self.fail(f"{name} waits and could start: {status.get('message')}")
-            if status.get("phase") == "Running" and self._may_grow(name, gpus) and fits(spec, left, workers=1):
+            if (
+                status.get("phase") == "Running"
+                and self._may_grow(name, gpus)
+                and fits(spec, left, workers=1, beside=self._node_of(name))
+            ):
                 self.fail(f"{name} could have one more worker: {status.get('message')}")
 
     def _is_stopped(self, spec: JobSpec, gpus: float, *, waits: bool) -> bool:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import JobSpec, Node, Reason
 
+from tests.simulation.histories import type_of
+
 Free = dict[str, dict[int, float]]
 """The free part of each device, by node and index."""
 
@@ -32,11 +34,21 @@ def left_for(uid: str, free: Free, waiting: Mapping[str, Reason]) -> Free:
     return {node: devices for node, devices in free.items() if node not in kept}
 
 
-def fits(spec: JobSpec, free: Free, *, workers: int | None = None) -> bool:
-    """Return whether so many workers, else the fewest with which the job starts, can be placed at the same time."""
+def fits(spec: JobSpec, free: Free, *, workers: int | None = None, beside: str = "") -> bool:
+    """Return whether so many workers, else the fewest with which the job starts, can be placed at the same time.
+
+    `beside`: a node on which the job runs. All workers of a job that accepts some types of GPUs have one type.
+    """
     share = spec.share_of(0)
     workers = workers or spec.smallest // spec.worker_gpus
-    return _place([node for node, devices in free.items() if devices], workers, spec.worker_gpus, share, free)
+    usable = [node for node, devices in free.items() if devices]
+    if not spec.gpu_types:
+        return _place(usable, workers, spec.worker_gpus, share, free)
+    types = (type_of(beside),) if beside else spec.gpu_types
+    return any(
+        _place([node for node in usable if type_of(node) == one], workers, spec.worker_gpus, share, free)
+        for one in types
+    )
 
 
 def _place(nodes: list[str], workers: int, devices: int, share: float, free: Free) -> bool:

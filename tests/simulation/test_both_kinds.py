@@ -106,6 +106,13 @@ HISTORIES: dict[str, tuple[tuple[float, Any_], ...]] = {
         *((0.5, submit(f"j0{i}", 1, array=ArrayTask(name="sweep", index=i, limit=2), works_s=20.0)) for i in (1, 2, 3)),
         (10.0, Restart(1.0)),
     ),
+    "jobs take the first type of GPUs that is free, one keeps it over a restart, and grows on it": (
+        (0.0, elastic(high=6, gpus=3, project="b", gpu_types=("P", "Q"))),
+        (2.0, submit("j02", 4, project="a", gpu_types=("P", "Q"), works_s=30.0)),
+        (2.0, submit("j04", 2, project="a", gpu_types=("Q", "P"), works_s=30.0)),
+        (10.0, Restart(1.0)),
+        (1.0, submit("j05", 8, project="a", gpus_per_worker=1, gpu_types=("P", "Q"))),
+    ),
     "a quota grows": (
         (0.0, submit("j01", 2, kind=Kind.BUILD, project="b")),
         (20.0, SetQuota(Project(name="b", guaranteed=2))),
@@ -113,9 +120,14 @@ HISTORIES: dict[str, tuple[tuple[float, Any_], ...]] = {
 }
 
 
+def _needs_two_nodes(happening: tuple[float, Any_]) -> bool:
+    one = happening[1]
+    return isinstance(one, LoseNode) or (isinstance(one, Submit) and bool(one.spec.gpu_types))
+
+
 @pytest.mark.parametrize("happenings", HISTORIES.values(), ids=HISTORIES)
 def test_the_same_happens_to_a_job_on_both_kinds_of_cluster(happenings: tuple[tuple[float, Any_], ...]) -> None:
-    nodes = (4, 4) if any(isinstance(one, LoseNode) for _, one in happenings) else (4,)
+    nodes = (4, 4) if any(map(_needs_two_nodes, happenings)) else (4,)
     projects = (Project(name="a", guaranteed=2), Project(name="b", guaranteed=1))
     history = History(nodes, projects, happenings)
     embedded = play(history).state.jobs.values()

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kfp_gpuquota.api import Job, Phase, Project, Reason, ReasonCode, StopPolicy
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.api.wire import ProjectView, ResourceView
 from kfp_gpuquota.errors import NotFoundError
@@ -28,7 +29,7 @@ def named(cluster: Cluster, query: str) -> list[str]:
 MIXED = [
     job("idle", reason=Reason(code=ReasonCode.NO_FREE_GPUS, message="m"), owner="ann", submitted_at=NOW - 9),
     job("runs", worker=on("runs", "n-1", 0, 1), owner="bob", gpus=2),
-    job("picky", node_selector={queue.GPU_PRODUCT: "H100"}, priority=60),
+    job("picky", node_selector={GPU_PRODUCT: "H100"}, priority=60),
     job("over", phase=Phase.SUCCEEDED, finished_at=NOW),
 ]
 

@@ -93,7 +93,11 @@ func run(signals *signals, relay *relay, modules string) (int, error) {
 		return code, nil
 	}
 	signals.enter("uploading the step's outputs")
-	return code, send(relay, worker, work.Outputs)
+	elsewhere, err := withCustomPaths(work)
+	if err != nil {
+		return 0, err
+	}
+	return code, send(relay, worker, work.Outputs, elsewhere)
 }
 
 // install copies this program, and elastic_runtime where the image has it beside this program, for all users.

@@ -43,6 +43,9 @@ type work struct {
 	Argv    []string
 	Inputs  []string // paths
 	Outputs []string // folders
+	// Result is the path of KFP's output file, and Artifacts are the paths of the output artifacts by their URIs.
+	Result    string
+	Artifacts map[string]string
 }
 
 // finalError is one that no further attempt can mend.

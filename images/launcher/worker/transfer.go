@@ -1,9 +1,11 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -101,8 +103,9 @@ func (w onlyWriter) Write(content []byte) (int, error) {
 	return count, err
 }
 
-// send uploads all files that the command has written to its output folders.
-func send(relay *relay, worker string, folders []string) error {
+// send uploads all files that the command has written to its output folders, and the artifacts that it has written
+// elsewhere, by the paths that they are sent to.
+func send(relay *relay, worker string, folders []string, elsewhere map[string]string) error {
 	for range uploadRounds {
 		files := []sized{} // an empty list is a list
 		for _, folder := range folders {
@@ -111,11 +114,29 @@ func send(relay *relay, worker string, folders []string) error {
 				return err
 			}
 			for _, path := range found {
-				size, err := sendFile(relay, path)
+				if replaced(path, elsewhere) {
+					continue
+				}
+				size, err := sendFile(relay, path, path)
 				if err != nil {
 					return fmt.Errorf("the output %s was not sent: %w", path, err)
 				}
 				files = append(files, sized{path, size})
+			}
+		}
+		for _, target := range slices.Sorted(maps.Keys(elsewhere)) {
+			custom := elsewhere[target]
+			found, err := outputFiles(custom)
+			if err != nil {
+				return err
+			}
+			for _, path := range found {
+				sent := target + strings.TrimPrefix(path, custom)
+				size, err := sendFile(relay, sent, path)
+				if err != nil {
+					return fmt.Errorf("the output %s was not sent: %w", path, err)
+				}
+				files = append(files, sized{sent, size})
 			}
 		}
 		if done, err := relay.complete(worker, files); done || err != nil {
@@ -125,14 +146,67 @@ func send(relay *relay, worker string, folders []string) error {
 	return fmt.Errorf("the step's launcher was replaced %d times during the upload of the outputs", uploadRounds)
 }
 
+// replaced returns whether a file is what the command left at the own path of an artifact that it has elsewhere.
+func replaced(path string, elsewhere map[string]string) bool {
+	for target := range elsewhere {
+		if path == target || strings.HasPrefix(path, target+"/") {
+			return true
+		}
+	}
+	return false
+}
+
+// withCustomPaths returns the paths of the artifacts that the command has left elsewhere (KFP's custom_path), by the
+// artifacts' own paths, to which they are sent. KFP's output file no longer names the custom paths then, which are
+// nothing in the launcher's pod. One without a file stays named, so that the launcher refuses it.
+func withCustomPaths(work *work) (map[string]string, error) {
+	elsewhere := map[string]string{}
+	content, err := os.ReadFile(work.Result)
+	if err != nil {
+		return elsewhere, nil // a command that does not write it
+	}
+	result := map[string]any{}
+	decoder := json.NewDecoder(bytes.NewReader(content))
+	decoder.UseNumber()
+	if decoder.Decode(&result) != nil {
+		return elsewhere, nil // KFP reads the file, and says what is wrong with it
+	}
+	kinds, _ := result["artifacts"].(map[string]any)
+	for _, kind := range kinds {
+		listed, _ := kind.(map[string]any)
+		artifacts, _ := listed["artifacts"].([]any)
+		for _, each := range artifacts {
+			artifact, _ := each.(map[string]any)
+			uri, _ := artifact["uri"].(string)
+			for _, field := range []string{"custom_path", "customPath"} {
+				custom, _ := artifact[field].(string)
+				own := work.Artifacts[uri]
+				inside := func(folder string) bool { return strings.HasPrefix(custom, folder+"/") } // it is sent as it is
+				if _, err := os.Stat(custom); own == "" || err != nil || slices.ContainsFunc(work.Outputs, inside) {
+					continue
+				}
+				elsewhere[own] = filepath.Clean(custom)
+				delete(artifact, field)
+			}
+		}
+	}
+	if len(elsewhere) == 0 {
+		return elsewhere, nil
+	}
+	if content, err = json.Marshal(result); err != nil {
+		return nil, err
+	}
+	return elsewhere, os.WriteFile(work.Result, content, 0o666)
+}
+
 // sendFile returns the size of which a file was sent; one that grows meanwhile is sent as large as it was.
-func sendFile(relay *relay, path string) (int64, error) {
+func sendFile(relay *relay, target, path string) (int64, error) {
 	about, err := os.Stat(path)
 	if err != nil {
 		return 0, err
 	}
 	size := about.Size()
-	err = relay.upload(path, about.Mode().Perm(), func() (io.ReadCloser, int64, error) {
+	err = relay.upload(target, about.Mode().Perm(), func() (io.ReadCloser, int64, error) {
 		file, err := os.Open(path)
 		if err != nil {
 			return nil, 0, err
@@ -150,7 +224,7 @@ type limited struct {
 	io.Closer
 }
 
-// outputFiles returns all files below a folder, sorted, also by links to folders in it. What cannot be sent is an error
+// outputFiles returns all files below a folder, or the one file, sorted, also by links to folders in it. What cannot be sent is an error
 // that names it.
 func outputFiles(root string) ([]string, error) {
 	real, err := filepath.EvalSymlinks(root)
@@ -159,6 +233,9 @@ func outputFiles(root string) ([]string, error) {
 	}
 	if err != nil {
 		return nil, err
+	}
+	if about, err := os.Stat(real); err == nil && about.Mode().IsRegular() {
+		return []string{root}, nil
 	}
 	return filesBelow(root, real, []string{real})
 }

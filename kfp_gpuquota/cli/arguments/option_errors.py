@@ -34,6 +34,7 @@ _PARAMETERS: Final = {
     "over_quota_weight": "weight",
     "pools": "pool",
     "tolerations": "toleration",
+    "gpu_types": "gpu_type",
     "working_directory": "working_dir",
     "memory_per_node_mib": "memory_per_node",
     "usage_half_life_s": "usage_half_life",

@@ -197,6 +197,7 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
         ("labels", ", ".join(f"{key}={value}" for key, value in spec.labels.items())),
         ("command", shlex.join(spec.command)),
         ("asks for", request_of(spec)),
+        ("GPU types", " or ".join(spec.gpu_types)),
         ("maximum run time", "" if spec.max_runtime_s is None else text_of(spec.max_runtime_s)),
         ("policies", ", ".join(_set_by(job, field, policy) for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {show_gpus(status.gpus)}"),

@@ -125,6 +125,10 @@ TolerationOption = Annotated[
     list[str] | None,
     typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint that it tolerates; may be repeated."),
 ]
+GpuTypeOption = Annotated[
+    str | None,
+    typer.Option("--gpu-type", metavar="TYPE[,TYPE]", help="The types of GPUs that it accepts, the best first."),
+]
 PoolOption = Annotated[str, typer.Option("--node-pool", metavar="POOL", help="Run on nodes of this pool.")]
 RequiredTopologyOption = Annotated[
     str | None,
@@ -255,6 +259,7 @@ def submit(
     memory_limit: MemoryLimitOption = None,
     node_selector: SelectorOption = None,
     toleration: TolerationOption = None,
+    gpu_type: GpuTypeOption = None,
     node_pool: PoolOption = "",
     required_topology: RequiredTopologyOption = None,
     preferred_topology: PreferredTopologyOption = None,
@@ -344,6 +349,7 @@ def submit(
         cpu_limit=None if cpu_limit is None else parse_cores("cpu_limit", cpu_limit),
         memory_limit_mib=None if memory_limit is None else parse_mib("memory_limit", memory_limit),
         node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
+        gpu_types=tuple(gpu_type.split(",")) if gpu_type is not None else (),
         node_pool=node_pool,
         required_topology=required_topology,
         preferred_topology=preferred_topology,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Device, Node
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_name, check_range
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CPU_SLOTS = 2
 CPU_SLOT = "cpu-slot"
-GPU_PRODUCT = "nvidia.com/gpu.product"
 MAX_HALF_LIFE_S = 365 * 86_400.0
 _MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.cluster.local.devices import GPU_PRODUCT
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.cluster.ray.messages import NODE_ID
 
 if TYPE_CHECKING:

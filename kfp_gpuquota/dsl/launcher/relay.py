@@ -13,7 +13,7 @@ them are open from one address, and in all, beyond which the oldest one is close
 
 | request                    | answer                                                              |
 |----------------------------|---------------------------------------------------------------------|
-| `GET /work?worker=W`       | JSON: a worker's "argv", the paths of its "inputs", the folders of its "outputs" |
+| `GET /work?worker=W`       | JSON: a worker's "argv", "inputs", folders of "outputs", "artifacts" by URI, "result" |
 | `GET /list?path=P`         | JSON: [[relative path, size, mode], ...] of an input, a file or a directory |
 | `GET /file?path=P`         | a file of an input                                                  |
 | `PUT /file?path=P&mode=M`  | writes a file of a staged output                                    |
@@ -112,8 +112,14 @@ class Relay:
         """Return what a worker runs, downloads and uploads. Raises ValueError for a name that is none."""
         if worker in {"", ".", ".."} or "/" in worker:
             raise ValueError(worker)
-        argv, folders = start.work_of(json.loads(self.step_file.read_bytes()), worker)
-        return {"argv": argv, "inputs": [str(path) for path in self.inputs], "outputs": folders}
+        argv, mine = start.work_of(json.loads(self.step_file.read_bytes()), worker)
+        return {
+            "argv": argv,
+            "inputs": [str(path) for path in self.inputs],
+            "outputs": start.output_folders(mine),
+            "result": mine["outputs"]["outputFile"],
+            "artifacts": start.artifact_paths(mine),
+        }
 
     def readable(self, path: str) -> Path | None:
         """Return the path if it is an input or inside one, also where it leads by links, else None."""

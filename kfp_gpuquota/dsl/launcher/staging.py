@@ -77,8 +77,8 @@ class Staging:
                 self.discard()
         if elsewhere:
             raise JobFailedError(
-                f"the step has its output {elsewhere}, which does not reach the launcher's pod; write it to the "
-                "output's own path"
+                f"the step names a path of its own for its output {elsewhere}, and its worker has left nothing there; "
+                "write the output before the step ends"
             )
 
     def discard(self) -> None:

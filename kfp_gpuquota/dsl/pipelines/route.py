@@ -19,6 +19,7 @@ import copy
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import check_name
@@ -117,6 +118,9 @@ LAUNCHER_VARIABLES: Final = frozenset({
 POD_VARIABLES: Final = frozenset({"KFP_POD_NAME", "KFP_POD_UID"})
 GPU_RESOURCE_SUFFIX: Final = "/gpu"
 _OUTSIDE_THE_QUOTA: Final = "tpu"
+_PRODUCTS: Final = re.compile(r"(?!NVIDIA_[A-Z0-9_]+$)[\w.-]+(,[\w.-]+)*", re.ASCII)
+"""Values of the node label with the product of GPUs; not the names of other clouds' APIs, such as NVIDIA_TESLA_A100."""
+_GPU_TYPE: Final = f"{PREFIX}GPU_TYPE"
 
 
 def is_routed(command: Sequence[object] | None) -> bool:
@@ -206,6 +210,7 @@ def _route_container(step: str, container: Json, project: str | None, launcher_i
         _wrap(step, container, str(accelerator["count"]))
         del container["resources"]["accelerator"]
     check_environment(step, container["env"])
+    _add_types(step, container, accelerator)
     pod_resources.move_to_workers(container, on_backend=bool(launcher_image))
     if project and all(entry["name"] != PROJECT for entry in container["env"]):
         container["env"].append({"name": PROJECT, "value": project})
@@ -232,20 +237,39 @@ def _wrap(step: str, container: Json, count: str) -> None:
     container["env"] = [*container.get("env", []), *added]
 
 
+def _add_types(step: str, container: Json, accelerator: Json | None) -> None:
+    """Add the types of GPUs that the task accepts by its accelerator, unless the decorator names them."""
+    types = accelerator["types"] if accelerator else ""
+    given = next((entry["value"] for entry in container["env"] if entry["name"] == _GPU_TYPE), "")
+    if types and given and types != given:
+        raise DefinitionError(
+            f"step {step!r}: the decorator sets gpu_type={given!r}, the task set_accelerator_type({types!r}); set it "
+            "once"
+        )
+    if types and not given:
+        checked(step, {"gpu_type": types})
+        container["env"].append({"name": _GPU_TYPE, "value": types})
+
+
 def _accelerator(step: str, container: Json) -> Json | None:
-    """Return {"type", "count"} of a step that requests GPUs; None for one that requests none, or a TPU."""
+    """Return {"types", "count"} of a step that requests GPUs; None for one that requests none, or a TPU.
+
+    `types` are those of a type that is no resource's name: values of the node label with the product, by commas.
+    """
     requested = container.get("resources", {}).get("accelerator")
     if not requested:
         return None
     kind = str(requested.get("resourceType") or requested.get("type") or "")
     if _OUTSIDE_THE_QUOTA in kind.lower():
         return None
-    if not kind.lower().endswith(GPU_RESOURCE_SUFFIX):
+    named = not kind.lower().endswith(GPU_RESOURCE_SUFFIX)
+    if named and not _PRODUCTS.fullmatch(kind):
         raise DefinitionError(
             f"step {step!r} asks for the accelerator {kind!r}, but the quota counts GPUs of any type: "
-            "write set_accelerator_type('nvidia.com/gpu'); choosing a type is not supported yet"
+            f"write set_accelerator_type('nvidia.com/gpu'), or values of the node label {GPU_PRODUCT}, the best first: "
+            "'NVIDIA-H100-80GB-HBM3,NVIDIA-A100-SXM4-80GB'"
         )
-    return {"type": kind, "count": requested.get("resourceCount") or requested.get("count") or "1"}
+    return {"types": kind if named else "", "count": requested.get("resourceCount") or requested.get("count") or "1"}
 
 
 def _check_agreement(step: str, container: Json, accelerator: Json | None) -> None:

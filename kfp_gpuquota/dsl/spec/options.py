@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "GPUQUOTA_"
 PROJECT: Final = "GPUQUOTA_PROJECT"
-GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 # Fields of a share, which JobSpec has with the prefix "gpu_". A name that begins with another one comes first.
 _SHARE: Final = ("fraction_limit", "fraction", "memory_limit_mib", "memory_mib", "compute", "devices")
 _SAME: Final = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority", "max_runtime_s")
@@ -44,7 +43,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     memory_limit_mib: int | None = None
     compute: float | None = None  # the part of each GPU's computing power
     devices: int | None = None
-    gpu_type: str = ""  # the GPU product in the node's label
+    gpu_type: str = ""  # the GPU products in the nodes' labels that it accepts, in order: "A100,H100"
     interactive: bool = False
     preemptible: bool | None = None
     priority: int | None = None
@@ -77,7 +76,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             project=project,
             command=command,
             kind=kind,
-            node_selector={GPU_PRODUCT: self.gpu_type} if self.gpu_type else {},
+            gpu_types=tuple(self.gpu_type.split(",")) if self.gpu_type else (),
             **{f"gpu_{field}": getattr(self, field) for field in _SHARE},
             **{field: getattr(self, field) for field in _SAME},
             **{field: value for field in _GIVEN if (value := getattr(self, field)) is not None},
@@ -110,6 +109,7 @@ def checked(component: str, given: Mapping[str, object]) -> StepOptions:
         message = error.message
         for field in _SHARE:
             message = message.replace(f"gpu_{field}", field.removesuffix("_mib"))
+        message = message.replace("gpu_types", "gpu_type")
         message = message.replace("kind is 'build'", "interactive is True")
         raise DefinitionError(f"component {component!r}: {message}") from None
 
@@ -167,6 +167,8 @@ def _seconds(component: str, argument: str, value: object) -> float:
 
 def _in_units(component: str, argument: str, value: object) -> object:
     """Return an argument's value in the unit of the option, which is the end of its name."""
+    if argument == "gpu_type" and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return ",".join(value)
     unit = ARGUMENTS.get(argument, argument).removeprefix(argument)
     if unit == "_s":
         return _seconds(component, argument, value)

@@ -84,10 +84,16 @@ def redirected(executor_input: Json, tag: str) -> Json:
     return mine
 
 
-def work_of(step: Json, worker: str) -> tuple[list[str], list[str]]:
-    """Return a worker's command, and the folders of its outputs."""
+def work_of(step: Json, worker: str) -> tuple[list[str], Json]:
+    """Return a worker's command, and its executor input."""
     mine = redirected(step["executor_input"], f"{step['tag']}/{worker}")
-    return [resolved(element, mine) for element in step["argv"]], output_folders(mine)
+    return [resolved(element, mine) for element in step["argv"]], mine
+
+
+def artifact_paths(executor_input: Json) -> dict[str, str]:
+    """Return the local path of each output artifact by its URI."""
+    locations = output_locations(executor_input)
+    return {owner[key]: local_path(owner[key]) for owner, key in locations if key == "uri"}
 
 
 def output_folders(executor_input: Json) -> list[str]:
@@ -128,8 +134,8 @@ def main(step_file: str) -> None:
     """Execute the original command in this process. Exits with 127 where there is no such program, as a shell does."""
     with open(step_file, encoding="utf-8") as file:  # noqa: PTH123  # pathlib costs a worker 10 ms
         step = json.load(file)
-    argv, folders = work_of(step, os.environ["ELASTIC_WORKER_ID"])
-    for folder in folders:
+    argv, mine = work_of(step, os.environ["ELASTIC_WORKER_ID"])
+    for folder in output_folders(mine):
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103
     environment = {**os.environ, **step["environment"]}
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.api import ReasonCode
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.resources import PORT_PREFIX, capacity_of
 from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory
@@ -62,6 +63,8 @@ def _no_domain(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
         return None
     label, areas = found
     if not areas:
+        if label.startswith("GPU type"):
+            return Cause(ReasonCode.NODE_AFFINITY, f"no node that is ready has a {label}")
         return Cause(
             ReasonCode.NODE_AFFINITY, f"no node that is ready has the label {label}, within which it has to be"
         )
@@ -89,7 +92,7 @@ def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
         free = {host.name: host.idle_whole for host in hosts}
         fitting = [host for host in hosts if host.idle_whole >= request.devices]
         if not fitting or sum(n // max(1, request.devices) for n in free.values()) < len(tasks):
-            return _missing_devices(free, request.devices, len(tasks), promised)
+            return _missing_devices(free, request.devices, len(tasks), promised, _types_of(request))
     else:
         fitting = [host for host in hosts if len(_fitting(host, request)) >= request.devices]
         if not fitting:
@@ -171,7 +174,13 @@ def _too_large(hosts: Iterable[Host], request: Request) -> Cause:
     return Cause(ReasonCode.TOO_LARGE, "no node that it may use has all of that together")
 
 
-def _missing_devices(free: dict[str, int], size: int, tasks: int, promised: int) -> Cause:
+def _types_of(request: Request) -> str:
+    """Return " of type A or B" for the types of GPUs to which the request is limited; "" without such a limit."""
+    limits = {one.values for term in request.rules.terms for one in term.requirements if one.key == GPU_PRODUCT}
+    return f" of type {' or '.join(limits.pop())}" if len(limits) == 1 else ""
+
+
+def _missing_devices(free: dict[str, int], size: int, tasks: int, promised: int, types: str = "") -> Cause:
     idle = sum(free.values())
     others = f" ({promised} more {are(promised)} promised to other jobs)" if promised else ""
     short = size * tasks - idle
@@ -179,11 +188,11 @@ def _missing_devices(free: dict[str, int], size: int, tasks: int, promised: int)
     where = min((name for name, n in free.items() if n == block), default="") if block else ""
     details: Details = (("idle_gpus", idle), ("largest_block", block), ("node", where))
     if short <= 0 and block < size:
-        why = f"{idle} {are(idle)} idle{others}, but the largest free block on one node is {block} on {where}"
+        why = f"{idle}{types} {are(idle)} idle{others}, but the largest free block on one node is {block} on {where}"
         helps = f"{size - block} more {are(size - block)} released there"
         return Cause(ReasonCode.FRAGMENTED, why, helps, details)
     helps = f"{max(short, 1)} more {are(max(short, 1))} released"
-    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle{others}", helps, details, binding=False)
+    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle}{types} {are(idle)} idle{others}", helps, details, binding=False)
 
 
 def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:

@@ -2,7 +2,8 @@
 
 A job (or a part of it) may *require* that its tasks share a domain of some level, and *prefer* that they share a
 narrower one. Domains are tried from the preferred level up to the required one, at each level the one with the least
-free capacity first in which all fit, so that large domains stay free. Where no domain of the preferred level can hold
+free capacity first in which all fit, so that large domains stay free. Types of GPUs are domains with an order of
+preference (`Topology.order`), which comes before the capacity. Where no domain of the preferred level can hold
 all, as few of them as possible are used, those with the most free capacity first.
 """
 
@@ -44,7 +45,7 @@ def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Ca
         return attempt()
     hosts = [host for host in ledger.hosts.values() if host.ready]
     held = groups.active_tasks(job)
-    for domain in reversed(_domains(hosts, topology, topology.required, tasks[0], future=True)):
+    for domain in _domains(hosts, topology, topology.required, tasks[0], future=True, roomiest=True):
         if not _holds(domain, held):
             continue
         for task in tasks:
@@ -55,12 +56,17 @@ def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Ca
 
 
 def required(ledger: Ledger, task: Task) -> tuple[str, list[Domain]] | None:
-    """Return (label, the domains of ready nodes of which one has to hold all tasks); None without a required level."""
+    """Return (label, the domains of ready nodes of which one has to hold all tasks); None without a required level.
+
+    For types of GPUs the label is a text with their names.
+    """
     topology = None if task.job.groups is None else task.job.groups.topology
     if topology is None or topology.required is None:
         return None
     hosts = [host for host in ledger.hosts.values() if host.ready]
-    return topology.levels[topology.required], _domains(hosts, topology, topology.required, task, future=False)
+    types = topology.order if topology.required == 0 else ()
+    label = f"GPU type of {', '.join(types)}" if types else topology.levels[topology.required]
+    return label, _domains(hosts, topology, topology.required, task, future=False)
 
 
 def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
@@ -133,9 +139,9 @@ def _areas(group: Group, tasks: Sequence[Task], hosts: Domain, *, future: bool) 
             if (level >= 0 and not _holds(domain, held)) or not _may_hold(domain, tasks, future=future):
                 continue
             if narrowest is not None and level < narrowest:
-                parts = _domains(domain, topology, narrowest, tasks[0], future=future)
+                parts = _domains(domain, topology, narrowest, tasks[0], future=future, roomiest=True)
                 rest = [host for host in domain if not any(host in part for part in parts)]
-                yield [*reversed(parts), rest]
+                yield [*parts, rest]
             else:
                 yield [domain]
 
@@ -156,11 +162,25 @@ def _may_hold(domain: Domain, tasks: Sequence[Task], *, future: bool) -> bool:
     return sum(_capacity(host, tasks[0], future=future) for host in domain) >= len(tasks)
 
 
-def _domains(hosts: Domain, topology: Topology, level: int, task: Task, *, future: bool) -> list[Domain]:
-    """Return the domains of a level, sorted at each wider level by free capacity, the least first."""
+def _domains(
+    hosts: Domain, topology: Topology, level: int, task: Task, *, future: bool, roomiest: bool = False
+) -> list[Domain]:
+    """Return the domains of a level, sorted at each wider level by free capacity, the least first (or the most).
+
+    Those of a label with an order of preference are in that order.
+    """
     found = [hosts]
-    for key in topology.levels[: level + 1]:
-        found = [part for domain in found for part in _parts(domain, key, task, future=future)]
+    for number, key in enumerate(topology.levels[: level + 1]):
+        listed = [_parts(domain, key, task, future=future) for domain in found]
+        if number == 0 and topology.order:
+            rank = {value: place for place, value in enumerate(topology.order)}
+            chosen = [
+                sorted((p for p in parts if p[0].labels[key] in rank), key=lambda p: rank[p[0].labels[key]])
+                for parts in listed
+            ]
+        else:
+            chosen = [parts[::-1] for parts in listed] if roomiest else listed
+        found = [part for parts in chosen for part in parts]
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.scheduler.state.model import (
@@ -99,7 +100,7 @@ def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:
 
 def request_of(spec: JobSpec) -> Request:
     """Return the request of each worker of the job, without limits of shares, which do not affect placement."""
-    rules = Rules(tuple(sorted(spec.node_selector.items())), spec.node_affinity, spec.tolerations)
+    rules = Rules(tuple(sorted(spec.node_selector.items())), spec.node_terms, spec.tolerations)
     weights = spec.gpu_weights if isinstance(spec, CountedJobSpec) else ()
     return Request(
         devices=0 if weights else spec.worker_gpus,
@@ -142,10 +143,16 @@ def _change_rules(asking: Iterable[Job | Task], changed: Callable[[Rules], Rules
 
 
 def _topology_of(spec: JobSpec) -> Group | None:
-    """Return one set of workers with the job's topology, or None where it requests none."""
-    levels = tuple(key for key in (spec.required_topology, spec.preferred_topology) if key is not None)
+    """Return one set of workers with the job's topology, or None where it requests none.
+
+    Several types of GPUs are domains, too: the widest ones.
+    """
+    order = spec.gpu_types if len(spec.gpu_types) > 1 else ()
+    product = GPU_PRODUCT if order else None
+    levels = tuple(key for key in (product, spec.required_topology, spec.preferred_topology) if key is not None)
     if not levels:
         return None
-    required = None if spec.required_topology is None else 0
+    needed = sum(key is not None for key in (product, spec.required_topology))
+    required = needed - 1 if needed else None
     preferred = None if spec.preferred_topology is None else len(levels) - 1
-    return Group("", gang=spec.workers_of(spec.smallest), topology=Topology(levels, required, preferred))
+    return Group("", gang=spec.workers_of(spec.smallest), topology=Topology(levels, required, preferred, order))

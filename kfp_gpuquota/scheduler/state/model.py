@@ -204,11 +204,15 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Labels whose values are nested domains, widest first; the levels (indices) that tasks must or should share."""
+    """Labels whose values are nested domains, widest first; the levels (indices) that tasks must or should share.
+
+    `order`: the values of the first label in the order of preference, in which its domains are tried.
+    """
 
     levels: tuple[str, ...]
     required: int | None = None
     preferred: int | None = None
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

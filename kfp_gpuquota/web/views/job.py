@@ -138,6 +138,8 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
     yield "Asks for", request_of(spec)
     if spec.max_runtime_s is not None:
         yield "Runs for at most", text_of(spec.max_runtime_s)
+    if spec.gpu_types:
+        yield "GPU types", " or ".join(spec.gpu_types)
     yield "Holds", show_gpus(status.gpus)
     yield "Type", f"{spec.kind.value}, priority {spec.effective_priority}, {preemption_of(spec)}"
     if status.progress is not None:

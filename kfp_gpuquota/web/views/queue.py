@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kfp_gpuquota.api import Kind, Phase, ReasonCode
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.arrays import groups_of, name_of, reason_of
 from kfp_gpuquota.api.label_selector import selects
 from kfp_gpuquota.web.live import Elements
@@ -45,7 +46,6 @@ SORTS: Final[Mapping[str, tuple[str, Callable[[Job], Any]]]] = {
     "reason": ("why", lambda job: job.status.reason.code.value if job.status.reason else ""),
     "submitted": ("time of submission", lambda job: job.status.submitted_at),
 }
-GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 _RUNNING: Final = frozenset({Phase.STARTING.value, Phase.RUNNING.value, Phase.STOPPING.value})
 _IN_STATE: Final[Mapping[str, Callable[[Job], bool]]] = {
     "active": lambda job: not job.status.phase.final,
@@ -182,4 +182,4 @@ def admitted(board: Board, wanted: Filter) -> Sequence[Job]:
 
 def _models(job: Job, models: Mapping[str, frozenset[str]]) -> frozenset[str]:
     running = [models.get(worker.node, frozenset()) for worker in job.status.workers]
-    return frozenset().union({job.spec.node_selector.get(GPU_PRODUCT, "")}, *running)
+    return frozenset().union({job.spec.node_selector.get(GPU_PRODUCT, "")}, job.spec.gpu_types, *running)

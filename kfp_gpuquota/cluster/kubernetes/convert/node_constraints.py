@@ -19,6 +19,7 @@ from kfp_gpuquota.api.affinity import (
     TaintEffect,
     Toleration,
     keeps_off,
+    within,
 )
 from kfp_gpuquota.api.affinity import TolerationOperator as Tolerates
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -111,17 +112,6 @@ def _shared(constraints: NodeConstraints) -> NodeConstraints:
 def terms_of(selector: core_types.NodeSelector | None) -> tuple[NodeTerm, ...]:
     """Return the selector's terms; () for no selector. Raises InvalidFieldError."""
     return () if selector is None else tuple(map(_term, selector.node_selector_terms))
-
-
-def within(terms: tuple[NodeTerm, ...], others: tuple[NodeTerm, ...]) -> tuple[NodeTerm, ...]:
-    """Return the conjunction of two lists of alternative terms; () stands for any node.
-
-    Applying `others` twice changes nothing if they are one term, as those of volumes are.
-    """
-    if not terms or not others:
-        return terms or others
-    both = ((*one.requirements, *other.requirements) for one in terms for other in others)
-    return tuple(dict.fromkeys(NodeTerm(tuple(dict.fromkeys(requirements))) for requirements in both))
 
 
 def taints_of(taints: Iterable[core_types.Taint]) -> tuple[Taint, ...]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import terms_of, within
+from kfp_gpuquota.api.affinity import within
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import terms_of
 from kfp_gpuquota.cluster.kubernetes.convert.unmodelled import ONE_POD, is_unmodelled
 from kfp_gpuquota.errors import InvalidFieldError
 

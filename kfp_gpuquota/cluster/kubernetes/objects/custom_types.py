@@ -130,6 +130,7 @@ class ElasticJobSpec(Struct, frozen=True):
     restart_window_seconds: float | None = None
     cool_down_seconds: float | None = None
     min_run_time_seconds: float | None = None
+    gpu_types: tuple[str, ...] | None = None
     node_pool: str | None = None
     required_topology: str | None = None
     preferred_topology: str | None = None

@@ -109,7 +109,7 @@ def pod_template(spec: JobSpec, image: str) -> Json:
     if spec.node_selector:
         pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **spec.node_selector}
     if spec.node_affinity:
-        terms = [{"matchExpressions": msgspec.to_builtins(term)["expressions"]} for term in spec.node_affinity]
+        terms = [{"matchExpressions": msgspec.to_builtins(term)["requirements"]} for term in spec.node_affinity]
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
         pod["affinity"] = {"nodeAffinity": required}
     if spec.tolerations:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS, as_annotations
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
@@ -283,11 +284,14 @@ def view_of(body: Body, worker: Worker) -> PodView:
 
 
 def selector_of(spec: JobSpec, node: Node | None) -> dict[str, str]:
-    """Return the labels of the planned node that every node of the job's workers has: its pool, its required domain."""
+    """Return the labels of the planned node that every node of the job's workers has.
+
+    They are its pool, its type of GPUs and its required domain.
+    """
     pool = {labels.POOL: spec.node_pool} if spec.node_pool else {}
-    level = spec.required_topology
-    domain = node.labels.get(level) if node is not None and level is not None else None
-    return pool if level is None or domain is None else {**pool, level: domain}
+    levels = (GPU_PRODUCT if spec.gpu_types else None, spec.required_topology)
+    found = {} if node is None else {key: node.labels.get(key) for key in levels if key is not None}
+    return {**pool, **{key: value for key, value in found.items() if value is not None}}
 
 
 def located(body: Body, node: str, *, pinned: bool, selector: dict[str, str]) -> Body:
