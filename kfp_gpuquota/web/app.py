@@ -17,7 +17,9 @@ from markupsafe import Markup
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.errors import GpuQuotaError
+from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.audit import CLIENT_CLOSED, TARGET, Writing, begin_change
+from kfp_gpuquota.version import __version__
 from kfp_gpuquota.web.access import AGAIN, COOKIE, SESSION_VALID_S, guarded, headers
 from kfp_gpuquota.web.actions import STOPPING
 from kfp_gpuquota.web.rendering import render
@@ -69,6 +71,7 @@ def build_pages(
     application.add_routes([
         web.get(f"{base}/", handlers.start),
         web.get(f"{base}/theme", handlers.theme),
+        *([web.get(f"{base}/openapi.json", described)] if site.http_api else []),
         web.get(f"{base}/teams", handlers.page),
         web.get(f"{base}/queue", handlers.page),
         web.get(f"{base}/pipelines", handlers.page),
@@ -90,6 +93,11 @@ def build_pages(
     if enter is not None:
         application.router.add_get(f"{base}/enter", enter, allow_head=False)  # a HEAD would use the link up
     return application
+
+
+async def described(_request: web.Request) -> web.Response:
+    """Answer with the description of the HTTP API."""
+    return web.json_response(openapi.document(__version__))
 
 
 def entering(access: Access, base: str, origins: frozenset[str]) -> Handler:

@@ -181,7 +181,7 @@ class Pages:
             await ending.look()
 
         live = LivePage(
-            lambda: job.elements(self._board, project, name, here, view, ending),
+            lambda: job.elements(self._board, self._site, project, name, view, ending),
             _MEASURED_S if found.status.phase.final else _SECOND_S,
             lambda: job.inputs(self._board, project, name, view, ending),
             prepare,

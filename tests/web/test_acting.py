@@ -43,11 +43,14 @@ def text_of(answer: Answer) -> str:
 def fields_of(html: str) -> dict[str, str]:
     """Name and value of the fields of the form that submits, without its selects."""
     form = html[html.index('class="what-if"') :]
-    return {
+    command = re.search(r"<textarea[^>]*>\n([^<]*)</textarea>", form)
+    assert command is not None
+    inputs = {
         str(attributes["name"]): attributes.get("value") or ""
         for tag, attributes in Tags(form).tags
         if tag == "input" and "name" in attributes
     }
+    return inputs | {"command": Tags(command[1]).text}
 
 
 def audited(cluster: EmbeddedCluster, path: str) -> list[dict[str, Any]]:
@@ -125,7 +128,7 @@ def test_a_job_is_submitted_again_with_its_environment_which_the_page_never_show
     [
         JobSpec(name="j", project="p", command=("c",), gpu_fraction=0.25, gpu_fraction_limit=0.5),
         JobSpec(name="j", project="p", command=("c",), gpu_memory_mib=2500, gpu_devices=2),
-        JobSpec(name="j", project="p", command=("c", "a b"), gpus=4, min_gpus=2, kind=Kind.TRAIN),
+        JobSpec(name="j", project="p", command=("sh", "-c", "a b\n\x1b[0m\n"), gpus=4, min_gpus=2, kind=Kind.TRAIN),
     ],
 )
 def test_a_form_that_is_not_changed_is_the_same_job(spec: JobSpec) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Job, JobSpec, Kind, pipeline_labels
+from kfp_gpuquota.api.control_characters import visible
 from kfp_gpuquota.api.quantity import gpus_or_fraction, show_gpus, whole_number
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
 from kfp_gpuquota.api.wire import Supposition
@@ -51,7 +52,7 @@ class Asked:
         """Return the fields of a query or of a form."""
         kind = Kind.BUILD if form.get("what-kind") == "build" else Kind.TRAIN
         names = ("project", "name", "command", "min_gpus", "max_gpus", "image", "working_dir", "like")
-        texts = {name: form.get(name, "").strip() for name in names}
+        texts = {name: form.get(name, "").replace("\r\n", "\n").strip() for name in names}
         return cls(given="what-if" in form, kind=kind.value, gpus=form.get("gpus", "1").strip(), **texts)
 
     @classmethod
@@ -61,7 +62,7 @@ class Asked:
         return cls(
             project=spec.project,
             name=next_name(source, spec.project, spec.name),
-            command=shlex.join(spec.command),
+            command=_command(spec),
             gpus=_gpus(spec),
             min_gpus="" if spec.min_gpus is None else str(spec.min_gpus),
             max_gpus="" if spec.max_gpus is None else str(spec.max_gpus),
@@ -81,14 +82,10 @@ class Asked:
 
     def spec(self, like: JobSpec | None, *, name: str = "", command: str = "") -> JobSpec:
         """Return the job; `name` and `command` stand for those that are not given. Raises InvalidFieldError."""
-        try:
-            words = tuple(shlex.split(self.command or command))
-        except ValueError as error:
-            raise InvalidFieldError("command", self.command, f"it must be as typed in a shell: {error}") from None
         fields: dict[str, Any] = {
             "name": self.name or name,
             "project": self.project,
-            "command": words,
+            "command": like.command if like and self.command == _command(like) else _words(self.command or command),
             "kind": Kind(self.kind),
             "min_gpus": whole_number("min_gpus", self.min_gpus) if self.min_gpus else None,
             "max_gpus": whole_number("max_gpus", self.max_gpus) if self.max_gpus else None,
@@ -135,6 +132,18 @@ def _job(source: Source, like: str) -> Job:
     if not slash:
         raise NotFoundError(f"there is no job {like!r}: one is named PROJECT/JOB")
     return source.job(project, name)
+
+
+def _command(spec: JobSpec) -> str:
+    """Return the command as it is typed in a shell, and shown in the form."""
+    return visible(shlex.join(spec.command)).strip()
+
+
+def _words(command: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command))
+    except ValueError as error:
+        raise InvalidFieldError("command", command, f"it must be as typed in a shell: {error}") from None
 
 
 def _gpus(spec: JobSpec) -> str:
