@@ -9,6 +9,7 @@ import typer
 from kfp_gpuquota.cli.main import application
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
+from kfp_gpuquota.server.routes import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +20,7 @@ Json = dict[str, Any]
 
 def write(folder: Path) -> None:
     """Write the pages into `folder`, where they differ from what is there."""
-    for name, text in (("cli", command_line()), ("kinds", kinds()), ("metrics", metrics())):
+    for name, text in (("cli", command_line()), ("kinds", kinds()), ("metrics", metrics()), ("http", http())):
         page = folder / f"{name}.md"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
@@ -59,6 +60,17 @@ def metrics() -> str:
     for metric in Metrics().registry.collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
         lines.append(f"| `{name}` | {metric.type} | {metric.documentation} |")
+    return "\n".join(lines) + "\n"
+
+
+def http() -> str:
+    """Return a page with a table of the embedded cluster's HTTP API."""
+    lines = ["# HTTP API", "", "The API of the embedded cluster, over its Unix socket with the token of the cluster."]
+    lines += ["`GET /v1/openapi.json`, and `openapi.json` of the web page, describe it with all of its", "structures."]
+    lines += ["", "| request | does | query |", "|---|---|---|"]
+    for route in ROUTES:
+        query = "<br>".join(f"`{name}`: {meaning}" for name, meaning in route.query.items())
+        lines.append(f"| `{route.method} {route.path}` | {route.summary} | {query} |")
     return "\n".join(lines) + "\n"
 
 

@@ -39,7 +39,11 @@ PAGES: Final = {
     "job": "/jobs/vision/digits",
     "nodes": "/nodes?color=project",
     "timeline": "/timeline",
+    "submit": "/queue?like=vision/digits#what-if",
+    "stop": "/jobs/vision/digits/suspend",
+    "quota": "/teams/vision",
 }
+NOT_LIVE: Final = {"stop", "quota"}
 WIDTHS: Final = {"wide": 1440, "narrow": 375}
 TALLEST: Final = {"wide": 1300, "narrow": 1500}
 COLORS: Final = 96
@@ -165,7 +169,7 @@ def _take(client: Client) -> None:
             for name, path in PAGES.items():
                 _resize(driver, width, 700)
                 driver.get(link.partition("/enter")[0] + path)
-                _until(lambda: "live" in driver.find_element("id", "connection").text)
+                _until(lambda name=name: name in NOT_LIVE or "live" in driver.find_element("id", "connection").text)
                 height = driver.execute_script("return document.documentElement.scrollHeight")
                 _resize(driver, width, min(TALLEST[shape], height))
                 _save(driver, IMAGES / f"web-{name}-{shape}.png")

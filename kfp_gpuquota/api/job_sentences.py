@@ -23,6 +23,14 @@ def over(name: str, phase: Phase) -> str:
     return f"job {name!r} {how}; submit it again instead"
 
 
+def name_taken(project: str, name: str) -> str:
+    """Return why a job is refused whose name another one has."""
+    return (
+        f"project {project!r} already has a job {name!r}; choose another name, or delete it first: "
+        f"gpuquota delete -p {project} {name}"
+    )
+
+
 def preemption_of(spec: JobSpec) -> str:
     """Return what others may reclaim of the job, as text."""
     if spec.may_be_preempted:

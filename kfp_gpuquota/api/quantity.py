@@ -104,3 +104,39 @@ def as_number(value: float) -> int | float:
     """Whole numbers as such, others to six places: what a share of devices adds up to."""
     rounded = round(value, 6)
     return int(rounded) if rounded == int(rounded) else rounded
+
+
+def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, float | None]:
+    """Return (GPUs, fraction of one) for `-g`. Raises InvalidFieldError, also where `memory` is asked for as well."""
+    if text is None:
+        return 1, None
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if 0 < value < 1:
+        return 1, value
+    if value != value // 1:
+        raise InvalidFieldError("gpus", text, "it must be a whole number of GPUs, or a part of one, such as 0.25")
+    if memory is not None:
+        raise InvalidFieldError(
+            "gpus", text, "it counts whole GPUs, and the job asks for a share of them (gpu_memory)",
+            hint="leave it out; for the same share of several GPUs of a node give --gpu-devices",
+        )  # fmt: skip
+    return whole_number("gpus", text.removesuffix(".0")), None
+
+
+def whole_number(field: str, text: str, unit: str = "GPUs") -> int:
+    """Return the number. Raises InvalidFieldError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidFieldError(field, text, f"it must be a whole number{unit and f' of {unit}'}") from None
+
+
+def gpu_quota(field: str, text: str) -> float:
+    """Return a quota's number of GPUs, or part of one. Raises InvalidFieldError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidFieldError(field, text, "it must be a number of GPUs, such as 4 or 0.5") from None

@@ -12,7 +12,6 @@ The structs are those of the API (`kfp_gpuquota.api`), the cluster is the one th
 from __future__ import annotations
 
 import codecs
-import os
 import re
 import secrets
 import shlex
@@ -27,6 +26,7 @@ from kfp_gpuquota.api import JobSpec, JobStatus, Phase
 from kfp_gpuquota.api.durations import seconds
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.cluster.connect import connect, current_project, kube_context
+from kfp_gpuquota.cluster.local.environment import forwarded_environment
 from kfp_gpuquota.errors import InvalidFieldError, JobFailedError, NotFoundError, UnauthorizedError, UsageError
 from kfp_gpuquota.server.cluster_api import follow_log, log_so_far
 
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
-# What a command needs of the shell it was typed in to find the same programs and libraries. Not everything: the shell
-# may hold secrets that do not belong into a job's record.
-FORWARDED: Final = (
-    "PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL",
-)  # fmt: skip
 _POLL_S: Final = 5.0
 _NAME_LENGTH: Final = 40
 
@@ -242,11 +237,6 @@ def with_absolute_paths(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 def _absolute(path: object) -> object:
     local = isinstance(path, Path) or (isinstance(path, str) and "://" not in path)
     return str(Path(str(path)).absolute()) if local else path
-
-
-def forwarded_environment() -> dict[str, str]:
-    """Return what a job takes over from this process's environment."""
-    return {name: os.environ[name] for name in FORWARDED if name in os.environ}
 
 
 def most_gpus(reached: ClusterApi, project: str, gpus: float) -> int:

@@ -45,6 +45,7 @@ WORKERS: Final = "/v1/membership/"
 TARGET: Final = "target"
 """The key under which a handler notes what the decoded body of its request names."""
 _RECORD: Final = "audit_record"
+_WRITING: Final = "audit_writing"
 
 
 class Writing(enum.Enum):
@@ -53,6 +54,7 @@ class Writing(enum.Enum):
     FIRST = "before the change"
     RESERVED = "before the change, of space that is reserved: it stops something, and a full disk must not prevent it"
     AFTER = "after the answer: it changes nothing that anyone has to answer for"
+    REFUSED = "if it is refused: it only shows what a change would do"
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,6 +107,8 @@ class _Record:
     def end(self, status: int, error: str = "") -> None:
         """Write the answer."""
         entry = self._entry(status, error)
+        if is_only_shown(self._request, status):
+            return
         if self._begun is None:
             self._log.write(entry)
         else:
@@ -127,9 +131,15 @@ class _Record:
 
 def begin_change(request: web.Request, writing: Writing = Writing.FIRST) -> None:
     """Write the line of a change that is made next; its target is noted. Raises StateFileError."""
+    request[_WRITING] = writing
     record: _Record | None = request.get(_RECORD)  # the page on Kubernetes has another log
-    if record is not None and writing is not Writing.AFTER:
+    if record is not None and writing in {Writing.FIRST, Writing.RESERVED}:
         record.begin(writing)
+
+
+def is_only_shown(request: web.Request, status: int) -> bool:
+    """Return whether the answer shows what a change would do, so that it has no line."""
+    return request.get(_WRITING) is Writing.REFUSED and status < 400
 
 
 def audited(log: AuditLog, identify: Callable[[web.Request], tuple[int, int]] | None = None) -> Middleware:

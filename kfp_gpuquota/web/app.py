@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode, urlsplit
@@ -14,17 +15,21 @@ from urllib.parse import urlencode, urlsplit
 from aiohttp import web
 from markupsafe import Markup
 
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.errors import GpuQuotaError
-from kfp_gpuquota.server.audit import CLIENT_CLOSED, Writing, begin_change
+from kfp_gpuquota.server import openapi
+from kfp_gpuquota.server.audit import CLIENT_CLOSED, TARGET, Writing, begin_change
+from kfp_gpuquota.version import __version__
 from kfp_gpuquota.web.access import AGAIN, COOKIE, SESSION_VALID_S, guarded, headers
 from kfp_gpuquota.web.actions import STOPPING
 from kfp_gpuquota.web.rendering import render
-from kfp_gpuquota.web.views import logs
+from kfp_gpuquota.web.views import confirmation, logs, quota
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable
+    from collections.abc import AsyncGenerator, Iterable, Sequence
 
     from aiohttp.typedefs import Handler, Middleware
+    from multidict import MultiDictProxy
 
     from kfp_gpuquota.web.access import Access, Door, Refusal
     from kfp_gpuquota.web.live import Live
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.source import Source
 
 RETRY_MS: Final = 1000
-MAX_FORM_BYTES: Final = 1 << 14
+MAX_FORM_BYTES: Final = 1 << 18  # a page of the queue has up to 1,000 jobs, and each of them may be chosen
 THEME: Final = "gpuquota-theme"
 THEMES: Final = ("auto", "light", "dark")
 THEME_KEPT_S: Final = 400 * 86_400
@@ -66,21 +71,33 @@ def build_pages(
     application.add_routes([
         web.get(f"{base}/", handlers.start),
         web.get(f"{base}/theme", handlers.theme),
+        *([web.get(f"{base}/openapi.json", described)] if site.http_api else []),
         web.get(f"{base}/teams", handlers.page),
         web.get(f"{base}/queue", handlers.page),
         web.get(f"{base}/pipelines", handlers.page),
         web.get(f"{base}/timeline", handlers.page),
         web.get(f"{base}/nodes", handlers.page),
+        web.get(f"{base}/teams/{{team}}", handlers.quota),
+        web.post(f"{base}/teams/{{team}}/update", handlers.change_quota),
+        web.post(f"{base}/queue/submit", handlers.submit),
+        web.post(f"{base}/queue/confirm", handlers.confirm_several),
+        web.post(f"{base}/queue/stop", handlers.stop),
         web.get(f"{base}/nodes/{{node}}", handlers.page),
         web.get(job, handlers.page),
         web.get(f"{job}/log", handlers.log),
         web.get(f"{job}/log.txt", handlers.download),
+        web.get(f"{job}/{{action}}", handlers.confirm),
         web.post(f"{job}/{{action}}", handlers.act),
         web.static(f"{base}/static", STATIC),
     ])  # fmt: skip
     if enter is not None:
         application.router.add_get(f"{base}/enter", enter, allow_head=False)  # a HEAD would use the link up
     return application
+
+
+async def described(_request: web.Request) -> web.Response:
+    """Answer with the description of the HTTP API."""
+    return web.json_response(openapi.document(__version__))
 
 
 def entering(access: Access, base: str, origins: frozenset[str]) -> Handler:
@@ -136,21 +153,27 @@ class _Handlers:
         await page.live.prepared()
         if _wants_stream(request):
             return await self._stream(request, shown.live, page)
+        return _html(await self._whole(request, page))
+
+    async def _whole(self, request: web.Request, page: Page, **more: Any) -> str:
+        """Return the HTML of a page; `more` are values in place of its own."""
+        shown = self._door.site_for(request)
         later = await page.later() if page.later is not None else {}
         revision = shown.source.revision()
         elements = page.live.render()
         lists = {name: Markup("").join(Markup(row) for row in rows.values()) for name, rows in elements.lists.items()}  # noqa: S704
-        html = render(
-            page.template,
-            title=page.title,
-            active=page.active,
+        values = {
+            "title": page.title,
+            "active": page.active,
             **self._common(request),
-            revision=revision,
-            parts=elements.parts,
-            lists=lists,
-            **{**page.values, **later},
-        )
-        return _html(html)
+            "revision": revision,
+            "parts": elements.parts,
+            "lists": lists,
+            **page.values,
+            **later,
+            **more,
+        }
+        return render(page.template, **values)
 
     async def _stream(self, request: web.Request, live: Live, page: Page) -> web.StreamResponse:
         query = sorted((key, value) for key, value in request.query.items() if key != "after")
@@ -184,7 +207,7 @@ class _Handlers:
 
     async def act(self, request: web.Request) -> web.Response:
         """Do what a form asks for, and lead back to where that shows."""
-        form = {name: str(value) for name, value in (await request.post()).items()}
+        form = await _fields(request)
         action = request.match_info["action"]
         begin_change(request, Writing.RESERVED if action in STOPPING else Writing.FIRST)
         there = await self._door.site_for(request).actions.do(
@@ -193,6 +216,65 @@ class _Handlers:
         if request.headers.get("Accept") == "text/plain":
             return web.Response(status=204)
         raise web.HTTPSeeOther(there)
+
+    async def submit(self, request: web.Request) -> web.Response:
+        """Submit the job of the queue's form; one that is refused is shown again, with the reason."""
+        form = await _fields(request)
+        request[TARGET] = f"{form.get('project', '')}/{form.get('name', '')}"
+        shown = self._door.site_for(request)
+        try:
+            begin_change(request)
+            there = await shown.actions.submit(form)
+        except GpuQuotaError as error:
+            form = {name: value for name, value in form.items() if name != "token"} | {"what-if": ""}
+            page = shown.pages.at(f"{self._site.path}/queue", {}, {**form, "kind": "", "state": ""})
+            values = {"refusal": error.message, "revision": "", "request_id": form.get("request", "")}
+            answer = _html(await self._whole(request, replace(page, later=None), **values), error.http_status)
+            answer["error"] = error.message
+            return answer
+        raise web.HTTPSeeOther(there)
+
+    async def confirm(self, request: web.Request) -> web.Response:
+        """Show what one job would lose."""
+        names = request.match_info
+        return self._confirmation(request, names["action"], [(names["project"], names["name"])])
+
+    async def confirm_several(self, request: web.Request) -> web.Response:
+        """Show what the chosen jobs would lose."""
+        form = await _fields(request)
+        begin_change(request, Writing.REFUSED)
+        return self._confirmation(request, form.get("action", ""), _chosen(await request.post()))
+
+    def _confirmation(self, request: web.Request, action: str, jobs: Sequence[tuple[str, str]]) -> web.Response:
+        source, common = self._door.site_for(request).source, self._common(request)
+        values = confirmation.values(source, self._site, action, jobs)
+        back = join(self._base, "jobs", *jobs[0]) if len(jobs) == 1 else f"{self._base}/queue"
+        title = f"{action.capitalize()}?"
+        return _html(
+            render("confirmation.html", title=title, active="queue", revision="", back=back, **common, **values)
+        )
+
+    async def stop(self, request: web.Request) -> web.Response:
+        """Delete, suspend or cancel the jobs of a confirmation, and lead back to where that shows."""
+        form, jobs = await _fields(request), _chosen(await request.post())
+        request[TARGET] = f"{form.get('action', '')} {','.join(f'{project}/{name}' for project, name in jobs)}"
+        begin_change(request, Writing.RESERVED)
+        raise web.HTTPSeeOther(await self._door.site_for(request).actions.stop(form.get("action", ""), jobs))
+
+    async def quota(self, request: web.Request) -> web.Response:
+        """Show a project's quota, with the forms that change it where the user may."""
+        source, team = self._door.site_for(request).source, request.match_info["team"]
+        found = quota.values(source, team)
+        fixed = await source.fixed_quota(team) if self._site.quotas else quota.ELSEWHERE.format(team)
+        return _html(
+            render("quota.html", title=team, active="teams", revision="", fixed=fixed, **self._common(request), **found)
+        )
+
+    async def change_quota(self, request: web.Request) -> web.Response:
+        """Change a project's quota, and lead back to it."""
+        form, team = await _fields(request), request.match_info["team"]
+        begin_change(request)
+        raise web.HTTPSeeOther(await self._door.site_for(request).actions.change_quota(team, form))
 
     def _common(self, request: web.Request) -> dict[str, Any]:
         """Return the values that every page has."""
@@ -280,8 +362,21 @@ def message(base: str, status: int, title: str, sentence: str, *, step: str = ""
     return web.Response(text=html, content_type="text/html", charset="utf-8", status=status)
 
 
-def _html(html: str) -> web.Response:
-    answer = web.Response(text=html, content_type="text/html", charset="utf-8", headers={"Vary": "Accept"})
+async def _fields(request: web.Request) -> dict[str, str]:
+    """Return the fields of a form; of one that is there several times the last."""
+    return {name: str(value) for name, value in (await request.post()).items()}
+
+
+def _chosen(form: MultiDictProxy[Any]) -> list[tuple[str, str]]:
+    """Return project and name of the jobs whose boxes are ticked."""
+    pairs = (str(each).partition("/") for each in form.getall("job", []))
+    return [(project, name) for project, _, name in pairs]
+
+
+def _html(html: str, status: int = 200) -> web.Response:
+    answer = web.Response(
+        text=html, content_type="text/html", charset="utf-8", headers={"Vary": "Accept"}, status=status
+    )
     answer.enable_compression()
     return answer
 

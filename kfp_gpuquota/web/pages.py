@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,7 +11,7 @@ from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.web.live import Elements, LivePage
 from kfp_gpuquota.web.rendering import render
-from kfp_gpuquota.web.views import figures, gpu_map, job, node, nodes, pipelines, queue, teams, timeline, what_if
+from kfp_gpuquota.web.views import figures, gpu_map, job, node, nodes, pipelines, queue, submission, teams, timeline
 from kfp_gpuquota.web.views.board import Board, label_keys
 
 if TYPE_CHECKING:
@@ -93,7 +94,10 @@ class Pages:
     def _queue(self, query: Mapping[str, str]) -> Page:
         wanted = queue.Filter.of(query)
         live = LivePage(lambda: queue.elements(self._board, wanted, self._rows))
-        supposed = what_if.Asked.of(query)
+        supposed = submission.Asked.of(query)
+        if supposed.like and not supposed.given and "name" not in query:
+            supposed = submission.Asked.again(self._source, supposed.like)
+        like = supposed.original(self._source)
         values = {
             "wanted": wanted,
             "projects": self._projects(wanted.project),
@@ -105,11 +109,14 @@ class Pages:
             "sorts": _orders("as queued", {name: words for name, (words, _) in queue.SORTS.items()}),
             "sizes": [(size, str(size)) for size in queue.SIZES],
             "supposed": supposed,
+            "request_id": secrets.token_hex(16),
+            "carried": "" if like is None else submission.carried(like.spec),
+            "refusal": "",
             "outlook": None,
         }
 
         async def outlook() -> Mapping[str, Any]:
-            return {"outlook": await what_if.lines(self._source, supposed)}
+            return {"outlook": await submission.lines(self._source, supposed)}
 
         later = outlook if supposed.given and self._site.what_if else None
         return Page("Queue", "queue", "queue.html", live, values, later)
@@ -174,7 +181,7 @@ class Pages:
             await ending.look()
 
         live = LivePage(
-            lambda: job.elements(self._board, project, name, here, view, ending),
+            lambda: job.elements(self._board, self._site, project, name, view, ending),
             _MEASURED_S if found.status.phase.final else _SECOND_S,
             lambda: job.inputs(self._board, project, name, view, ending),
             prepare,

@@ -23,6 +23,10 @@ class SiteConfig:
     framed: bool = False  # Kubeflow's dashboard of the same origin shows the pages, and names the namespace
     resizable: bool = True  # the size bounds of a job can be changed
     what_if: bool = True  # the cluster answers suppositions
+    submits: bool = True  # jobs can be submitted
+    images: bool = False  # a job runs in an image, and not in a directory of this machine
+    quotas: bool = True  # quotas can be changed
+    http_api: bool = True  # the cluster has the API under /v1
     deletes: str = "The job is stopped, and its logs and checkpoints are removed."
     run_page: str = ""  # a run in Kubeflow Pipelines, with {run} and {namespace}; "" where there is none
 

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.history import Report, Usage
-    from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
+    from kfp_gpuquota.api.wire import (
+        Event,
+        JobUpdate,
+        LogChunk,
+        NodeView,
+        Outlook,
+        ProjectView,
+        StopAction,
+        Supposition,
+    )
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,14 @@ class Source(Protocol):
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
         """Return a piece of a worker's log from byte `offset` on; a negative offset counts from its end."""
 
-    async def suspend(self, project: str, name: str) -> None:
-        """Stop a job, and keep it out of the queue."""
+    async def submit(self, spec: JobSpec, request_id: str, *, like: Job | None, image: str) -> Job:
+        """Queue a job, once per request id; what the form does not show is taken from the job `like`.
+
+        `image` is for clusters that run jobs in images.
+        """
+
+    async def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop all of these jobs, as `ClusterApi.stop_jobs`."""
 
     async def resume(self, project: str, name: str) -> None:
         """Put a suspended job back into the queue."""
@@ -98,5 +113,8 @@ class Source(Protocol):
     async def update(self, project: str, name: str, changed: JobUpdate) -> None:
         """Change a job's size bounds or priority."""
 
-    async def delete(self, project: str, name: str) -> None:
-        """Stop a job, then remove it."""
+    async def fixed_quota(self, project: str) -> str:
+        """Return why the user cannot change a project's quota here, and what to change instead; "" for one who can."""
+
+    async def set_project(self, project: Project, if_match: str) -> None:
+        """Change a project if its version is still `if_match`. Raises ConflictError if it is not."""

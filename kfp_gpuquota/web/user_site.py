@@ -20,4 +20,4 @@ class UserSite:
         self.source = source
         self.live = Live(source)
         self.pages = Pages(source, site)
-        self.actions = Actions(source, site.base)
+        self.actions = Actions(source, site)

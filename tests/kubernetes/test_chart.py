@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-EVERYTHING = ("monitoring", "fail-open", "node-agent-killer", "web-page", "pipeline-runner")
+EVERYTHING = (
+    "monitoring",
+    "fail-open",
+    "node-agent-killer",
+    "web-page",
+    "web-page-submit",
+    "web-page-quotas",
+    "pipeline-runner",
+)
 EVERY_VALUE = (
     "kubeflow.enabled=true",
     "kubeflow.pipelineRunner.serviceAccount=pipeline-runner",
@@ -31,6 +39,8 @@ EVERY_VALUE = (
     "nodeAgent.enabled=true",
     "nodeAgent.killer=true",
     "webPage.enabled=true",
+    "webPage.submit=true",
+    "webPage.quotas=true",
 )
 # kustomize gives a namespace to kinds that have none and that it has no list of
 WITHOUT_NAMESPACE = {"FlowSchema", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}

@@ -15,7 +15,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.what_if import Question
 from kfp_gpuquota.cluster.kubernetes.web.planner import _outlook
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 from kfp_gpuquota.scheduler.forecast import RunTime
-from kfp_gpuquota.web.views.what_if import others
+from kfp_gpuquota.web.views.submission import others
 from tests.scheduler.test_victims import world_of
 
 if TYPE_CHECKING:

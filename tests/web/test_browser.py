@@ -33,6 +33,9 @@ PATHS = (
     "/jobs/team-a/holder?compare=holder&scale=log",
     "/jobs/team-b/waits",
     "/queue?sort=-gpus&page=x&reason=fits",
+    "/queue?like=team-a/holder",
+    "/jobs/team-a/holder/delete",
+    "/teams/team-a",
 )
 LOG = "/jobs/team-a/holder/log"
 CURVE = "return document.querySelector('#figures .line')?.getAttribute('d') ?? ''"
@@ -79,6 +82,10 @@ def test_a_waiting_jobs_sentence_changes_when_its_reason_does(
 def test_a_job_is_suspended_and_resumed_by_click(browser: Browser, embedded_cluster: EmbeddedCluster) -> None:
     browser.open("/jobs/team-a/holder")
     browser.element("#suspend").click()
+    assert "It runs on 2 GPUs" in browser.shows(".losses", "to save a checkpoint")
+    browser.element("#sure").click()
+    until(lambda: browser.driver.current_url.endswith("/jobs/team-a/holder"))
+    browser.driver.execute_script(MARK)
     browser.shows("#summary", "Suspended")
     assert embedded_cluster.job("holder").status.phase == "Suspended"
     browser.shows("#events", "worker gone")
@@ -168,12 +175,15 @@ def test_everything_can_be_reached_by_keyboard(browser: Browser, embedded_cluste
     focused = browser.focus_on("Suspend")
     outline = focused.value_of_css_property("outline-style")
     assert outline == "solid"
-    browser.press(Keys.ENTER)
-    browser.shows("#summary", "Suspended")
-    browser.focus_on("Delete")
-    browser.press(Keys.ENTER)
-    browser.focus_on("Delete waits", most=1)
-    browser.press(Keys.ENTER)
+    for action in ("suspend", "delete"):
+        if action == "delete":
+            browser.shows("#summary", "Suspended")
+            browser.focus_on("Delete")
+        browser.press(Keys.ENTER)
+        until(lambda action=action: browser.driver.current_url.endswith(f"/waits/{action}"))  # type: ignore[misc]
+        browser.focus_on(f"{action.capitalize()} waits")
+        browser.press(Keys.ENTER)
+        until(lambda action=action: not browser.driver.current_url.endswith(f"/{action}"))  # type: ignore[misc]
     until(lambda: browser.driver.current_url.endswith("/queue"))
     until(lambda: [job.spec.name for job in embedded_cluster.client.list_jobs().jobs] == ["holder"])
 
@@ -183,7 +193,7 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
 ) -> None:
     browser.scripts(allowed=False)
     lists = ("borrows 1 GPU", "would wait", "nightly-1", "holder", "Jobs on this node", "GPU-hours")
-    shown = (*lists, "GPUs held", "needs 1 GPU", "page is 'x'")
+    shown = (*lists, "GPUs held", "needs 1 GPU", "page is 'x'", "Filled in from", "It runs on 2 GPUs", "Drain")
     for path, text in zip(PATHS, shown, strict=True):
         browser.driver.get(browser.base + path)
         assert text in browser.text("main"), path
@@ -191,8 +201,41 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
     assert browser.text("#log") == "one <b>line</b>"
     browser.driver.get(browser.base + "/jobs/team-b/waits")
     browser.element("#suspend").click()
+    browser.element("#sure").click()
     embedded_cluster.wait_for_phase("waits", "Suspended", "team-b")
     assert browser.driver.current_url.endswith("/jobs/team-b/waits")
+    browser.driver.get(browser.base + "/queue?like=team-b/waits")
+    browser.element("#submit").click()
+    assert browser.driver.current_url.endswith("/jobs/team-b/waits-2")
+    browser.driver.get(browser.base + "/queue?state=all")
+    for name in ("waits", "waits-2"):
+        browser.element(f"input[value='team-b/{name}']").click()
+    browser.element("#chosen .danger").click()
+    assert "Delete 2 jobs?" in browser.text("h1")
+    browser.element("#sure").click()
+    until(lambda: [job.spec.name for job in embedded_cluster.client.list_jobs().jobs] == ["holder"])
+    browser.driver.get(browser.base + "/teams/team-a")
+    browser.element("button[value=HoldAndDrain]").click()
+    assert "It is drained" in browser.text("main")
+    assert embedded_cluster.client.get_project("team-a").project.stop_policy == "HoldAndDrain"
+
+
+def test_ticks_in_the_queue_stay_while_it_changes_and_a_refused_form_keeps_its_fields(
+    browser: Browser, embedded_cluster: EmbeddedCluster
+) -> None:
+    browser.open("/queue")
+    box = "input[value='team-a/holder']"
+    browser.element(box).click()
+    embedded_cluster.submit("another")
+    browser.shows("#jobs", "another")
+    assert browser.element(box).is_selected()
+    assert not browser.was_reloaded
+    for name, text in (("name", "holder"), ("command", "sh -c 'sleep 1\nsleep 2'")):
+        browser.element(f".what-if [name={name}]").send_keys(text)
+    browser.element("#submit").click()
+    assert "already has a job 'holder'" in browser.shows("#refusal", "holder")
+    assert browser.element("[name=command]").get_attribute("value") == "sh -c 'sleep 1\nsleep 2'"
+    assert [one for one in browser.problems() if "409" not in one] == []
 
 
 def test_every_page_fits_is_legible_and_has_names_for_all_controls(browser: Browser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -29,6 +29,7 @@ from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.site_config import SiteConfig
 from kfp_gpuquota.web.source import Notice
+from kfp_gpuquota.web.views import confirmation, quota, submission
 from kfp_gpuquota.web.views.logs import plain_log
 from tests.web.visitor import Tags
 
@@ -166,6 +167,32 @@ def test_hostile_strings_are_shown_as_text(phase: Phase, address: str) -> None:
         assert tag != "img"
         assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
         assert tag != "script" or attributes.get("src") == "/b/static/page.js"
+
+
+@pytest.mark.parametrize("fixed", ["", HOSTILE])
+def test_hostile_strings_of_forms_are_shown_as_text(fixed: str) -> None:
+    source, site = cast("Any", HostileSource(Phase.RUNNING)), SiteConfig("/b", frozenset())
+    common = {
+        "base": "/b", "site": site, "token": "t", "theme": "auto", "next_theme": "light", "now": "1", "revision": "",
+        "title": HOSTILE, "active": "queue",
+    }  # fmt: skip
+    stopped = confirmation.values(source, site, "delete", [(HOSTILE, HOSTILE)])
+    quotas = quota.values(source, HOSTILE)
+    asked = submission.Asked.again(source, f"{HOSTILE}/{HOSTILE}")
+    queue = Pages(source, site).at("/b/queue", {}, {"like": f"{HOSTILE}/{HOSTILE}"})
+    pages = (
+        render("confirmation.html", back="/b/queue", **common, **stopped),
+        render("quota.html", fixed=fixed, **common, **quotas),
+        html_of(queue),
+    )
+    html = "".join(pages)
+    tags = Tags(html)
+    assert "onerror" in asked.command
+    assert "<img src=x" in tags.text
+    assert not {"\x1b", "\x07", "\u202e"} & set(html)
+    for tag, attributes in tags.tags:
+        assert tag != "img"
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
 
 
 def test_hostile_parameters_are_shown_as_text_or_refused(visitor: Visitor) -> None:

@@ -106,6 +106,26 @@ def test_pipelines_shows_the_steps_of_each_run_the_newest_run_first(
     assert "of-no-run" not in text
     assert re.search(r"traintrain-run-1Running1waited \d+s, ran \d+s", text)
     assert "No run" in text_of(visitor, "/pipelines?namespace=team-b")
+    embedded_cluster.project("team-b", 0)
+    labels = {pipeline_labels.RUN: "run-1", pipeline_labels.TASK: "evaluate"}
+    embedded_cluster.submit("evaluate-run-1", project="team-b", labels=labels)
+    text = text_of(visitor, "/pipelines?project=team-b")
+    assert "1 run." in text
+    assert "run-1 team-a, team-b" in text
+    assert text.index("prepare") < text.index("evaluate")
+    page = visitor.get("/jobs/team-b/evaluate-run-1")
+    assert "evaluate of run-1" in " ".join(Tags(page.text).text.split())
+    assert f'href="{visitor.base}/pipelines?project=team-b#run-run-1"' in page.text
+
+
+def test_the_http_api_is_described_on_the_page(embedded_cluster: EmbeddedCluster, visitor: Visitor) -> None:
+    del embedded_cluster
+    assert f'href="{visitor.base}/openapi.json"' in visitor.get("/teams").text
+    described = json.loads(visitor.get("/openapi.json").text)
+    assert described["openapi"] == "3.1.0"
+    assert "/v1/jobs" in described["paths"]
+    visitor.cookie = ""
+    assert visitor.get("/openapi.json").status == 401
 
 
 def test_nodes_shows_what_runs_on_each_gpu_and_since_when_one_is_idle(

@@ -152,6 +152,12 @@ _SITE_VALUES: Final = """\
             - --run-page={{ . }}
             {{- end }}
             - --what-if=https://gpuquota-controller.gpuquota-system.svc
+            {{- if .Values.webPage.submit }}
+            - --submit
+            {{- end }}
+            {{- if .Values.webPage.quotas }}
+            - --quotas
+            {{- end }}
             {{- with .Values.webPage.extraArgs }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
@@ -307,6 +313,14 @@ TEMPLATES: Final = (
             ),
         ),
         condition=".Values.webPage.enabled",
+    ),
+    *(
+        Template(
+            f"web-page-{name}.yaml",
+            (f"components/web-page-{name}/rbac.yaml",),
+            condition=f"and .Values.webPage.enabled .Values.webPage.{name}",
+        )
+        for name in ("submit", "quotas")
     ),
     Template(
         "monitoring.yaml",

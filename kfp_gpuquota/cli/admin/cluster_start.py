@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kfp_gpuquota.api.quantity import parse_gpu_memory, parse_mib
+from kfp_gpuquota.api.quantity import parse_gpu_memory, parse_mib, whole_number
 from kfp_gpuquota.cli.admin.cluster_status import status
 from kfp_gpuquota.cli.admin.shared import (
     AdminGroupOption,
@@ -24,7 +24,7 @@ from kfp_gpuquota.cli.admin.shared import (
     show_unit,
 )
 from kfp_gpuquota.cli.arguments.options import client
-from kfp_gpuquota.cli.arguments.parsers import count_or_gpus, pairs, whole_number
+from kfp_gpuquota.cli.arguments.parsers import count_or_gpus, pairs
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, UsageError
 

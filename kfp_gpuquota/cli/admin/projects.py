@@ -9,10 +9,10 @@ import typer
 
 from kfp_gpuquota.api import PoolQuota, Project, StopPolicy
 from kfp_gpuquota.api.project import stopped_by
-from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_gpus
+from kfp_gpuquota.api.quantity import as_number, gpu_quota, parse_cores, parse_mib, show_gpus
 from kfp_gpuquota.cli.arguments.completion import complete_project
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
-from kfp_gpuquota.cli.arguments.parsers import gpu_quota, pairs, seconds
+from kfp_gpuquota.cli.arguments.parsers import pairs, seconds
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.terminal import echo

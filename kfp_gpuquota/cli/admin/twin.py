@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from kfp_gpuquota.api.quantity import gpu_quota, whole_number
 from kfp_gpuquota.cli.admin.simulate import PictureOption, draw, summary, times
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
-from kfp_gpuquota.cli.arguments.parsers import gpu_quota, pairs, seconds_back, whole_number
+from kfp_gpuquota.cli.arguments.parsers import pairs, seconds_back
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import InvalidFieldError, NotFoundError, UsageError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator, durations
+from kfp_gpuquota.api.quantity import whole_number
 from kfp_gpuquota.errors import InvalidFieldError
 
 
@@ -14,26 +15,6 @@ def seconds(field: str, text: str) -> float:
     if found is None:
         raise InvalidFieldError(field, text, "a time is written as 30, 30s, 5m or 1h30m")
     return found
-
-
-def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, float | None]:
-    """(GPUs, fraction of one) for `-g`. Raises InvalidFieldError, also where `memory` is asked for as well."""
-    if text is None:
-        return 1, None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if 0 < value < 1:
-        return 1, value
-    if value != value // 1:
-        raise InvalidFieldError("gpus", text, "it must be a whole number of GPUs, or a part of one, such as 0.25")
-    if memory is not None:
-        raise InvalidFieldError(
-            "gpus", text, "it counts whole GPUs, and the job asks for a share of them (gpu_memory)",
-            hint="leave it out; for the same share of several GPUs of a node give --gpu-devices",
-        )  # fmt: skip
-    return whole_number("gpus", text.removesuffix(".0")), None
 
 
 def count_or_gpus(text: str | None) -> tuple[int | None, tuple[str, ...]]:
@@ -46,22 +27,6 @@ def count_or_gpus(text: str | None) -> tuple[int | None, tuple[str, ...]]:
     if not all(names):
         raise InvalidFieldError("gpus_per_node", text, "GPUs are named by index or UUID, as 0,1,3")
     return None, names
-
-
-def whole_number(field: str, text: str, unit: str = "GPUs") -> int:
-    """The number. Raises InvalidFieldError."""
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidFieldError(field, text, f"it must be a whole number of {unit}") from None
-
-
-def gpu_quota(field: str, text: str) -> float:
-    """A quota's number of GPUs, or part of one. Raises InvalidFieldError."""
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidFieldError(field, text, "it must be a number of GPUs, such as 4 or 0.5") from None
 
 
 def pairs(field: str, given: list[str], rule: str) -> dict[str, str]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kfp_gpuquota.api import Kind, Phase
+from kfp_gpuquota.api.quantity import gpus_or_fraction
 from kfp_gpuquota.cli.arguments.options import ProjectOption, client
-from kfp_gpuquota.cli.arguments.parsers import gpus_or_fraction, pairs
+from kfp_gpuquota.cli.arguments.parsers import pairs
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.cli.jobs.submit import (  # noqa: TC001 (typer reads annotations at run time)

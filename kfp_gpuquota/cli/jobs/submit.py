@@ -18,7 +18,7 @@ from kfp_gpuquota.api.job import (
     DEFAULT_MAX_RESTARTS,
     DEFAULT_RESTART_WINDOW_S,
 )
-from kfp_gpuquota.api.quantity import parse_cores, parse_gpu_memory, parse_mib, show_mib
+from kfp_gpuquota.api.quantity import gpus_or_fraction, parse_cores, parse_gpu_memory, parse_mib, show_mib, whole_number
 from kfp_gpuquota.cli.arguments.completion import complete_node
 from kfp_gpuquota.cli.arguments.option_errors import Command
 from kfp_gpuquota.cli.arguments.options import (
@@ -29,14 +29,15 @@ from kfp_gpuquota.cli.arguments.options import (
     client,
     project_or_configured,
 )
-from kfp_gpuquota.cli.arguments.parsers import gpus_or_fraction, pairs, seconds, toleration_of, whole_number
+from kfp_gpuquota.cli.arguments.parsers import pairs, seconds, toleration_of
 from kfp_gpuquota.cli.arguments.start_conditions import array_of, begin_time, dependencies
 from kfp_gpuquota.cli.display.output import Format, is_tabular, show
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.arrays import arrays_in, specs_of, submit_all
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.cli.jobs.rehearsal import rehearse_here
-from kfp_gpuquota.cluster.submission import forwarded_environment, most_gpus, with_absolute_paths
+from kfp_gpuquota.cluster.local.environment import forwarded_environment
+from kfp_gpuquota.cluster.submission import most_gpus, with_absolute_paths
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from kfp_gpuquota.api.quantity import whole_number
 from kfp_gpuquota.api.wire import JobUpdate
 from kfp_gpuquota.cli.arguments.options import (
     JobArgument,
@@ -12,7 +13,6 @@ from kfp_gpuquota.cli.arguments.options import (
     client,
     project_or_configured,
 )
-from kfp_gpuquota.cli.arguments.parsers import whole_number
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.arrays import one_job

@@ -11,10 +11,10 @@ import typer
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job_sentences import expected_start_of
-from kfp_gpuquota.api.quantity import parse_gpu_memory
+from kfp_gpuquota.api.quantity import gpu_quota, gpus_or_fraction, parse_gpu_memory, whole_number
 from kfp_gpuquota.api.wire import JobName, NewNode, Supposition
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
-from kfp_gpuquota.cli.arguments.parsers import gpu_quota, gpus_or_fraction, pairs, whole_number
+from kfp_gpuquota.cli.arguments.parsers import pairs
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.errors import UsageError
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Project, Reason, ReasonCode
 from kfp_gpuquota.api.annotations import with_limit_variable
-from kfp_gpuquota.api.job_sentences import over
+from kfp_gpuquota.api.job_sentences import name_taken, over
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.project import check_parents, version_of, with_run_time
 from kfp_gpuquota.api.quantity import as_number, show_gpus
@@ -226,10 +226,7 @@ class LocalCluster:
         spec = with_run_time(spec, project)
         check_fits(spec, project, tuple(self._state.nodes.values()))
         if self._state.has_name(spec.project, spec.name):
-            raise AlreadyExistsError(
-                f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it first: "
-                f"gpuquota delete -p {spec.project} {spec.name}"
-            )
+            raise AlreadyExistsError(name_taken(spec.project, spec.name))
         for after in map(parse_after, spec.after):
             self._state.job_named(spec.project, after.name)
         job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by, owner)

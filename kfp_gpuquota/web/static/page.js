@@ -20,7 +20,9 @@ function parsed(html) {
 function swap(target, change) {
   const focused = document.activeElement;
   const focus = target.contains(focused) ? focused.id || focused.getAttribute("href") : "";
+  const ticked = new Set([...target.querySelectorAll("input[name=job]:checked")].map((box) => box.value));
   const kept = change();
+  for (const box of kept.querySelectorAll?.("input[name=job]") ?? []) box.checked = ticked.has(box.value);
   if (focus && !document.activeElement?.id && kept) {
     const again = document.getElementById(focus) || kept.querySelector(`[href="${CSS.escape(focus)}"]`);
     again?.focus({ preventScroll: true });
@@ -178,7 +180,6 @@ async function act(event) {
     headers: { Accept: "text/plain" },
   }).catch(() => null);
   if (!answer?.ok) notice.textContent = answer ? await answer.text() : "The cluster does not answer.";
-  else if (button?.dataset.leave) location.assign(button.dataset.leave);
   else form.closest("details")?.removeAttribute("open");
 }
 

@@ -7,10 +7,11 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, pipeline_labels
 from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.job_sentences import preemption_of, request_of
 from kfp_gpuquota.api.quantity import show_gpus
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.time_spent import activity_of, time_spent
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError
 from kfp_gpuquota.web import charts
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import Report
     from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.web.charts import Chart
+    from kfp_gpuquota.web.site_config import SiteConfig
     from kfp_gpuquota.web.source import Notice, Source
     from kfp_gpuquota.web.views.board import Board
     from kfp_gpuquota.web.views.figures import View
@@ -93,8 +95,8 @@ class Ending:
             self.text = ""
 
 
-def elements(board: Board, project: str, name: str, here: str, view: View, ending: Ending) -> Elements:
-    """Return what the page shows, `here` is its address; of a job that was deleted that it was."""
+def elements(board: Board, site: SiteConfig, project: str, name: str, view: View, ending: Ending) -> Elements:
+    """Return what the page shows; of a job that was deleted that it was."""
     source = board.source
     try:
         job = source.job(project, name)
@@ -106,13 +108,13 @@ def elements(board: Board, project: str, name: str, here: str, view: View, endin
     size = size_chart(job, source.sizes_of(job), job.status.finished_at or now)
     runs = [Run(job, reports), *(Run(other, source.reports_of(other.uid)) for other in _others(source, view))]
     figures = list(figure_charts(runs, view))
-    shown = {"here": here, "job": job}
+    shown = {"here": join(site.base, "jobs", project, name), "job": job}
     return Elements(
         {
             "summary": render("job_summary.html", job=job, place=place),
             "ending": render("job_ending.html", **shown, worker=ending.worker, text=ending.text),
             "actions": render("job_actions.html", **shown),
-            "facts": render("job_facts.html", job=job, facts=list(facts(job))),
+            "facts": render("job_facts.html", job=job, facts=list(facts(job)), base=site.base, **_run(site, job)),
             "size": render("job_size.html", job=job, chart=size, resizes=job.status.resizes[-SHOWN_CHANGES:]),
             "figures": render("job_figures.html", charts=figures, runs=runs, view=view, job=job),
             "workers": render("job_workers.html", lines=list(worker_lines(job)), job=job),
@@ -159,6 +161,14 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
     if status.exit_code is not None:
         yield "Exit code", str(status.exit_code)
     yield "Command", shlex.join(spec.command)
+
+
+def _run(site: SiteConfig, job: Job) -> dict[str, str]:
+    """Return the pipeline's run of which the job is a step, and its address in Kubeflow Pipelines."""
+    labels = job.spec.labels
+    run = labels.get(pipeline_labels.RUN, "")
+    address = site.run_address(job.spec.project, run) if run else ""
+    return {"run": run, "task": labels.get(pipeline_labels.TASK) or job.spec.name, "run_address": address}
 
 
 def size_chart(job: Job, points: Sequence[tuple[float, float]], end: float) -> Chart | None:

@@ -34,8 +34,12 @@ class Run:
     """A run's steps that are jobs of the cluster, the first submitted first."""
 
     id: str
-    project: str
     steps: tuple[Step, ...]
+
+    @property
+    def projects(self) -> tuple[str, ...]:
+        """Return the projects in which its steps are, that of the first one first."""
+        return tuple(dict.fromkeys(step.job.spec.project for step in self.steps))
 
     @property
     def began(self) -> float:
@@ -44,16 +48,16 @@ class Run:
 
 
 def runs(jobs: Iterable[Job], project: str, now: float) -> list[Run]:
-    """Return the runs of a project, or of all (""), the newest first; `jobs` are oldest first.
+    """Return the runs with a step in a project, or all (""), the newest first; `jobs` are oldest first.
 
-    A run in two projects is two of them.
+    A run has its steps in all projects that the user sees: KFP's ids of runs are unique.
     """
-    found: dict[tuple[str, str], list[Job]] = {}
+    found: dict[str, list[Job]] = {}
     for job in jobs:
-        run = job.spec.labels.get(pipeline_labels.RUN)
-        if run and (not project or job.spec.project == project):
-            found.setdefault((job.spec.project, run), []).append(job)
-    return [Run(run, owner, tuple(_step(job, now) for job in steps)) for (owner, run), steps in reversed(found.items())]
+        if run := job.spec.labels.get(pipeline_labels.RUN):
+            found.setdefault(run, []).append(job)
+    made = (Run(run, tuple(_step(job, now) for job in steps)) for run, steps in reversed(found.items()))
+    return [run for run in made if not project or project in run.projects]
 
 
 def elements(source: Source, site: SiteConfig, project: str) -> Elements:
@@ -61,12 +65,16 @@ def elements(source: Source, site: SiteConfig, project: str) -> Elements:
     found = runs(source.jobs(), project, source.now())
     counts = render("pipeline_counts.html", shown=min(len(found), RUNS), total=len(found))
     rows = {
-        f"run-{run.project}-{run.id}": render(
-            "pipeline_run.html", run=run, base=site.base, address=site.run_address(run.project, run.id)
-        )
+        f"run-{run.id}": render("pipeline_run.html", run=run, base=site.base, addresses=addresses(site, run))
         for run in found[:RUNS]
     }
     return Elements({"counts": counts}, {"runs": rows})
+
+
+def addresses(site: SiteConfig, run: Run) -> list[tuple[str, str]]:
+    """Return (project, address) of the run in Kubeflow Pipelines: it is in the namespace of one of its steps."""
+    found = ((project, site.run_address(project, run.id)) for project in run.projects)
+    return [(project, address) for project, address in found if address]
 
 
 def _step(job: Job, now: float) -> Step:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.api.job_sentences import over
+from kfp_gpuquota.api.job_sentences import name_taken, over
 from kfp_gpuquota.api.project import check_run_time
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.request_paths import join
@@ -107,19 +107,14 @@ class KubernetesClient(ProjectCalls):
         Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
         AlreadyExistsError for a name in use, InvalidFieldError for a longer run time than its project allows.
         """
-        if not spec.gpus:
-            raise InvalidFieldError(
-                "gpus", 0, "on Kubernetes work without GPUs needs no quota", hint="use a Job: kubectl create job"
-            )
-        if template is None and not self._image:
-            raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
         if spec.max_runtime_s is not None:
             with suppress(NotFoundError, UnauthorizedError):  # the controller checks it as well
                 check_run_time("max_runtime_s", spec.max_runtime_s, self.get_project(spec.project).project)
+        template = template or views.pod_template(spec, self._image)
         request_id = request_id or uuid.uuid4().hex
         wanted = views.elastic_job(
             spec,
-            template or views.pod_template(spec, self._image),
+            template,
             request_id=request_id,
             lease=lease,
             now=time.time(),
@@ -136,10 +131,7 @@ class KubernetesClient(ProjectCalls):
         except AlreadyExistsError:
             made = self.calls.get(paths.job(spec.project, spec.name))
             if (made["metadata"].get("annotations") or {}).get(views.REQUEST_ID) != request_id:
-                raise AlreadyExistsError(
-                    f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
-                    f"first: gpuquota delete -p {spec.project} {spec.name}"
-                ) from None
+                raise AlreadyExistsError(name_taken(spec.project, spec.name)) from None
         return views.job_of(msgspec.json.decode(msgspec.json.encode(made), type=custom_types.ElasticJob))
 
     def list_jobs(

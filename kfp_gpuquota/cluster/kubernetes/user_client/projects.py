@@ -74,18 +74,12 @@ class ProjectCalls:
         """
         if expected is not None and self.get_project(project.name).project != expected:
             raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; read it again and retry")
-        path, wanted = paths.quota(project.name), views.gpu_quota(project)
+        path = paths.quota(project.name)
         try:
             before = self.calls.read(path, custom_types.GpuQuota)
         except NotFoundError:
             return self.create_project(project)
-        if before.metadata.labels.get(labels.SOURCE) == "profile":
-            raise ConflictError(
-                f"the quota of {project.name!r} is defined in its Profile; change it there: kubectl edit profile "
-                f"{project.name} (spec.plugins, kind GpuQuota)"
-            )
-        cleared = dict.fromkeys(custom_types.GpuQuotaSpec.__struct_encode_fields__)
-        self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        self.calls.patch(path, views.quota_patch(before, project))
         return self.get_project(project.name)
 
     def change_members(self, project: str, change: MembersChange) -> ProjectView:  # noqa: ARG002 (the protocol's)

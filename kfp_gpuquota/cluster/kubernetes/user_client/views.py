@@ -29,11 +29,12 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     status_of_object,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuotaSpec
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import set_by
 from kfp_gpuquota.engine.records import Intent
-from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.errors import ConflictError, InvalidFieldError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,7 +76,14 @@ _PHASES: Final = {"Pending": WorkerPhase.STARTING, "Running": WorkerPhase.RUNNIN
 
 
 def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease | None, now: float) -> Json:
-    """Return the ElasticJob object to create. `template` is a pod template whose first container runs the job."""
+    """Return the ElasticJob object to create. `template` is a pod template whose first container runs the job.
+
+    Raises InvalidFieldError for a job without GPUs.
+    """
+    if not spec.gpus:
+        raise InvalidFieldError(
+            "gpus", 0, "on Kubernetes work without GPUs needs no quota", hint="use a Job: kubectl create job"
+        )
     asked: Json = {**as_written(spec), "template": template}
     if lease is not None:
         asked["lease"] = job_lease(lease, now)
@@ -93,7 +101,12 @@ def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease 
 
 
 def pod_template(spec: JobSpec, image: str) -> Json:
-    """Return a pod template for a command in an image, with the job's other pod fields. Raises InvalidFieldError."""
+    """Return a pod template for a command in an image, with the job's other pod fields.
+
+    Raises UsageError without an image, InvalidFieldError for what pods do not have.
+    """
+    if not image:
+        raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
     check_no_runtime_env(spec.runtime_env, instead="use an image (-i) that has what the job needs")
     container: Json = {"name": MAIN, "image": image, "command": list(spec.command)}
     if spec.environment:
@@ -115,6 +128,37 @@ def pod_template(spec: JobSpec, image: str) -> Json:
     if spec.tolerations:
         pod["tolerations"] = [msgspec.to_builtins(toleration) for toleration in spec.tolerations]
     return {"spec": pod}
+
+
+def template_like(stored: ElasticJob, command: Sequence[str], image: str) -> Json:
+    """Return the pod template of a job with another command, and another image if one is given."""
+    template: Json = msgspec.json.decode(stored.spec.template)
+    container = template["spec"]["containers"][0]
+    if tuple(command) != _command(stored):
+        container.pop("args", None)
+        container["command"] = list(command)
+    if image:
+        container["image"] = image
+    return template
+
+
+def quota_patch(stored: GpuQuota, project: Project) -> Json:
+    """Return the merge patch that replaces a quota. Raises ConflictError if a Profile defines it."""
+    if found := profile_of(stored):
+        raise ConflictError(found)
+    cleared = dict.fromkeys(GpuQuotaSpec.__struct_encode_fields__)
+    return {"spec": {**cleared, **quotas.quota_spec(project)}}
+
+
+def profile_of(stored: GpuQuota) -> str:
+    """Return that a Profile defines the quota, and how to change it there; "" if none does."""
+    if stored.metadata.labels.get(labels.SOURCE) != "profile":
+        return ""
+    name = stored.metadata.name
+    return (
+        f"the quota of {name!r} is defined in its Profile; change it there: kubectl edit profile {name} "
+        "(spec.plugins, kind GpuQuota)"
+    )
 
 
 def _quantities(cpu: float | None, memory_mib: int | None) -> dict[str, str]:

@@ -118,6 +118,17 @@ class Objects:
         """Return a job's object."""
         return self._jobs.get(uid)
 
+    def quota(self, project: str) -> GpuQuota | None:
+        """Return a project's quota, as it was last seen."""
+        return next((quota for quota in self._quotas.values() if quota.metadata.name == project), None)
+
+    async def shown(self, uid: str, timeout_s: float) -> None:
+        """Return once the watch has reported a job, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while uid not in self._jobs:
+                    await self.changed(self.revision, timeout_s)
+
     def pod(self, namespace: str, job: str, name: str) -> Pod | None:
         """Return a pod of a job."""
         pods = self._pods_of.get((namespace, job), {}).values()

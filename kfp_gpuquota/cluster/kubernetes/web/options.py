@@ -34,6 +34,8 @@ class Options(argparse.Namespace):
     run_page: str
     what_if: str
     what_if_files: str
+    submit: bool
+    quotas: bool
     log_format: str
     log_level: str
 
@@ -117,6 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--what-if-files", default="/var/run/secrets/gpuquota-controller", metavar="DIR",
         help="directory with the controller's ca.crt and a token for it (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--submit", action="store_true",
+        help="users who may create ElasticJobs submit them on the page, whose account needs that right, too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quotas", action="store_true",
+        help="users who may patch GpuQuotas change them on the page, whose account needs that right, too",
     )  # fmt: skip
     logging_setup.add_options(parser)
     return parser

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
 from kfp_gpuquota.cluster.kubernetes.web.proxy_door import ProxyDoor
 from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
 from kfp_gpuquota.cluster.kubernetes.web.user_source import UserSource
-from kfp_gpuquota.server.audit import CLIENT_CLOSED
+from kfp_gpuquota.server.audit import CLIENT_CLOSED, TARGET, is_only_shown
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.web.app import build_pages
 from kfp_gpuquota.web.site_config import SiteConfig
@@ -60,9 +60,13 @@ def audited(door: ProxyDoor) -> Middleware:
 
 
 def _write(door: ProxyDoor, request: web.Request, status: int, error: str) -> None:
-    user, asked = door.user_of(request), f"{request.method} {request.path}"
+    if is_only_shown(request, status):
+        return
+    user, asked, target = door.user_of(request), f"{request.method} {request.path}", request.get(TARGET, "")
     line = {"user": user, "from": request.remote or "", "request": asked, "status": status, "error": error}
-    log.info("audit: %r asked for %s: %d%s", user, asked, status, f", {error!r}" if error else "", extra=fields(**line))
+    line |= {"target": target} if target else {}
+    shown, why = f"{asked} {target!r}" if target else asked, f", {error!r}" if error else ""
+    log.info("audit: %r asked for %s: %d%s", user, shown, status, why, extra=fields(**line))
 
 
 # All users' connections are the proxy's.
@@ -106,6 +110,10 @@ async def serving(options: Options, objects: Objects, connection: Connection) ->
         framed=options.dashboard,
         resizable=False,
         what_if=bool(options.what_if),
+        submits=options.submit,
+        images=True,
+        quotas=options.quotas,
+        http_api=False,
         deletes="The job is stopped and deleted, with its logs; checkpoints in a volume stay.",
         run_page=options.run_page,
     )

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api.job_sentences import over
+from kfp_gpuquota.api.job_sentences import name_taken, over
+from kfp_gpuquota.api.project import check_run_time, version_of
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.api.wire import Event, EventKind
+from kfp_gpuquota.api.wire import Event, EventKind, Lease, StopAction
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects import paths
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_GPUS, MAX_VISIBLE, Question
+from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.user_client.views import is_over
 from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
 from kfp_gpuquota.errors import (
+    AlreadyExistsError,
     ClusterUnavailableError,
     ConflictError,
     InvalidFieldError,
@@ -35,7 +38,7 @@ from kfp_gpuquota.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kfp_gpuquota.api import Job, JobSpec
+    from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.history import Report, Usage
     from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, ResourceView, Supposition
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
@@ -50,6 +53,8 @@ Json = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
+SHOWN_WITHIN_S: Final = 5.0
+"""How long a submission waits until the watch has reported the new job, so that its page exists."""
 _REFUSED: Final = {403: UnauthorizedError, 404: NotFoundError, 409: ConflictError}
 
 
@@ -199,6 +204,8 @@ class UserSource:
         while the same user waits for another answer, and what `Planner.ask` raises.
         """
         (spec,) = supposed.submit
+        if spec.shared:
+            raise InvalidFieldError("gpus", spec.asks, "what-ifs on Kubernetes are about whole GPUs")
         if not self._sees(spec.project) or spec.project not in {view.project.name for view in self._objects.projects()}:
             raise NotFoundError(f"project {spec.project!r} does not exist, or you may not see it")
         if not await self._rights.may(Asked(self._user, "create", namespace=spec.project)):
@@ -231,47 +238,119 @@ class UserSource:
 
     # Actions
 
-    async def suspend(self, project: str, name: str) -> None:
-        """Suspend the job."""
-        await self._patch(project, name, {"suspend": True})
+    async def submit(self, spec: JobSpec, request_id: str, *, like: Job | None, image: str) -> Job:
+        """Create the job, if the user has the right now. Raises ForbiddenError, and what the API server refuses."""
+        if not self._sees(spec.project):
+            raise NotFoundError(f"project {spec.project!r} does not exist, or you may not see it")
+        await self._require(Asked(self._user, "create", namespace=spec.project), "create ElasticJobs")
+        stored = None if like is None else self._objects.stored(like.uid)
+        if stored is None:
+            template = views.pod_template(spec, image)
+        else:
+            template = views.template_like(stored, spec.command, image)
+        if spec.max_runtime_s is not None:
+            for view in self.projects():
+                if view.project.name == spec.project:
+                    check_run_time("max_runtime_s", spec.max_runtime_s, view.project)
+        wanted = views.elastic_job(spec, template, request_id=request_id, lease=None, now=self.now())
+        made = await self._created(spec, wanted, request_id)
+        await self._objects.shown(made.metadata.uid, SHOWN_WITHIN_S)
+        return views.job_of(made)
+
+    async def _created(self, spec: JobSpec, wanted: Json, request_id: str) -> ElasticJob:
+        """Create the object, once per request id. Raises AlreadyExistsError for a name in use."""
+        try:
+            answer = await self._call("POST", paths.jobs_of(spec.project), wanted, spec.name)
+        except ConflictError:
+            answer = await self._call("GET", paths.job(spec.project, spec.name), None, spec.name)
+            found = msgspec.json.decode(answer, type=ElasticJob)
+            if (found.metadata.annotations or {}).get(views.REQUEST_ID) != request_id:
+                raise AlreadyExistsError(name_taken(spec.project, spec.name)) from None
+        return msgspec.json.decode(answer, type=ElasticJob)
+
+    async def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop the jobs, one after the other; nothing is done where the user may not stop one of them."""
+        jobs = [self.job(project, name) for name in names]
+        for job in jobs:
+            await self._check("delete" if action is StopAction.DELETE else "patch", job)
+        for job in jobs:
+            if action is StopAction.DELETE:
+                body = {"preconditions": {"uid": job.uid}}
+                await self._call("DELETE", paths.job(project, job.spec.name), body, job.spec.name)
+            elif action is StopAction.SUSPEND:
+                await self._patch(job, {"suspend": True})
+            elif not job.status.phase.final:
+                lease = Lease(holder=views.CANCELLED, duration_s=0.0)
+                await self._patch(job, {"lease": views.job_lease(lease, self.now())})
 
     async def resume(self, project: str, name: str) -> None:
         """Resume the job."""
-        await self._patch(project, name, {"suspend": False})
+        job = self.job(project, name)
+        await self._check("patch", job)
+        await self._patch(job, {"suspend": False})
 
     async def update(self, project: str, name: str, changed: JobUpdate) -> None:
         """Change the priority; the API server refuses other size bounds than the job's own."""
-        await self._patch(project, name, updated_fields(self.job(project, name).spec, changed))
-
-    async def delete(self, project: str, name: str) -> None:
-        """Delete the job that is shown, and no other of its name."""
         job = self.job(project, name)
-        await self._check("delete", job)
-        await self._call("DELETE", job, {"preconditions": {"uid": job.uid}})
+        await self._check("patch", job)
+        await self._patch(job, updated_fields(job.spec, changed))
 
-    async def _patch(self, project: str, name: str, spec: Json) -> None:
-        job = self.job(project, name)
+    async def fixed_quota(self, project: str) -> str:
+        """Return that the project's Profile defines its quota, or that the user may not change GpuQuotas."""
+        stored = self._quota(project)
+        if found := views.profile_of(stored):
+            return found
+        if await self._rights.may(self._to_change(project)):
+            return ""
+        return f"{self._user.name} may not patch GpuQuota {project!r}: an administrator changes it."
+
+    async def set_project(self, project: Project, if_match: str) -> None:
+        """Patch the quota in the version that is shown, if the user has the right now."""
+        stored = self._quota(project.name)
+        patch = views.quota_patch(stored, project)
+        await self._require(self._to_change(project.name), f"patch GpuQuota {project.name!r}")
+        if if_match and if_match != version_of(views.project_view(stored).project):
+            raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; look at it and try again")
+        version = {"metadata": {"resourceVersion": stored.metadata.resource_version}}
+        answer = await self._call("PATCH", paths.quota(project.name), {**patch, **version}, project.name)
+        self._objects.put_quota(msgspec.json.decode(answer, type=GpuQuota))
+
+    def _quota(self, project: str) -> GpuQuota:
+        found = self._objects.quota(project) if self._sees(project) else None
+        if found is None:
+            raise NotFoundError(f"project {project!r} does not exist, or you may not see it")
+        return found
+
+    def _to_change(self, project: str) -> Asked:
+        return Asked(self._user, "patch", "gpuquotas", name=project)
+
+    async def _patch(self, job: Job, spec: Json) -> None:
+        """Change the job that is shown, and no other of its name. Raises ConflictError after its end."""
+        name = job.spec.name
         if (stored := self._objects.stored(job.uid)) is not None and is_over(stored):
             raise ConflictError(over(name, job.status.phase))
-        await self._check("patch", job)
-        answer = await self._call("PATCH", job, {"metadata": {"uid": job.uid}, "spec": spec})
+        path, body = paths.job(job.spec.project, name), {"metadata": {"uid": job.uid}, "spec": spec}
+        answer = await self._call("PATCH", path, body, name)
         self._objects.note_job(msgspec.json.decode(answer, type=ElasticJob))
 
     async def _check(self, verb: str, job: Job) -> None:
         """Raise ForbiddenError unless the user has the right now."""
         asked = Asked(self._user, verb, namespace=job.spec.project, name=job.spec.name)
-        if not await self._rights.may_now(asked):
-            raise ForbiddenError(
-                f"{self._user.name} may not {verb} ElasticJob {job.spec.name!r} in namespace {job.spec.project!r}"
-            )
+        await self._require(asked, f"{verb} ElasticJob {job.spec.name!r}")
 
-    async def _call(self, verb: str, job: Job, body: Json) -> bytes:
-        path = paths.job(job.spec.project, job.spec.name)
+    async def _require(self, asked: Asked, what: str) -> None:
+        """Raise ForbiddenError unless the user has the right now."""
+        if not await self._rights.may_now(asked):
+            where = f" in namespace {asked.namespace!r}" if asked.namespace else ""
+            raise ForbiddenError(f"{asked.user.name} may not {what}{where}")
+
+    async def _call(self, verb: str, path: str, body: Json | None, name: str) -> bytes:
+        """Return the API server's answer; `name` is that of the object that is written."""
         try:
             return await self._connection.call(verb, path, body, content_type=MERGE_PATCH if verb == "PATCH" else JSON)
         except ApiError as error:
             if error.status == 422:
-                raise InvalidFieldError("the change", job.spec.name, error.message) from None
+                raise InvalidFieldError("the change", name, error.message) from None
             raise _REFUSED.get(error.status, UsageError)(error.message) from None
 
     def _sees(self, namespace: str) -> bool:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from kfp_gpuquota.api.history import Report
 from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.wire import SubmitJob
+from kfp_gpuquota.cluster.local.environment import forwarded_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.history import Usage
-    from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
+    from kfp_gpuquota.api.wire import (
+        Event,
+        JobUpdate,
+        LogChunk,
+        NodeView,
+        Outlook,
+        ProjectView,
+        StopAction,
+        Supposition,
+    )
     from kfp_gpuquota.cluster.local.cluster import LocalCluster
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
@@ -168,9 +182,17 @@ class LocalPages:
         """Return a piece of a log. Raises NotFoundError."""
         return await self._cluster.read_log(project, name, worker, offset, timeout_s)
 
-    async def suspend(self, project: str, name: str) -> None:
-        """Suspend the job."""
-        self._cluster.suspend_job(project, name)
+    async def submit(self, spec: JobSpec, request_id: str, *, like: Job | None, image: str) -> Job:
+        """Queue the job. A new one has the daemon's environment, as far as a command would forward it."""
+        del image
+        if like is None:
+            directory = spec.working_directory or str(Path.home())
+            spec = msgspec.structs.replace(spec, working_directory=directory, environment=forwarded_environment())
+        return self._cluster.submit(SubmitJob(spec=spec, request_id=request_id))
+
+    async def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
+        """Stop the jobs."""
+        self._cluster.stop_jobs(project, names, action)
 
     async def resume(self, project: str, name: str) -> None:
         """Resume the job."""
@@ -180,9 +202,14 @@ class LocalPages:
         """Change the job."""
         self._cluster.update_job(project, name, changed)
 
-    async def delete(self, project: str, name: str) -> None:
-        """Delete the job."""
-        self._cluster.delete_job(project, name)
+    async def fixed_quota(self, project: str) -> str:
+        """Return "": the cluster's user may change all quotas."""
+        del project
+        return ""
+
+    async def set_project(self, project: Project, if_match: str) -> None:
+        """Change the project."""
+        self._cluster.set_project(project, if_match=if_match)
 
     def _view(self, job: JobRecord) -> Job:
         workers = self._state.workers_of(job.uid)
