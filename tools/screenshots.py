@@ -169,7 +169,8 @@ def _take(client: Client) -> None:
             for name, path in PAGES.items():
                 _resize(driver, width, 700)
                 driver.get(link.partition("/enter")[0] + path)
-                _until(lambda name=name: name in NOT_LIVE or "live" in driver.find_element("id", "connection").text)
+                if name not in NOT_LIVE:
+                    _until(lambda: "live" in driver.find_element("id", "connection").text)
                 height = driver.execute_script("return document.documentElement.scrollHeight")
                 _resize(driver, width, min(TALLEST[shape], height))
                 _save(driver, IMAGES / f"web-{name}-{shape}.png")

@@ -129,7 +129,7 @@ def test_a_clusters_history_is_replayed_with_other_quotas_and_nodes(
     embedded_cluster.submit("one", "true")
     embedded_cluster.wait_for_phase("one", "Succeeded")
     assert [line.split()[:2] for line in twin().splitlines()[1:5:3]] == [["today", "0.0"], ["team-a", "1"]]
-    answer = json.loads(twin("--guaranteed", "team-a=0", "--limit", "team-a=0", "--add-node", "8", "-o", "json"))
+    answer = json.loads(twin("--guaranteed", "team-a=0", "--limit", "team-a=0", "--with-node", "8", "-o", "json"))
     today, changed = answer["results"]
     assert (today["finished"], changed["finished"], changed["gpus"]) == (1, 0, today["gpus"] + 8)
     assert "1 never start" in twin("--limit", "team-a=0", "--guaranteed", "team-a=0")
@@ -139,4 +139,4 @@ def test_a_clusters_history_is_replayed_with_other_quotas_and_nodes(
     with pytest.raises(NotFoundError, match="node 'n' does not exist"):
         twin("--without-node", "n")
     with pytest.raises(UsageError, match="at least 1 GPU"):
-        twin("--add-node", "0")
+        twin("--with-node", "0")

@@ -9,44 +9,38 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kfp_gpuquota.api.quantity import gpu_quota, whole_number
 from kfp_gpuquota.cli.admin.simulate import PictureOption, draw, summary, times
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
-from kfp_gpuquota.cli.arguments.parsers import pairs, seconds_back
+from kfp_gpuquota.cli.arguments.parsers import seconds_back
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.errors import InvalidFieldError, NotFoundError, UsageError
+from kfp_gpuquota.cli.jobs.whatif import (
+    GuaranteedOption,
+    LimitOption,
+    NewNodeOption,
+    NodeOption,
+    changed_projects,
+    new_node,
+)
+from kfp_gpuquota.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from kfp_gpuquota.api import Job, Node, Project
+    from kfp_gpuquota.api.wire import NewNode
     from kfp_gpuquota.simulator import History, Result, SimulationOptions, Twin
 
 app = typer.Typer()
-
-_LIMIT_RULE = "it is given as PROJECT=N, or PROJECT=none"
 
 
 @app.command("twin", short_help="Replay this cluster's history with other quotas.")
 def twin(
     since: Annotated[str, typer.Option("--since", metavar="TIME", help="How far back: 12h, 30d, 4w.")] = "30d",
-    guaranteed: Annotated[
-        list[str] | None, typer.Option("--guaranteed", metavar="PROJECT=N", help="Another guarantee; may be repeated.")
-    ] = None,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option("--limit", metavar="PROJECT=N", help="Another limit, or none; may be repeated."),
-    ] = None,
-    add_node: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--add-node", metavar="GPUS", help="One more node, as the largest but for its GPUs; may be repeated."
-        ),
-    ] = None,
-    without_node: Annotated[
-        list[str] | None, typer.Option("--without-node", metavar="NODE", help="Without this node; may be repeated.")
-    ] = None,
+    guaranteed: GuaranteedOption = None,
+    limit: LimitOption = None,
+    without_node: NodeOption = None,
+    with_node: NewNodeOption = None,
     *,
     static: Annotated[bool, typer.Option("--static", help="Each project has its guarantee, and no more.")] = False,
     picture: PictureOption = None,
@@ -60,7 +54,7 @@ def twin(
 
     Examples:
       gpuquota twin --since 30d --guaranteed team-b=6
-      gpuquota twin --add-node 8 --picture bigger.png
+      gpuquota twin --with-node 8 --picture bigger.png
       gpuquota twin --without-node gpu-7
       gpuquota twin --static -o json
     """
@@ -68,9 +62,10 @@ def twin(
 
     cluster = client()
     projects = [view.project for view in cluster.list_projects()]
-    changed = _limited(_guaranteed(projects, guaranteed or []), limit or [])
+    changes = {project.name: project for project in changed_projects(cluster, guaranteed or [], limit or [])}
+    changed = [changes.get(project.name, project) for project in projects]
     nodes = [msgspec.structs.replace(view.node, ready=True) for view in cluster.list_nodes()]
-    other_nodes = _with_nodes(_without(nodes, without_node or []), add_node or [])
+    other_nodes = _with_nodes(_without(nodes, without_node or []), list(map(new_node, with_node or [])))
     past = _history(cluster.list_jobs("").jobs, nodes, projects, seconds_back(since))
     options = SimulationOptions(clock=time.perf_counter)
     results = [_replayed("today", past, nodes, replace(options, projects=tuple(projects)))]
@@ -105,31 +100,6 @@ def _replayed(
     return simulate([trace_node(node) for node in nodes], past.jobs, policy, options)
 
 
-def _guaranteed(projects: Sequence[Project], given: list[str]) -> list[Project]:
-    changes = {
-        name: gpu_quota("guaranteed", text)
-        for name, text in pairs("guaranteed", given, "it is given as PROJECT=N").items()
-    }
-    return _changed(projects, "guaranteed", changes)
-
-
-def _limited(projects: Sequence[Project], given: list[str]) -> list[Project]:
-    texts = pairs("limit", given, _LIMIT_RULE)
-    return _changed(
-        projects, "limit", {name: None if text == "none" else gpu_quota("limit", text) for name, text in texts.items()}
-    )
-
-
-def _changed(projects: Sequence[Project], field: str, changes: Mapping[str, float | None]) -> list[Project]:
-    unknown = sorted(changes.keys() - {project.name for project in projects})
-    if unknown:
-        raise NotFoundError(f"project {unknown[0]!r} does not exist; see: gpuquota list projects")
-    return [
-        msgspec.structs.replace(project, **{field: changes[project.name]}) if project.name in changes else project
-        for project in projects
-    ]
-
-
 def _without(nodes: Sequence[Node], names: Sequence[str]) -> list[Node]:
     unknown = sorted({*names} - {node.name for node in nodes})
     if unknown:
@@ -137,21 +107,18 @@ def _without(nodes: Sequence[Node], names: Sequence[str]) -> list[Node]:
     return [node for node in nodes if node.name not in names]
 
 
-def _with_nodes(nodes: Sequence[Node], added: Sequence[str]) -> list[Node]:
-    """Add nodes as the largest one, each with its number of GPUs."""
-    if added and not nodes:
-        raise UsageError("--add-node needs a node of the cluster that the new one is like")
+def _with_nodes(nodes: Sequence[Node], added: Sequence[NewNode]) -> list[Node]:
+    """Add nodes as the largest one, but for their GPUs and their pools."""
+    if not added:
+        return [*nodes]
     largest = max(nodes, key=lambda node: len(node.devices), default=None)
-    made = list(nodes)
-    for number, text in enumerate(added, start=1):
-        assert largest is not None
-        count = whole_number("add_node", text)
-        if count < 1:
-            raise InvalidFieldError("add_node", text, "it must be at least 1 GPU")
-        first = largest.devices[0]
-        devices = tuple(msgspec.structs.replace(first, index=i, uuid="") for i in range(count))
-        made.append(msgspec.structs.replace(largest, name=f"added-{number}", devices=devices))
-    return made
+    if largest is None or not largest.devices:
+        raise UsageError("--with-node needs a node with GPUs that the new one is like")
+    made = []
+    for number, new in enumerate(added, start=1):
+        devices = tuple(msgspec.structs.replace(largest.devices[0], index=i, uuid="") for i in range(new.gpus))
+        made.append(msgspec.structs.replace(largest, name=f"added-{number}", devices=devices, pool=new.pool))
+    return [*nodes, *made]
 
 
 def _by_project(found: Twin) -> str:

@@ -93,10 +93,10 @@ def what_if(
         jobs = (_job(gpus, min_gpus, gpu_memory, project_or_configured(project), interactive=interactive),)
     supposed = Supposition(
         submit=jobs,
-        projects=tuple(_projects(reached, guaranteed or [], limit or [])),
+        projects=tuple(changed_projects(reached, guaranteed or [], limit or [])),
         delete=tuple(JobName(project=project_or_configured(project), name=name) for name in delete or []),
         without_nodes=tuple(without_node or []),
-        with_nodes=tuple(map(_node, with_node or [])),
+        with_nodes=tuple(map(new_node, with_node or [])),
     )
     if supposed == Supposition():
         raise UsageError("name a change, for example: gpuquota what-if -g 2, or --guaranteed team-a=4")
@@ -126,13 +126,16 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
     )
 
 
-def _node(text: str) -> NewNode:
+def new_node(text: str) -> NewNode:
+    """Return the node of "8" or "8:POOL"."""
     gpus, _, pool = text.partition(":")
     return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
 
 
-def _projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
-    """The projects as they would be."""
+def changed_projects(
+    reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]
+) -> Iterator[Project]:
+    """Yield the projects whose quotas change, as they would be. NotFoundError for one that does not exist."""
     rule = "a quota is given as PROJECT=N"
     least, most = pairs("guaranteed", guaranteed, rule), pairs("limit", limit, rule)
     for name in dict.fromkeys([*least, *most]):
