@@ -126,6 +126,14 @@ TolerationOption = Annotated[
     typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint that it tolerates; may be repeated."),
 ]
 PoolOption = Annotated[str, typer.Option("--node-pool", metavar="POOL", help="Run on nodes of this pool.")]
+ClaimTemplateOption = Annotated[
+    str,
+    typer.Option(
+        "--resource-claim-template",
+        metavar="NAME",
+        help="On Kubernetes: each worker claims its GPUs by this template (DRA).",
+    ),
+]
 RequiredTopologyOption = Annotated[
     str | None,
     typer.Option("--required-topology", metavar="LABEL", help="All workers on nodes with one value of this label."),
@@ -256,6 +264,7 @@ def submit(
     node_selector: SelectorOption = None,
     toleration: TolerationOption = None,
     node_pool: PoolOption = "",
+    resource_claim_template: ClaimTemplateOption = "",
     required_topology: RequiredTopologyOption = None,
     preferred_topology: PreferredTopologyOption = None,
     spread: SpreadOption = False,
@@ -299,6 +308,7 @@ def submit(
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
+      gpuquota submit claimed -g 1 -i IMAGE --resource-claim-template one-gpu -- python train.py
       gpuquota submit overnight -g 1 --max-runtime 8h -- python train.py
       gpuquota submit tonight -g 1 --begin 22:00 -- python train.py
       gpuquota submit train4 -g 1 --after prepare -- python train.py
@@ -345,6 +355,7 @@ def submit(
         memory_limit_mib=None if memory_limit is None else parse_mib("memory_limit", memory_limit),
         node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
         node_pool=node_pool,
+        resource_claim_template=resource_claim_template,
         required_topology=required_topology,
         preferred_topology=preferred_topology,
         spread=spread,
