@@ -107,6 +107,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With
     `spread` they run on as many nodes as possible instead of as few.
 
+    `resource_claim_template` names, on Kubernetes, the ResourceClaimTemplate of which each worker gets a claim, instead
+    of `nvidia.com/gpu`: as many devices as `worker_gpus`.
+
     `runtime_env` is Ray's, on a cluster that runs on Ray: what is set up for its workers before they start.
 
     It fails when it was restarted `max_restarts` times for ends of its own workers, without `restart_window_s` between
@@ -162,6 +165,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     array: ArrayTask | None = None
     labels: dict[str, str] = {}
     runtime_env: dict[str, Any] = {}
+    resource_claim_template: str = ""
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -307,6 +311,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             check_name("node", self.node)
         if self.node_pool:
             check_name("node_pool", self.node_pool)
+        if self.resource_claim_template:
+            check_name("resource_claim_template", self.resource_claim_template)
+            if self.shared or not self.gpus:
+                why = "its workers claim whole devices, and the job asks for a part of one, or for none"
+                raise InvalidFieldError("resource_claim_template", self.resource_claim_template, why)
         check_labels("node_selector", self.node_selector)
         self._check_gpu_types()
         for field in ("required_topology", "preferred_topology"):

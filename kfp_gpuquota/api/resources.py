@@ -31,7 +31,7 @@ class CountedJobSpec(JobSpec, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A job of which each worker needs these amounts on its node.
 
     `gpu_weights` are the millionths of a GPU that one unit of some of the resources counts as. A worker that has such
-    resources holds no devices besides: its `gpus` are only the number of its workers.
+    resources holds no devices besides: its `gpus` are only those of which the number of its workers follows.
     """
 
     resources: Resources = ()
@@ -51,6 +51,19 @@ class CountedNode(Node, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def weighed(resources: Mapping[str, int], weights: Resources) -> int:
     """Return the millionths of a GPU that the amounts count as."""
     return sum(weight * resources.get(name, 0) for name, weight in weights)
+
+
+def counted_amounts(spec: JobSpec) -> dict[str, int]:
+    """Return what each worker of the job has of resources that count as GPUs."""
+    if not isinstance(spec, CountedJobSpec):
+        return {}
+    requested = dict(spec.resources)
+    return {name: requested[name] for name, _ in spec.gpu_weights}
+
+
+def other_gpus_of(spec: JobSpec) -> float:
+    """Return the GPUs that the other resources of each of the job's workers count as."""
+    return weighed(dict(spec.resources), spec.gpu_weights) / WHOLE_GPU if isinstance(spec, CountedJobSpec) else 0.0
 
 
 def capacity_of(resources: Mapping[str, int] | None, name: str) -> float:

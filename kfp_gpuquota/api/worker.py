@@ -21,8 +21,9 @@ class WorkerPhase(StrEnum):
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a job.
 
-    `id` is unique for ever. `devices` are indices on `node`, `share` is the part of each that it holds. `exit_code`
-    follows the shell: 128 + N for signal N.
+    `id` is unique for ever. `devices` are indices on `node`, `share` is the part of each that it holds. `other_gpus` is
+    what other resources of it count as (other vendors' GPUs, claimed devices). `exit_code` follows the shell: 128 + N
+    for signal N.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     devices: tuple[int, ...]
     share: float = 1.0
+    other_gpus: float = 0.0
     phase: WorkerPhase = WorkerPhase.STARTING
     rank: int | None = None
     pid: int | None = None
@@ -41,4 +43,4 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gpus(self) -> int | float:
         """The GPUs that it counts against quotas."""
-        return as_number(len(self.devices) * self.share)
+        return as_number(len(self.devices) * self.share + self.other_gpus)

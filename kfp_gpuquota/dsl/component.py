@@ -65,6 +65,7 @@ def component(
     max_restarts: int | None = None,
     restart_window: str | float | None = None,
     checkpoint: str | None = None,
+    resource_claim_template: str | None = None,
     extended_resources: dict[str, int] | None = None,
     name: str | None = None,
     **kfp_keywords: Any,
@@ -92,6 +93,7 @@ def component(
     max_restarts: int | None = None,
     restart_window: str | float | None = None,
     checkpoint: str | None = None,
+    resource_claim_template: str | None = None,
     extended_resources: dict[str, int] | None = None,
     name: str | None = None,
     **kfp_keywords: Any,
@@ -108,9 +110,11 @@ def component(
     stays inside the guaranteed quota and is never preempted. `max_runtime` is a number of seconds or a text such as
     '2h': the run time of all starts. The job fails after `max_restarts` (3) ends of its own workers without
     `restart_window` ('6h') between two of them. `checkpoint` names a PersistentVolumeClaim for checkpoints on
-    Kubernetes. `extended_resources` are requested by each worker's pod in addition to its GPUs: {"rdma/hca": 1}. `name`
-    is the prefix of the job's name (default: the step's name). Raises DefinitionError, which names the component and
-    the argument.
+    Kubernetes. `resource_claim_template` names the ResourceClaimTemplate of which each worker gets a claim there,
+    instead of `nvidia.com/gpu`. `extended_resources` are requested by each worker's pod in addition to its GPUs:
+    {"rdma/hca": 1}. `name` is the prefix of the job's name (default: the step's name).
+
+    Raises DefinitionError, which names the component and the argument.
     """
     arguments = locals()
     given = {argument: arguments[argument] for argument in ARGUMENTS}

@@ -12,6 +12,7 @@ import msgspec
 
 from kfp_gpuquota.api import JobStatus, Occurrence, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number, show_gpus
+from kfp_gpuquota.api.resources import other_gpus_of
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.engine.lifecycle import after_worker_exited, settled
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, leaving, with_status
@@ -196,6 +197,7 @@ class ChangeRecorder:
                 node=placement.node,
                 devices=placement.devices,
                 share=job.spec.share_of(self.state.nodes[placement.node].gpu_memory_mib),
+                other_gpus=other_gpus_of(job.spec),
                 started_at=self.now,
             )
             job = msgspec.structs.replace(job, next_index=job.next_index + 1)

@@ -80,7 +80,7 @@ def after_processes_changed(
 
     Of an equal size nothing is recorded, as at its start and its end.
     """
-    gpus = sum(len(record.worker.devices) for record in running)
+    gpus = len(running) * job.spec.worker_gpus
     change = Resize(at=now, from_gpus=job.size, to_gpus=gpus, generation=0, step=0, reason=_NONE)
     if gpus >= job.size:
         return _resized(job, change, running, ())

@@ -114,6 +114,11 @@ def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: 
             "the same share of several GPUs of a node give devices",
         ),
         (
+            {"resource_claim_template": "My Claim"},
+            "resource_claim_template is 'My Claim', but a name is 1 to 63 lower-case letters, digits and '-', and "
+            "starts and ends with one of the first two; for example 'my-claim'",
+        ),
+        (
             {"checkpoint": "My Claim"},
             "checkpoint is 'My Claim', but a name is 1 to 63 lower-case letters, digits and '-', and starts and ends "
             "with one of the first two; for example 'my-claim'",

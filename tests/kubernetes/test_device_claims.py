@@ -39,7 +39,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from tests.kubernetes.controlled import Controlled
-from tests.kubernetes.detached import PODS, POLICIES, detached
+from tests.kubernetes.detached import JOBS, PODS, POLICIES, detached
 from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS, batch_jobs_of
 from tests.kubernetes.test_webhook import MANAGED
 from tests.kubernetes.users import connection_of
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 API = "/apis/resource.k8s.io/v1"
 DRIVER = "gold.example.com"
 GOLD, NICS, UNLISTED, BACKED = "gold", "nics", "unlisted", "backed"
+RESOURCE = f"{CLASS_PREFIX}{GOLD}"
 TABLE = {"gpuResources": [{"name": f"{CLASS_PREFIX}{GOLD}"}], "otherResources": [f"{CLASS_PREFIX}{NICS}"]}
 
 SELECTORS = {
@@ -315,6 +316,98 @@ def test_pods_of_a_job_start_together_by_what_they_claim(world: Controlled) -> N
     world.remove(team)
 
 
+def worker_template(name: str = "one", **claim: str) -> dict[str, Any]:
+    """A pod template whose first container uses a claim, by default one of the template `name`."""
+    named = claim or {"resourceClaimTemplateName": name}
+    container = {"name": "main", "image": "none", "resources": {"claims": [{"name": "gpus"}]}}
+    return {"spec": {"containers": [container], "resourceClaims": [{"name": "gpus", **named}]}}
+
+
+def test_an_elastic_job_grows_and_shrinks_with_claims(world: Controlled) -> None:
+    team, path = team_of(world, guaranteed=1, limit=1)
+    template = create_template(world, team, "one", request(GOLD))
+    sizes = {"gpus": 1, "minGpus": 1, "maxGpus": 3}
+    job = world.job(team, "train", worker_template(), **sizes)
+    world.until_phase(job, "Running")
+    assert len(world.bound(team)) == 1
+    world.cluster.api.patch(f"{QUOTAS}/{team}", {"spec": {"guaranteed": 3, "limit": 3}})
+    world.wait(lambda: len(world.bound(team)) == 3, world.log)
+    world.wait(lambda: held(world, team) == 3, lambda: str(held(world, team)))
+    assert all("nvidia.com/gpu" not in str(pod["spec"]) for pod in world.pods(team).values())
+    client = KubernetesClient(connection_of(world.cluster.kubeconfig))
+    assert client.get_job(team, "train").status.gpus == 3
+    world.kill()
+    world.cluster.api.delete(template)
+    world.start()
+    world.wait(lambda: held(world, team) == 3, world.log)
+    create_template(world, team, "two", request(GOLD, 2))
+    world.cluster.api.create(path, claiming("first", template="two"))
+    world.until_bound(f"{path}/first")
+    world.wait(lambda: len(world.bound(team)) == 2, world.log)
+    world.remove(team)
+
+
+@pytest.mark.parametrize(
+    ("spec", "template", "why"),
+    [
+        ({"gpus": 2}, worker_template("one"), "set gpusPerWorker to 1"),
+        ({"gpus": 1}, worker_template("later"), "its ResourceClaimTemplate later does not exist yet"),
+        ({"gpus": 1}, worker_template("other"), f"gpuResources: {CLASS_PREFIX}{UNLISTED}"),
+        ({"gpus": 1}, worker_template(resourceClaimName="shared"), "name a template (resourceClaimTemplateName)"),
+        ({"gpuFraction": 0.5}, worker_template("one"), "a share of a GPU as well"),
+    ],
+    ids=["size", "absent", "unlisted", "by-name", "share"],
+)
+def test_claims_of_a_job_that_cannot_be_counted_are_refused(
+    world: Controlled, spec: dict[str, Any], template: dict[str, Any], why: str
+) -> None:
+    team, _ = team_of(world, guaranteed=4)
+    create_template(world, team, "one", request(GOLD))
+    create_template(world, team, "other", request(UNLISTED))
+    job = world.job(team, "train", template, **spec)
+    world.until(job, lambda job: why in job.get("status", {}).get("message", ""))
+    assert not world.bound(team)
+    if "later" in why:
+        create_template(world, team, "later", request(GOLD))
+        world.until_phase(job, "Running")
+    world.remove(team)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
+def test_workers_with_other_devices_than_their_job_counts_are_stopped(world: Controlled, restarted: bool) -> None:
+    """A hostile tenant: one device was counted for each worker, and the next one would get four."""
+    team, _ = team_of(world, guaranteed=2, limit=2)
+    template = create_template(world, team, "one", request(GOLD))
+    job = world.job(team, "train", worker_template(), gpus=1, minGpus=1, maxGpus=2)
+    world.until(job, lambda job: job.get("status", {}).get("workers") == 2)
+    if restarted:
+        world.kill()
+    world.cluster.api.delete(template)
+    create_template(world, team, "one", request(GOLD, 4))
+    if restarted:
+        world.start()
+    world.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/train-1", 0)
+    failed = world.until_phase(job, "Failed")
+    assert "set gpusPerWorker to 4" in failed["status"]["message"]
+    world.wait(lambda: not world.bound(team), world.log)
+    world.remove(team)
+
+
+def test_pods_that_start_together_learn_that_they_cannot_share_a_claim(world: Controlled) -> None:
+    team, path = team_of(world, guaranteed=4)
+    create_claim(world, team, "shared", request(GOLD, 2))
+    for name in "ab":
+        body = claiming(name, claim="shared")
+        body["metadata"] |= {
+            "labels": {labels.POD_GROUP: "gang"},
+            "annotations": {labels.POD_GROUP_SIZE: "2"},
+        }
+        world.cluster.api.create(path, body)
+    world.wait(lambda: "pods that start together cannot share a claim" in events(world, team), world.log)
+    assert world.waiting(team) == {"a", "b"}
+    world.remove(team)
+
+
 # Without an API server: what it takes long to bring about
 
 
@@ -411,6 +504,35 @@ def test_every_order_of_the_same_objects_counts_alike() -> None:
         assert played(*order, deleted=(PODS, first)) == 3
         assert played(*order, deleted=(PODS, second)) == 3
         assert played(*order, deleted=objects[2]) == 3, "a pod holds what it held until it has gone"
+
+
+def elastic_objects(*, template: int, claims: int) -> list[tuple[str, dict[str, Any]]]:
+    """An ElasticJob with two workers, whose claims have this number of devices, and its template."""
+    owner = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": "j", "uid": "j", "controller": True}
+    spec = {"gpus": 2, "gpusPerWorker": 1, "template": worker_template()}
+    status = {"phase": "Running", "attempt": 1, "nextIndex": 2, "workers": 2, "countedResources": {RESOURCE: 1}}
+    meta = {"namespace": "a", "generation": 1}
+    found = [(JOBS, {"metadata": {**meta, "name": "j", "uid": "j"}, "spec": spec, "status": status})]
+    if template:
+        requests: dict[str, Any] = {"spec": {"spec": {"devices": {"requests": [request(GOLD, template)]}}}}
+        found.append((TEMPLATES, {"metadata": {**meta, "name": "one", "uid": "one"}, **requests}))
+    for index in range(2):
+        name = f"j-{index}"
+        body = admitted(name, name, index)
+        notes = {**body["metadata"]["annotations"], labels.GPU_WEIGHTS: f"{RESOURCE}=1"}
+        labelled = {labels.JOB: "j", labels.WORKER: str(index), labels.ATTEMPT: "1"}
+        body["metadata"] |= {"annotations": notes, "labels": labelled, "ownerReferences": [owner]}
+        body["spec"] |= {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "one"}]}
+        body["status"]["resourceClaimStatuses"] = [{"name": "gpus", "resourceClaimName": name}]
+        found += [(PODS, body), claim_object(name, claims)]
+    return found
+
+
+@pytest.mark.parametrize("template", [0, 1, 4], ids=["deleted", "same", "exchanged"])
+def test_a_restarted_controller_counts_workers_alike_in_every_order(template: int) -> None:
+    objects = elastic_objects(template=template, claims=1)
+    for order in (objects, objects[::-1], [*objects[3:], *objects[:3]]):
+        assert played(*order) == 2
 
 
 def test_what_was_allocated_counts() -> None:

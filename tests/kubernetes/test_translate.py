@@ -186,6 +186,18 @@ def test_a_job_that_a_client_submits_is_the_job_that_the_controller_plans() -> N
     assert planned == msgspec.structs.replace(asked, command=planned.command)
 
 
+def test_a_job_with_a_claim_template_claims_its_gpus_in_its_first_container() -> None:
+    spec = JobSpec(name="j", project="p", command=("true",), gpus=2, gpus_per_worker=1, resource_claim_template="one")
+    body = views.elastic_job(spec, views.pod_template(spec, "image"), request_id="r", lease=None, now=0.0)
+    pod = body["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == [{"name": views.CLAIM, "resourceClaimTemplateName": "one"}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": views.CLAIM}]
+    with pytest.raises(InvalidFieldError, match="claim whole devices"):
+        JobSpec(name="j", project="p", command=("true",), gpu_fraction=0.5, resource_claim_template="one")
+    with pytest.raises(InvalidFieldError, match="a name is 1 to 63"):
+        JobSpec(name="j", project="p", command=("true",), resource_claim_template="../x")
+
+
 def test_rays_runtime_environment_is_refused_with_what_to_do_instead() -> None:
     asked = JobSpec(name="digits", project="team-a", command=("true",), runtime_env={"pip": ["einops"]})
     with pytest.raises(InvalidFieldError, match=r"runtime_env is 'pip', but only .* Ray .*; use an image"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 MODULE: Final = Path(__file__).with_name("go")
 PROGRAMS: Final = (
@@ -24,6 +24,8 @@ PROGRAMS: Final = (
     "kubelet",
     "kwok",
 )
+OF_ANOTHER_VERSION: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+"""The programs that GPUQUOTA_KUBERNETES=v1.37.2 replaces; the others stay those of go.mod."""
 ON_A_NODE: Final = ("containerd", "ctr", "runc", "ip", "busybox")
 PACKAGES: Final = "containerd runc containernetworking-plugins busybox-static iproute2"
 PLUGINS: Final = Path("/usr/lib/cni")
@@ -68,13 +70,16 @@ def provide(environment: Mapping[str, str] = os.environ) -> Path:
     with (target.parent / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the second of two builders finds what the first has built
         if not _complete(target):
-            _build(target)
+            other = environment.get("GPUQUOTA_KUBERNETES", "")
+            _build_version(target, other, environment) if other else _build(target)
     return target
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """One folder for each content of go.mod: a change of versions never mixes with what was."""
-    return cache_root(environment) / f"kubernetes-{hashlib.sha256((MODULE / 'go.mod').read_bytes()).hexdigest()[:12]}"
+    content = hashlib.sha256((MODULE / "go.mod").read_bytes()).hexdigest()[:12]
+    other = environment.get("GPUQUOTA_KUBERNETES", "")
+    return cache_root(environment) / f"kubernetes-{content}{f'-{other}' if other else ''}"
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -90,6 +95,14 @@ def version() -> str:
     return match[1]
 
 
+def provided_version(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return the major and minor version of the programs that `provide` returns."""
+    shown = subprocess.run([provide(environment) / "kube-apiserver", "--version"], capture_output=True, check=True)
+    match = re.search(rb"v(\d+)\.(\d+)", shown.stdout)
+    assert match, "kube-apiserver has a version"
+    return int(match[1]), int(match[2])
+
+
 def _found(environment: Mapping[str, str]) -> Path | None:
     # envtest's own archives hold three of the programs only, so KUBEBUILDER_ASSETS counts where it has all of them
     assets = environment.get("KUBEBUILDER_ASSETS")
@@ -101,23 +114,55 @@ def _complete(folder: Path) -> bool:
     return all((folder / name).exists() for name in PROGRAMS)
 
 
-def _build(target: Path) -> None:
+def _build_version(target: Path, wanted: str, environment: Mapping[str, str]) -> None:
+    """Build the control plane of another version of Kubernetes beside the other programs of go.mod."""
+    if not re.fullmatch(r"v1\.\d+\.\d+", wanted):
+        raise UnavailableError(f"GPUQUOTA_KUBERNETES is {wanted!r}, but it must be a version such as v1.37.2")
+    others = provide({name: value for name, value in environment.items() if name != "GPUQUOTA_KUBERNETES"})
+    module = target.with_name(f"{target.name}.module")
+    shutil.rmtree(module, ignore_errors=True)
+    shutil.copytree(MODULE, module)
+    pinned = version().removeprefix("v1.").partition(".")[0]
+    text = (module / "go.mod").read_text().replace(version(), wanted)
+    staging = rf"(k8s\.io/\S+ )v0\.{pinned}\.\d+"  # k8s.io/api and its like follow the version of Kubernetes
+    (module / "go.mod").write_text(re.sub(staging, rf"\g<1>{wanted.replace('v1.', 'v0.')}", text))
+    _go(target, ["mod", "tidy", "-e"], module, "")
+    packages = [f"k8s.io/kubernetes/cmd/{name}" for name in OF_ANOTHER_VERSION]
+    _build(target, module, wanted, packages, others)
+    shutil.rmtree(module)
+
+
+def _build(
+    target: Path,
+    module: Path = MODULE,
+    built_version: str = "",
+    packages: Sequence[str] = ("tool",),
+    others: Path | None = None,
+) -> None:
+    """Build the packages of the module, and link the programs that are not among them to those in `others`."""
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version()}"
+    flags = f"-s -w -X k8s.io/component-base/version.gitVersion={built_version or version()}"
+    _go(target, ["install", "-buildvcs=false", "-ldflags", flags, *packages], module, str(part))
+    for name in PROGRAMS:
+        if others is not None and not (part / name).exists():
+            (part / name).symlink_to(others / name)
+    part.rename(target)
+
+
+def _go(target: Path, arguments: Sequence[str], module: Path, folder: str) -> None:
     log = target.with_name(f"{target.name}.log")
-    with log.open("w") as output:
-        built = subprocess.run(
-            ["go", "install", "-buildvcs=false", "-ldflags", flags, "tool"],
-            cwd=MODULE,
-            env={**os.environ, "GOBIN": str(part)},
+    with log.open("a") as output:
+        done = subprocess.run(
+            ["go", *arguments],
+            cwd=module,
+            env={**os.environ, "GOBIN": folder},
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
         )
-    if built.returncode:
+    if done.returncode:
         raise UnavailableError(f"the control plane did not build; {log} shows why")
-    part.rename(target)
 
 
 if __name__ == "__main__":  # with the standard library only: CI builds while it installs everything else

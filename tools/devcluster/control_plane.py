@@ -114,6 +114,8 @@ def api_server(binaries: Path, layout: Layout, ports: Ports, options: Options, a
             f"--secure-port={ports.api}",
             f"--bind-address={'0.0.0.0' if options.kubelet else '127.0.0.1'}",  # noqa: S104  pods must reach it
             f"--advertise-address={address}",
+            # 1.37 does not start with an address that could not be an endpoint
+            *(() if options.kubelet else ("--endpoint-reconciler-type=none",)),
             f"--tls-cert-file={folder / 'apiserver.crt'}",
             f"--tls-private-key-file={folder / 'apiserver.key'}",
             f"--client-ca-file={layout.authority}",

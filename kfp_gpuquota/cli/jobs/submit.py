@@ -131,6 +131,14 @@ GpuTypeOption = Annotated[
     typer.Option("--gpu-type", metavar="TYPE[,TYPE]", help="The types of GPUs that it accepts, the best first."),
 ]
 PoolOption = Annotated[str, typer.Option("--node-pool", metavar="POOL", help="Run on nodes of this pool.")]
+ClaimTemplateOption = Annotated[
+    str,
+    typer.Option(
+        "--resource-claim-template",
+        metavar="NAME",
+        help="On Kubernetes: each worker claims its GPUs by this template (DRA).",
+    ),
+]
 RequiredTopologyOption = Annotated[
     str | None,
     typer.Option("--required-topology", metavar="LABEL", help="All workers on nodes with one value of this label."),
@@ -262,6 +270,7 @@ def submit(
     toleration: TolerationOption = None,
     gpu_type: GpuTypeOption = None,
     node_pool: PoolOption = "",
+    resource_claim_template: ClaimTemplateOption = "",
     required_topology: RequiredTopologyOption = None,
     preferred_topology: PreferredTopologyOption = None,
     spread: SpreadOption = False,
@@ -305,6 +314,7 @@ def submit(
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
+      gpuquota submit claimed -g 1 -i IMAGE --resource-claim-template one-gpu -- python train.py
       gpuquota submit overnight -g 1 --max-runtime 8h -- python train.py
       gpuquota submit tonight -g 1 --begin 22:00 -- python train.py
       gpuquota submit train4 -g 1 --after prepare -- python train.py
@@ -352,6 +362,7 @@ def submit(
         node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
         gpu_types=tuple(gpu_type.split(",")) if gpu_type is not None else (),
         node_pool=node_pool,
+        resource_claim_template=resource_claim_template,
         required_topology=required_topology,
         preferred_topology=preferred_topology,
         spread=spread,

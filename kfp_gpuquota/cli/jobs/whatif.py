@@ -132,9 +132,7 @@ def new_node(text: str) -> NewNode:
     return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
 
 
-def changed_projects(
-    reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]
-) -> Iterator[Project]:
+def changed_projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
     """Yield the projects whose quotas change, as they would be. NotFoundError for one that does not exist."""
     rule = "a quota is given as PROJECT=N"
     least, most = pairs("guaranteed", guaranteed, rule), pairs("limit", limit, rule)

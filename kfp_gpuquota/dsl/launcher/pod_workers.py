@@ -72,7 +72,13 @@ class PodWorkers:
         """Submit the step's job under this name; its workers wait for the relay, which `serve` opens."""
         del staging
         template = template_of(self._own, step, name)
-        spec = step.options.job_spec(name=name, project=step.project, command=("step",), labels=step.labels)
+        spec = step.options.job_spec(
+            name=name,
+            project=step.project,
+            command=("step",),
+            labels=step.labels,
+            resource_claim_template=step.options.resource_claim_template,
+        )
         metadata: Json = {"annotations": {labels.STEP: step.task}}
         owner = step_pod.owner(self._own)
         if owner is not None and step.project == self._client.namespace:  # owner references do not cross namespaces

@@ -51,6 +51,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     max_restarts: int | None = None  # ends of its own workers, without `restart_window_s` between two of them
     restart_window_s: float | None = None
     checkpoint: str = ""  # a PersistentVolumeClaim; the embedded cluster needs none
+    resource_claim_template: str = ""  # of which each worker gets a claim; the embedded cluster has none
     extended_resources: dict[str, int] = {}  # that each worker's pod requests in addition, as {"rdma/hca": 1}
     name: str = ""  # the prefix of the job's name; "": the step's name
 
@@ -66,7 +67,12 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         for field in ("interactive", "preemptible"):
             if not isinstance(getattr(self, field), bool | None):
                 raise InvalidFieldError(field, getattr(self, field), "it must be True or False")
-        self.job_spec(name="step", project="project", command=("true",))
+        self.job_spec(
+            name="step",
+            project="project",
+            command=("true",),
+            resource_claim_template=self.resource_claim_template,
+        )
 
     def job_spec(self, *, name: str, project: str, command: tuple[str, ...], **more: Any) -> JobSpec:
         """Return the JobSpec that a run submits; `more` are other fields of JobSpec. Raises InvalidFieldError."""

@@ -30,7 +30,7 @@ from kfp_gpuquota.cluster.kubernetes.controller.watches import FOREIGN_KINDS, Wa
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
-from kfp_gpuquota.cluster.kubernetes.convert.pods import counted_view
+from kfp_gpuquota.cluster.kubernetes.convert.pods import claims_in, counted_view
 from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
+    from kfp_gpuquota.api.resources import Resources as Amounts
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
@@ -140,6 +141,7 @@ class Controller:
             written_pods=self.pods,
             sharers=self,
         )
+        self.claims = DeviceClaims(self.rules, self._claims_changed, self._jobs_outdated)
         self._not_ready = self.metrics.decisions.labels(NOT_READY)
         ready = ready or ReadyRules()
         self.elastic = ElasticJobs(
@@ -156,6 +158,7 @@ class Controller:
             ready=ready,
             written_pods=self.pods,
             events=self,
+            counted=self._counted,
             epoch=epoch,
             page_url=page_url,
         )
@@ -191,7 +194,6 @@ class Controller:
         self.devices = PublishedDevices(
             lambda node: snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
         )
-        self.claims = DeviceClaims(self.rules, self._claims_changed)
         self._uncounted = UncountedPods(self.claims, self._writer, self.pods)
         others = watches.cluster_kinds(snapshot, self.volumes, self.limits, self.devices)
         devices = watches.device_kinds(self.claims, self.devices)
@@ -379,6 +381,15 @@ class Controller:
     def _nodes_excluded(self, controller_uid: str, nodes: tuple[str, ...]) -> None:
         self.elastic.avoid(controller_uid, nodes)
         self.ray.avoid(controller_uid, nodes)
+
+    def _counted(
+        self, job: custom_types.ElasticJob, template: core_types.PodSpec, others: Amounts
+    ) -> tuple[Amounts, Amounts]:
+        return self.claims.of_job(job.metadata.namespace, claims_in(template, {}), others)
+
+    def _jobs_outdated(self, namespace: str) -> None:
+        if self.snapshot.complete:
+            self.elastic.limits_changed(namespace)
 
     def _limits_changed(self, namespace: str) -> None:
         self.elastic.limits_changed(namespace)

@@ -41,7 +41,7 @@ class Metrics:
         self.decisions = Counter("gpuquota_decisions", "What plans decided, in jobs", ["kind"], registry=self.registry)
         self.reclaim_steps = Counter(
             "gpuquota_reclaim_steps",
-            "Steps by which pods are stopped for others: suspended, evicted, refused, deleted, overdue",
+            "Steps by which pods are stopped for others: suspended, evicted, refused, deleted, overdue, preempted",
             ["step"],
             registry=self.registry,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -10,7 +10,8 @@ from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import constraints_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import claims_of, short_name
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import resource_requests_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, resource_requests_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_read
 from kfp_gpuquota.errors import InvalidFieldError
@@ -19,11 +20,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.api.affinity import NodeTerm
+    from kfp_gpuquota.api.resources import Resources as Amounts
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 
 class _Template(msgspec.Struct, frozen=True):
     spec: PodSpec = PodSpec()
+
+
+class CountedOf(Protocol):
+    """Finds what a job's pods request of resources that count as GPUs, by its containers and its claims."""
+
+    def __call__(self, job: ElasticJob, template: PodSpec, others: Amounts, /) -> tuple[Amounts, Amounts]:
+        """Return `others`, which the containers request, with what is claimed, and the weights of what counts as GPUs.
+
+        Raises InvalidFieldError.
+        """
+
+
+def uncounted(_job: ElasticJob, _template: PodSpec, others: Amounts, /) -> tuple[Amounts, Amounts]:
+    """Return the requests alone: a user's client does not read the table of what counts."""
+    return others, ()
 
 
 def _template_of(job: ElasticJob) -> PodSpec:
@@ -37,6 +54,7 @@ def job_spec_of(
     job: ElasticJob,
     requests: Mapping[str, Any] | None = None,
     volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
+    counted: CountedOf = uncounted,
 ) -> CountedJobSpec:
     """Return the ElasticJob as the scheduler's job. Raises InvalidFieldError.
 
@@ -46,9 +64,13 @@ def job_spec_of(
     spec, template = job.spec, completed(_template_of(job), requests or {})
     kept = () if spec.checkpoint is None else (spec.checkpoint.claim_name,)
     constraints = constraints_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
+    needs = resource_requests_of(template)
+    resources, weights = counted(job, template, needs.others)
     chosen = {
         **as_read(spec),
-        **resource_requests_of(template).constraints(),
+        **needs.constraints(),
+        "resources": resources,
+        "gpu_weights": weights,
         **constraints.constraints(),
     }
     named = {
@@ -58,6 +80,22 @@ def job_spec_of(
         "labels": job.metadata.labels,
     }
     try:
-        return msgspec.convert({**named, **chosen}, CountedJobSpec, strict=False)
+        found = msgspec.convert({**named, **chosen}, CountedJobSpec, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", chosen, str(error)) from None
+    if weights:
+        _check_counted(found, template)
+    return found
+
+
+def _check_counted(spec: CountedJobSpec, template: PodSpec) -> None:
+    """Check a job whose workers have resources that count as GPUs instead of nvidia.com/gpu."""
+    requested, names = dict(spec.resources), [name for name, _ in spec.gpu_weights]
+    shown = ", ".join(names)
+    if spec.shared or gpus_of(template):
+        other = "a share of a GPU" if spec.shared else labels.GPU_RESOURCE
+        raise InvalidFieldError("template", shown, f"the job requests {other} as well", hint="leave out one of the two")
+    devices = sum(requested[name] for name in names)
+    if spec.worker_gpus != devices:
+        rule = f"each pod of its template requests {devices} of {shown}"
+        raise InvalidFieldError("gpusPerWorker", spec.worker_gpus, rule, hint=f"set gpusPerWorker to {devices}")

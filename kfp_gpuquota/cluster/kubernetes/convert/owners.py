@@ -30,7 +30,7 @@ import msgspec
 from kfp_gpuquota.api.request_paths import collection, is_api_version, is_kind, is_object_name, join
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, requests_any
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, PodSpec, Struct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
@@ -145,6 +145,18 @@ def gang_size(owner: Owner, answer: bytes, counted: Container[str] = ()) -> Gang
         return ALONE
 
 
+def job_of_group(group: Owner, answer: bytes) -> Owner | None:
+    """Return the Job whose controller made this PodGroup of Kubernetes' own; None if a user or another kind did."""
+    try:
+        references = msgspec.json.decode(answer, type=_Object).metadata.owner_references
+    except (msgspec.DecodeError, ValueError):
+        return None
+    owner = next((one for one in references if one.controller and one.kind == "Job"), None)
+    if owner is None or not (owner.api_version == "batch/v1" and is_object_name(owner.name)):
+        return None
+    return Owner(owner.api_version, owner.kind, group.namespace, owner.name)
+
+
 def _reader(api_version: str, kind: str) -> Reader | None:
     group = api_version.partition("/")[0]
     if group == "kubeflow.org" and kind.endswith("Job"):
@@ -153,6 +165,7 @@ def _reader(api_version: str, kind: str) -> Reader | None:
 
 
 class _Object(Struct, frozen=True):
+    metadata: Metadata = Metadata()
     spec: msgspec.Raw = msgspec.Raw(b"{}")
     status: msgspec.Raw = msgspec.Raw(b"{}")
 

@@ -158,10 +158,10 @@ def pod_view(pod: Pod) -> PodView:
     gpus = min(dict(share).get("gpu_devices", 1), MAX_DEVICES) if share else requested
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = elastic_owner(meta) is not None
-    if elastic and not gpus:
+    if elastic and not gpus and labels.GPU_WEIGHTS not in (meta.annotations or {}):
         gpus = min(annotated.count(",") + 1, MAX_DEVICES)  # a worker that shares GPUs requests none of them
     needs = resource_requests_of(spec)
-    weights = () if gpus or elastic else _gpu_weights(pod, needs, gate)
+    weights = () if gpus else _gpu_weights(pod, needs, gate)
     device_claims = device_claims_of(pod)
     if not gpus and not weights and not device_claims:
         return _non_gpu_view(pod)
@@ -363,10 +363,14 @@ def _unnamed(
 
 def device_claims_of(pod: Pod) -> tuple[DeviceClaim, ...]:
     """Return the pod's claims for devices; the name of a claim that is made for the pod is in its status."""
-    made = {one.name: one.resource_claim_name for one in pod.status.resource_claim_statuses}
+    return claims_in(pod.spec, {one.name: one.resource_claim_name for one in pod.status.resource_claim_statuses})
+
+
+def claims_in(spec: PodSpec, made: Mapping[str, str]) -> tuple[DeviceClaim, ...]:
+    """Return the claims of a pod or template for devices; `made` are the names of those made of templates."""
     return tuple(
         DeviceClaim(one.resource_claim_name or made.get(one.name, ""), one.resource_claim_template_name)
-        for one in pod.spec.resource_claims
+        for one in spec.resource_claims
     )
 
 

@@ -12,14 +12,16 @@ deletion is the persistent record of the decision. Rejected: an annotation first
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.api.project import check_run_time
+from kfp_gpuquota.api.resources import WHOLE_GPU, counted_amounts
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import uncounted
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
@@ -42,16 +44,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kfp_gpuquota.api import Project, Worker
+    from kfp_gpuquota.api.resources import Resources as Amounts
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+    from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import CountedOf
     from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
@@ -59,12 +64,16 @@ if TYPE_CHECKING:
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 
 
+CLAIMS_CHANGED: Final = "the ResourceClaims of its workers request other devices than it counts"
+REQUEUED_FOR_CLAIMS: Final = Reason(code=ReasonCode.USER, message=f"{CLAIMS_CHANGED}; it returns to the queue")
+
+
 class ElasticJobs:
     """All ElasticJobs. All methods run in the event loop.
 
-    `limits` and `volumes` add default requests and volumes' nodes to a job's specification, `rules` cap its grace
-    period, and `projects` its run time. `page_url` is the address of the web page. Its parts report to it as
-    `JobPartEvents`.
+    `limits` and `volumes` add default requests and volumes' nodes to a job's specification, `counted` what it requests
+    of resources that count as GPUs, `rules` cap its grace period, `projects` its run time. `page_url` is the address
+    of the web page. Its parts report to it as `JobPartEvents`.
     """
 
     def __init__(
@@ -83,9 +92,11 @@ class ElasticJobs:
         ready: ReadyRules,
         written_pods: WrittenPods,
         events: ElasticJobEvents,
+        counted: CountedOf = uncounted,
         epoch: int = 0,
         page_url: str = "",
     ) -> None:
+        self._claimed = counted
         self.book, self._settings, self._page_url = book, settings, page_url
         self._limits, self._volumes, self._rules, self._projects = limits, volumes, rules, projects
         self.statuses = statuses = StatusWriter(writer, self._status)
@@ -132,6 +143,9 @@ class ElasticJobs:
                 self.decisions.stop(job, Intent.REQUEUE, requests.workers_missing(job, missing))
             self._decided(uid)
             self._follow_spec(uid)
+            for record in alive:
+                if (pod := self.workers.pods.get(record.worker.id)) is not None:
+                    self._check_claims(pod)
             self.readiness.carry_out(uid)
             self.readiness.look_soon(uid)
             if self.book.runtime_states[uid].object.metadata.deletion_timestamp is not None:
@@ -219,10 +233,14 @@ class ElasticJobs:
             self.decisions.stop(job, Intent.DELETE, requests.DELETED)
 
     def limits_changed(self, namespace: str) -> None:
-        """Update the namespace's jobs after its default requests or volumes have changed."""
-        here = (uid for uid, state in self.book.runtime_states.items() if state.object.metadata.namespace == namespace)
-        for uid in [uid for uid in here if uid in self.book.jobs]:
-            self._follow_spec(uid)
+        """Update the namespace's jobs ("": all) after its default requests, volumes or what counts as GPUs changed."""
+        for uid, state in list(self.book.runtime_states.items()):
+            if namespace not in {"", state.object.metadata.namespace}:
+                continue
+            if uid in self.book.jobs:
+                self._follow_spec(uid)
+            elif state.refused:
+                self._take_in(state.object)
 
     def _take_in(self, job: ElasticJob) -> None:
         uid = job.metadata.uid
@@ -247,13 +265,30 @@ class ElasticJobs:
         Raises InvalidFieldError.
         """
         record = self._with_run_time(
-            job, record_of(job, self._limits.requests_in(job.metadata.namespace), self._volumes.terms)
+            job, record_of(job, self._limits.requests_in(job.metadata.namespace), self._volumes.terms, self._counted)
         )
+        if counted_amounts(record.spec):
+            self._rules.rules.refuse_shares_in(record.spec.node_pool)
         longest = self._rules.rules.reclaim.max_grace_s
         if record.spec.grace_period_s <= longest:
             return record
         spec = msgspec.structs.replace(record.spec, grace_period_s=longest)
         return msgspec.structs.replace(record, spec=spec)
+
+    def _counted(self, job: ElasticJob, template: PodSpec, others: Amounts) -> tuple[Amounts, Amounts]:
+        """Return what each worker requests, and its weights; of a job with workers what it had when they started.
+
+        So a job whose template of claims was deleted keeps its workers, also when the controller restarts.
+        """
+        try:
+            return self._claimed(job, template, others)
+        except GpuQuotaError:
+            had = job.status.counted_resources
+            if not had or not job.status.workers:
+                raise
+            weights = dict(self._rules.rules.gpu_weights)
+            amounts = tuple(sorted((dict(others) | had).items()))
+            return amounts, tuple((name, weights.get(name, WHOLE_GPU)) for name in sorted(had))
 
     def _with_run_time(self, job: ElasticJob, record: JobRecord) -> JobRecord:
         """Return the record with the run time that its team had for jobs without one when this one was accepted.
@@ -290,17 +325,25 @@ class ElasticJobs:
 
     def _resubmit(self, uid: str) -> None:
         """Apply a changed specification; a waiting job is submitted again with it, and keeps its age."""
-        before, job = self.book.jobs[uid], self.book.runtime_states[uid].object
+        before, state = self.book.jobs[uid], self.book.runtime_states[uid]
         try:
-            spec = self._record_of(job).spec
+            spec = self._record_of(state.object).spec
         except GpuQuotaError as error:
-            self.book.runtime_states[uid].held_back = error.message
+            state.held_back = error.message
+            if counted_amounts(before.spec) and not self.book.alive_of(uid) and not state.uncountable:
+                state.uncountable = True
+                self.book.emit(scheduler.JobSuspended(uid))
             return
+        if state.uncountable:
+            state.uncountable, state.held_back = False, ""
+            self.book.emit(scheduler.JobResumed(uid))
         if spec == before.spec:
             return
         if self.book.alive_of(uid):
             with self.decisions.decide() as recorder:
                 recorder.update(before, spec)
+            if counted_amounts(spec) != counted_amounts(before.spec):
+                self._stop_for_claims(uid)
             return
         self.book.submit_again(msgspec.structs.replace(before, spec=spec))
         self.readiness.announce(uid)
@@ -312,7 +355,35 @@ class ElasticJobs:
     def put_pod(self, pod: PodView) -> None:
         """Process a new or changed pod of a worker."""
         self.pod_events.put_pod(pod)
+        self._check_claims(pod)
         self.readiness.look_soon(pod.job_uid)
+
+    def _check_claims(self, pod: PodView) -> None:
+        """Return the job to the queue if its worker's claims request other devices than the job counts.
+
+        A tenant may replace a template or a claim by another one of the same name at any time.
+        """
+        job = self.book.jobs.get(pod.job_uid)
+        if not self.pod_events.started or not pod.device_claims or not pod.holds or job is None:
+            return
+        expected, actual = counted_amounts(job.spec), dict(pod.needs.others)
+        claimed = {name: actual[name] for name in (*expected, *dict(pod.gpu_weights)) if actual.get(name)}
+        if expected.keys() - dict(self._rules.rules.gpu_weights).keys():
+            return  # an administrator has removed it from the table: its workers stay
+        if (pod.problem and expected) or (claimed and claimed != expected):
+            self._stop_for_claims(job.uid, pod.problem)
+
+    def _stop_for_claims(self, uid: str, why: str = "") -> None:
+        """Return the job to the queue, to be counted by what its template requests now; fail it if that is invalid."""
+        job, state = self.book.jobs[uid], self.book.runtime_states[uid]
+        if job.intent is not Intent.RUN or job.over:
+            return
+        try:
+            self._record_of(state.object)
+        except GpuQuotaError as error:
+            why = why or error.message
+        reason = Reason(code=ReasonCode.USER, message=f"{CLAIMS_CHANGED}: {why}") if why else None
+        self.decisions.stop(job, Intent.FAIL if why else Intent.REQUEUE, reason or REQUEUED_FOR_CLAIMS)
 
     def drop_pod(self, pod: PodView) -> None:
         """Process the deletion of a worker's pod."""

@@ -29,6 +29,7 @@ class RuntimeState:
         self.refused = ""  # why its specification is invalid
         self.explained_at = -math.inf  # when the reason why it waits was last written
         self.held_back = ""  # why its pods could not be created
+        self.uncountable = False  # it waits, since what its workers would claim cannot be counted
         self.hold_pauses = Backoff(FIRST_HOLD_S, LONGEST_HOLD_S)
         self.start_failure: dict[str, str] = {}  # worker -> why it does not start
         self.complaints = complaints_of(job.status.not_ready)  # index -> (since, message) of the reported failure

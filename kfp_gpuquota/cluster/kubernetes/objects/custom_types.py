@@ -245,6 +245,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     ran_seconds: float = 0.0
     training_gpus: int = 0
     ranks: tuple[int, ...] = ()
+    counted_resources: dict[str, int] | None = None
     resizes: tuple[SizeChange, ...] = ()
     spent_seconds: dict[str, float] = msgspec.field(default_factory=dict)
     counted_until: datetime | None = None

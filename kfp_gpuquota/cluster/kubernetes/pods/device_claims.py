@@ -8,8 +8,12 @@
 | a namespace with a label that allows it                     |                                                    |
 | requests any other class, or devices without a number       | waits, with the reason                             |
 | is shared, and another pod counts its devices               | counts nothing for it, once that pod has started   |
+| is shared by pods that start together                       | waits, with the reason: they can never start       |
 
 A pod without anything that counts is let through: its gate is removed, and kube-scheduler alone places it.
+
+Workers of an ElasticJob have no gate: what the templates that they name request is a part of the job's request
+(`of_job`), and a job with a worker whose claim requests anything else returns to the queue.
 
 Invariants. A pod's view is a function of the objects: the pod, its claims and their templates, the classes, the table.
 A claim's devices count as long as a pod that uses it exists, and once: if the pod that counts them ends before another
@@ -34,6 +38,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import CLAIM_TEMPLATE
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.device_types import CLASS_PREFIX
+from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -99,11 +104,13 @@ class Named(dict[Key, V]):
 class DeviceClaims:
     """All pods with claims, by uid, and what they claim. `changed()` is called when pods are `outdated`.
 
+    `jobs_outdated(namespace)` is called when what `of_job` returns may have changed there, "" in all namespaces.
+
     Before `start` pods are only collected: no gate is removed by a part of the objects.
     """
 
-    def __init__(self, rules: CurrentRules, changed: Callable[[], None]) -> None:
-        self._rules, self._changed, self._started = rules, changed, False
+    def __init__(self, rules: CurrentRules, changed: Callable[[], None], jobs_outdated: Callable[[str], None]) -> None:
+        self._rules, self._changed, self._jobs_outdated, self._started = rules, changed, jobs_outdated, False
         self._pods: dict[str, PodView] = {}  # as their objects have them
         self._resolved: dict[str, PodView] = {}
         self._waits: dict[str, str] = {}  # why a pod cannot be planned
@@ -119,7 +126,7 @@ class DeviceClaims:
 
     def put(self, pod: PodView) -> PodView | None:
         """Return the pod with its claimed devices; None before `start`."""
-        if not pod.device_claims or pod.job_uid:
+        if not pod.device_claims:
             return pod
         before = self._pods.get(pod.uid)
         self._pods[pod.uid] = pod
@@ -181,10 +188,36 @@ class DeviceClaims:
         """Return the resources that count, and the templates of the namespace whose devices do."""
         return CountedNames(partial(self._counts, namespace))
 
+    def of_job(self, namespace: str, claims: Iterable[DeviceClaim], others: Amounts) -> tuple[Amounts, Amounts]:
+        """Return what each worker of an ElasticJob requests with its claims, and the weights of what counts as GPUs.
+
+        `others` are the requests of its containers. Raises InvalidFieldError for claims that cannot be counted.
+        """
+        claims = tuple(claims)
+        if named := next((one.claim for one in claims if one.claim), ""):
+            raise InvalidFieldError(
+                "resourceClaimName", named, "its workers cannot share a claim: they start together",
+                hint="name a template (resourceClaimTemplateName), of which each worker gets a claim of its own",
+            )  # fmt: skip
+        devices = (self._template(namespace, one.template) for one in claims)
+        found = self._counted(namespace, devices, gpus=False)
+        if found.waits:
+            raise InvalidFieldError("resourceClaims", ", ".join(one.template for one in claims), found.waits)
+        amounts = dict(others)
+        for name, amount in found.amounts:
+            amounts[name] = amounts.get(name, 0) + amount
+        weights = tuple(row for row in self._rules.rules.gpu_weights if amounts.get(row[0]))
+        return tuple(sorted(amounts.items())), weights
+
     def rules_changed(self) -> None:
         """Count all claims by another table."""
         self._outdate(self._pods)
         self._notify()
+        self._outdate_jobs("")
+
+    def _outdate_jobs(self, namespace: str) -> None:
+        if self._started:
+            self._jobs_outdated(namespace)
 
     def _counts(self, namespace: str, name: str) -> bool:
         template = name.removeprefix(CLAIM_TEMPLATE)
@@ -201,6 +234,7 @@ class DeviceClaims:
         if allowed is not (name in self._unrestricted):
             (self._unrestricted.add if allowed else self._unrestricted.discard)(name)
             self._outdate([uid for uid, pod in self._pods.items() if pod.namespace == name])
+            self._outdate_jobs(name)
             self._notify()
 
     def put_class(self, device_class: DeviceClass) -> None:
@@ -224,10 +258,14 @@ class DeviceClaims:
     def put_template(self, template: ResourceClaimTemplate) -> None:
         """Add or update a template."""
         self._outdate_users(self._templates.put(template.metadata, claimed_devices(template.spec.spec)), "template")
+        self._outdate_jobs(template.metadata.namespace)
 
     def drop_template(self, uid: str) -> None:
         """Remove a deleted template."""
-        self._outdate_users(self._templates.remove(uid), "template")
+        key = self._templates.remove(uid)
+        self._outdate_users(key, "template")
+        if key is not None:
+            self._outdate_jobs(key[0])
 
     def _outdate_users(self, key: Key | None, kind: str) -> None:
         if key is not None:
@@ -289,10 +327,14 @@ class DeviceClaims:
         return view
 
     def _count(self, pod: PodView) -> Resolved:
+        devices = (self._devices_of(pod, claim) for claim in _distinct(pod.device_claims))
+        return self._counted(pod.namespace, devices, gpus=pod.gpus > 0)
+
+    def _counted(self, namespace: str, claimed: Iterable[tuple[ClaimedDevices | None, str]], *, gpus: bool) -> Resolved:
+        """Return the sum of what claims request in the namespace, of a pod that also requests `gpus`."""
         amounts: dict[str, int] = {}
         waits, missing = "", False
-        for claim in _distinct(pod.device_claims):
-            devices, why = self._devices_of(pod, claim)
+        for devices, why in claimed:
             waits, missing = waits or why, missing or devices is None
             if devices is None:
                 continue
@@ -300,16 +342,16 @@ class DeviceClaims:
                 resource = self._resource_of(name)
                 if resource:
                     amounts[resource] = amounts.get(resource, 0) + amount
-                elif self._is_refused(pod.namespace, name):
+                elif self._is_refused(namespace, name):
                     waits = waits or (
                         f"DeviceClass {name}, of which its claim requests devices, is not counted by the quota; an "
                         f"administrator can count it (QuotaPolicy, gpuResources: {CLASS_PREFIX}{name}), or allow it by "
                         "otherResources"
                     )
             for name, reason in devices.uncountable:
-                if self._resource_of(name) or self._is_refused(pod.namespace, name):
+                if self._resource_of(name) or self._is_refused(namespace, name):
                     waits = waits or f"the devices of DeviceClass {name} that it claims cannot be counted: {reason}"
-        if amounts and pod.gpus:
+        if amounts and gpus:
             waits = waits or (
                 f"it requests {labels.GPU_RESOURCE}, or a share of a GPU, and claims {next(iter(amounts))} as well; "
                 "leave out one of the two"
@@ -322,15 +364,29 @@ class DeviceClaims:
         """Return what one of the pod's claims requests, None if it does not exist, and why it cannot be planned yet."""
         found = self._claims.get((pod.namespace, claim.claim))
         if found is None and claim.template:
-            found = self._templates.get((pod.namespace, claim.template))
+            return self._template(pod.namespace, claim.template)
         if found is None:
-            missing = f"ResourceClaimTemplate {claim.template}" if claim.template else f"ResourceClaim {claim.claim}"
-            return None, f"its {missing} does not exist yet; the pod can start when it has been created"
+            return (
+                None,
+                f"its ResourceClaim {claim.claim} does not exist yet; the pod can start when it has been created",
+            )
         counting = self._pods.get(self._counting.get((pod.namespace, f"claim/{claim.claim}"), pod.uid), pod)
         if counting.uid == pod.uid:
             return found, ""
+        if counting.holds:
+            return ClaimedDevices(), ""
         why = f"it shares ResourceClaim {claim.claim} with pod {counting.name}, which starts first"
-        return ClaimedDevices(), "" if counting.holds else why
+        if _may_start_together(pod, counting):
+            why += (
+                "; pods that start together cannot share a claim: name a ResourceClaimTemplate "
+                "(resourceClaimTemplateName), of which each pod gets a claim of its own"
+            )
+        return ClaimedDevices(), why
+
+    def _template(self, namespace: str, name: str) -> tuple[ClaimedDevices | None, str]:
+        """Return what claims of the template request, None if it does not exist, and why a pod waits for it."""
+        found = self._templates.get((namespace, name))
+        return found, "" if found is not None else _absent(f"ResourceClaimTemplate {name}")
 
     def _resource_of(self, device_class: str) -> str:
         """Return the resource of the table as which the devices of a class count; "" if they do not."""
@@ -362,6 +418,17 @@ def _rank(pod: PodView) -> tuple[bool, bool, bool, float, str]:
     return pod.stage is Stage.ENDED, not pod.reserved_on, not pod.holds, pod.created, pod.uid
 
 
+def _absent(what: str) -> str:
+    return f"its {what} does not exist yet; the pod can start when it has been created"
+
+
+def _may_start_together(pod: PodView, other: PodView) -> bool:
+    """Return whether pods that share a claim may be of one gang: its size is known after their owner was read."""
+    if pod.group or other.group:
+        return pod.group == other.group
+    return pod.owner is not None and pod.owner == other.owner
+
+
 def _distinct(claims: tuple[DeviceClaim, ...]) -> list[DeviceClaim]:
     """Return each claim once; without a name each reference to a template is a claim of its own."""
     return [*dict.fromkeys(one for one in claims if one.claim), *(one for one in claims if not one.claim)]
@@ -378,6 +445,10 @@ def _keys(pod: PodView) -> list[Key]:
 
 def _with(pod: PodView, found: Resolved) -> PodView:
     """Return the pod with the claimed devices added to what it requests; outside the quota if it requests nothing."""
+    if pod.job_uid and found.waits and not found.missing:
+        return msgspec.structs.replace(pod, problem=found.waits)
+    if pod.job_uid and not found.amounts:
+        return pod  # it holds what its job counts
     held_back = bool(found.waits) and not pod.holds
     if not found.amounts or held_back:
         counted = pod.counted and not held_back

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
+PREEMPTED: Final = "PreemptionByScheduler"  # the reason of the condition DisruptionTarget
 RETRY_S: Final = 5.0
 SLACK_S: Final = 5.0
 """The part of the bound for the call of the last deletion and the kubelet's delay of one second."""
@@ -87,6 +88,7 @@ class Evictions:
         self._pods, self._writer, self._rules, self._recorder = pods, writer, rules, recorder
         self._context = context
         self._endings: dict[str, _Ending] = {}
+        self._preempted: set[str] = set()  # uids of pods that kube-scheduler stops, as reported
 
     @property
     def blocked(self) -> int:
@@ -120,11 +122,17 @@ class Evictions:
 
     def note(self, pod: PodView) -> None:
         """Process an update of a pod."""
+        if pod.leaving and pod.lost.startswith(PREEMPTED) and pod.uid not in self._preempted:
+            self._preempted.add(pod.uid)
+            self._context.eviction_step("preempted")
+            why = f"kube-scheduler preempted it by the pods' PriorityClasses, and not the quota: {pod.lost}"
+            self._recorder.record(pod.subject, "PreemptedByScheduler", why, warning=True)
         if pod.stage is Stage.ENDED:
             self.drop(pod.uid)
 
     def drop(self, uid: str) -> None:
         """End the eviction of a pod that was deleted or has ended."""
+        self._preempted.discard(uid)
         if (ending := self._endings.pop(uid, None)) is not None:
             for timer in ending.timers.values():
                 timer.cancel()

@@ -2,9 +2,12 @@
 
 An owner that cannot be read (the conversion webhook of its kind fails, its API server does not answer) is unknown: its
 pods wait with that reason, and it is read again after growing pauses. So do those of a PodGroup of Kubernetes' own that
-does not exist yet: kube-scheduler waits for it, too, and they would hold GPUs for nothing. Nothing else waits: a call
-may take LOOK_UP_S and is in a lane that namespaces share in turn, and the first plan waits no longer for all of them
-together.
+does not exist yet: kube-scheduler waits for it, too, and they would hold GPUs for nothing. Nothing else
+waits: a call may take LOOK_UP_S and is in a lane that namespaces share in turn, and the first plan waits no longer for
+all of them together.
+
+kube-scheduler 1.37 binds no pod of such a PodGroup while another one has a gate, whatever the group's policy is. So
+there all its pods start together: as many as its Job has, or as exist if no Job made the group.
 
 Owners are not watched: a cluster may have very many Jobs, and their gang size is needed only for some seconds, until
 their pods have been created. So a response is cached for a short time, and read again for pods that arrive later, and
@@ -24,7 +27,7 @@ import msgspec
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
-from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, NATIVE_VERSIONS, GangSize, gang_size
+from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, NATIVE_VERSIONS, GangSize, gang_size, job_of_group
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 
 if TYPE_CHECKING:
@@ -147,22 +150,36 @@ class Gangs:
 
     def _read_version(self, owner: Owner, versions: tuple[str, ...]) -> None:
         """Read the owner in the first of the versions of its API; if it is not there, in the next."""
-        write = Write(
-            verb="GET",
-            path=owner._replace(api_version=versions[0]).path,
-            about=f"{owner.namespace}/{owner.group}",
-            lane=Lane.LOOK_UP,
-            level=logging.DEBUG,
-            limit_s=LOOK_UP_S,
-        )
-        self._writer.submit(
-            write, partial(self._answered, owner, versions[0]), partial(self._failed, owner, versions[1:])
-        )
+        path = owner._replace(api_version=versions[0]).path
+        self._get(path, owner, partial(self._answered, owner, versions[0]), partial(self._failed, owner, versions[1:]))
+
+    def _get(
+        self, path: str, owner: Owner, answered: Callable[[bytes], None], failed: Callable[[Exception], None]
+    ) -> None:
+        about, lane = f"{owner.namespace}/{owner.group}", Lane.LOOK_UP
+        write = Write(verb="GET", path=path, about=about, lane=lane, level=logging.DEBUG, limit_s=LOOK_UP_S)
+        self._writer.submit(write, answered, failed)
 
     def _answered(self, owner: Owner, version: str, answer: bytes) -> None:
+        size = gang_size(owner, answer, self._counted(owner.namespace))
         if owner.is_native:
             self._native_versions = (version, *(one for one in NATIVE_VERSIONS if one != version))
-        self._settle(owner, gang_size(owner, answer, self._counted(owner.namespace)))
+        if owner.is_native and version == NATIVE_VERSIONS[0]:
+            if (job := job_of_group(owner, answer)) is not None:
+                self._get(job.path, owner, partial(self._job_answered, owner, job), partial(self._failed, owner, ()))
+                return
+            size = _at_least(size, self._gated(owner))
+        self._settle(owner, size)
+
+    def _job_answered(self, owner: Owner, job: Owner, answer: bytes) -> None:
+        """Let all pods of the Job of a PodGroup start together."""
+        size = gang_size(job, answer, self._counted(owner.namespace))
+        self._settle(owner, _at_least(size, size.labelled))
+
+    def _gated(self, owner: Owner) -> int:
+        """Return how many pods of the owner wait, of those that exist."""
+        known = (self._pods.get(uid) for uid in self._joined.get(owner, ()))
+        return sum(pod is None or pod.stage is Stage.WAITING for pod in known)
 
     def _failed(self, owner: Owner, other_versions: tuple[str, ...], error: Exception) -> None:
         """Plan the pods one by one if the API server refuses to show the owner; retry if it was unavailable."""
@@ -204,6 +221,10 @@ class Gangs:
     def _note_all_read(self) -> None:
         if not self._waiting:
             self._all_read.set()
+
+
+def _at_least(size: GangSize, pods: int) -> GangSize:
+    return size._replace(pods=max(size.pods, pods), labelled=max(size.labelled, pods))
 
 
 def _differs(pod: PodView, answer: GangSize) -> bool:

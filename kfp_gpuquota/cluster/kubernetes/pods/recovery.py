@@ -106,7 +106,9 @@ def start_problem(pod: PodView) -> str:
         return f"scheduling gate {pod.other_gate} of another controller is still on it"
     if pod.start_failure:
         return pod.start_failure
-    return f"scheduler {pod.scheduler or 'kube-scheduler'} has not bound it"
+    name = pod.owner.name if pod.owner is not None and pod.owner.is_native else ""
+    group = f"; it binds no pod of PodGroup {name} while another one waits for quota" if name else ""
+    return f"scheduler {pod.scheduler or 'kube-scheduler'} has not bound it{group}"
 
 
 def problem_of(pod: PodView) -> str:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 MAIN: Final = "main"
+CLAIM: Final = "gpuquota-gpus"
 REQUEST_ID: Final = f"{labels.GROUP}/request-id"
 CANCELLED: Final = "gpuquota-cancel"
 """The holder of the lease of a job that its user has cancelled."""
@@ -84,6 +85,8 @@ def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease 
         raise InvalidFieldError(
             "gpus", 0, "on Kubernetes work without GPUs needs no quota", hint="use a Job: kubectl create job"
         )
+    if spec.resource_claim_template:
+        template = _with_claim(template, spec.resource_claim_template)
     asked: Json = {**as_written(spec), "template": template}
     if lease is not None:
         asked["lease"] = job_lease(lease, now)
@@ -161,6 +164,17 @@ def profile_of(stored: GpuQuota) -> str:
     )
 
 
+def _with_claim(template: Json, name: str) -> Json:
+    """Return the pod template whose first container uses a claim of the ResourceClaimTemplate."""
+    pod = template["spec"]
+    main, *others = pod["containers"]
+    resources = main.get("resources") or {}
+    claims = [*(resources.get("claims") or []), {"name": CLAIM}]
+    main = {**main, "resources": {**resources, "claims": claims}}
+    claimed = [*(pod.get("resourceClaims") or []), {"name": CLAIM, "resourceClaimTemplateName": name}]
+    return {**template, "spec": {**pod, "containers": [main, *others], "resourceClaims": claimed}}
+
+
 def _quantities(cpu: float | None, memory_mib: int | None) -> dict[str, str]:
     given = {"cpu": None if cpu is None else str(cpu), "memory": None if memory_mib is None else f"{memory_mib}Mi"}
     return {name: quantity for name, quantity in given.items() if quantity is not None}
@@ -194,7 +208,8 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     """Return the job with its pods as workers. Raises InvalidFieldError for an invalid one."""
     status = stored.status
     ranks = {index: rank for rank, index in enumerate(status.ranks)}
-    known = (worker_of(pod, stored.metadata.uid) for pod in pods)
+    each = status.gpus / max(1, status.workers)
+    known = (worker_of(pod, stored.metadata.uid, each) for pod in pods)
     workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
     found, spec = status_of_object(stored), plain_job(job_spec_of(stored))
     longest = status.default_runtime_seconds if spec.max_runtime_s is None else spec.max_runtime_s
@@ -237,8 +252,8 @@ def _trouble(status: ElasticJobStatus) -> Reason | None:
     return Reason(code=ReasonCode.PODS_NOT_READY, message=message) if message else None
 
 
-def worker_of(pod: Pod, job_uid: str) -> Worker:
-    """Return the worker of a job's pod; its id is the pod's name."""
+def worker_of(pod: Pod, job_uid: str, other_gpus: float = 0.0) -> Worker:
+    """Return the worker of a job's pod; its id is the pod's name. `other_gpus` as in Worker, of one that has such."""
     notes = pod.metadata.annotations or {}
     phase = _PHASES.get(pod.status.phase, WorkerPhase.GONE)
     if phase is not WorkerPhase.GONE and pod.metadata.deletion_timestamp is not None:
@@ -251,6 +266,7 @@ def worker_of(pod: Pod, job_uid: str) -> Worker:
         index=int(index) if index.isdecimal() else 0,
         node=pod.spec.node_name,
         devices=tuple(int(part) for part in notes.get(labels.DEVICES, "").split(",") if part.isdecimal()),
+        other_gpus=other_gpus if labels.GPU_WEIGHTS in notes else 0.0,
         phase=phase,
         started_at=seconds(pod.metadata.creation_timestamp) or 0.0,
         exit_code=ended.exit_code if ended else None,

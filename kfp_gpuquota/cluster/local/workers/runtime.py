@@ -125,6 +125,9 @@ class LocalRuntime:
         """Raise InvalidFieldError for a limit that cannot be enforced, or a directory that a job could not start in."""
         refuse_limits(spec, self._cgroups.unavailable)
         check_no_runtime_env(spec.runtime_env, instead="install what the job needs on this machine")
+        if spec.resource_claim_template:
+            why = "only Kubernetes has ResourceClaimTemplates; leave it out"
+            raise InvalidFieldError("resource_claim_template", spec.resource_claim_template, why)
         if self._shared:
             refuse_shares(spec)
         directory = spec.working_directory

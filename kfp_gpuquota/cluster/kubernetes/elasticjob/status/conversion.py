@@ -9,7 +9,8 @@ import msgspec
 
 from kfp_gpuquota.api import ExpectedStart, Phase, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
+from kfp_gpuquota.api.resources import counted_amounts, other_gpus_of
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of, uncounted
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of, worker_id
@@ -30,7 +31,9 @@ from kfp_gpuquota.engine.records import AwaitedJob, Intent, JobRecord, WorkerRec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.api.affinity import NodeTerm
+    from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import CountedOf
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
@@ -39,15 +42,16 @@ def record_of(
     job: ElasticJob,
     requests: Mapping[str, Any] | None = None,
     volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
+    counted: CountedOf = uncounted,
 ) -> JobRecord:
-    """Return the record of a job's object, with its namespace's default `requests` and its volumes' nodes.
+    """Return the record of a job's object, with its namespace's default `requests`, its volumes' nodes, and its claims.
 
     Raises InvalidFieldError for an invalid specification.
     """
     meta, status, found = job.metadata, job.status, status_of_object(job)
     return JobRecord(
         uid=meta.uid,
-        spec=job_spec_of(job, requests, volume_terms),
+        spec=job_spec_of(job, requests, volume_terms, counted),
         status=msgspec.structs.replace(
             found,
             reason=found.reason if status.reason else None,  # else it is why the specification was refused
@@ -82,9 +86,16 @@ def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
 
 
 def worker_record(
-    pod: PodView, held: tuple[str, tuple[int, ...]], share: float, before: WorkerRecord | None, now: float
+    pod: PodView,
+    held: tuple[str, tuple[int, ...]],
+    share: float,
+    before: WorkerRecord | None,
+    now: float,
+    spec: JobSpec,
 ) -> WorkerRecord:
-    """Return the record of a worker's pod; `before` is the previous one. A pod that is being deleted was released.
+    """Return the record of a worker's pod; `before` is the previous one, `spec` that of its job.
+
+    A pod that is being deleted was released.
 
     `held` are the node and the devices that it holds at present.
     """
@@ -96,6 +107,7 @@ def worker_record(
         node=node,
         devices=devices,
         share=share,
+        other_gpus=other_gpus_of(spec),
         started_at=pod.created,
     )
     known = before.worker if before is not None else worker
@@ -198,6 +210,7 @@ def status_of(
         ran_seconds=round(record.ran_s, 1),
         training_gpus=record.size,
         ranks=tuple(map(index_of, record.members)),
+        counted_resources=counted_amounts(record.spec) or None,
         resizes=size_changes(status.resizes),
         spent_seconds=status.spent,
         counted_until=_exact(status.counted_until),

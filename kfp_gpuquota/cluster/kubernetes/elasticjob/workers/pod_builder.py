@@ -19,10 +19,12 @@ import msgspec
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS, as_annotations
 from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.convert.owners import INDEX_ANNOTATION, JOB_LABEL, JOBSET_UID_LABEL
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
 from kfp_gpuquota.cluster.kubernetes.convert.requests import PREFERRED, REQUIRED, node_term, outside_pools, preference
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import weights_text
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Pod, PodSpec
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
+    from kfp_gpuquota.api.resources import Resources as Amounts
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.engine.records import JobRecord
@@ -121,7 +124,7 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
         container["resources"] = _without_devices(container.get("resources") or {})
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     main["env"] = _environment(main.get("env") or [], job, record, worker, settings)
-    if not record.spec.shared:
+    if not record.spec.shared and not _weights(record):
         main["resources"] = _resources(main.get("resources") or {}, record.spec.worker_gpus)
     spec.pop("nodeName", None)
     if gates := spec.pop("schedulingGates", None):  # ours would never be taken off
@@ -158,10 +161,16 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
             **as_annotations(record.spec),  # what it holds while it exits, also after its job was deleted
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
+            **({labels.GPU_WEIGHTS: weights_text(weights)} if (weights := _weights(record)) else {}),
             ISTIO_INJECT: "false",
         },
         "ownerReferences": [owner_of(job)],
     }
+
+
+def _weights(record: JobRecord) -> Amounts:
+    """Return the resources that count as GPUs and that each worker has instead of nvidia.com/gpu."""
+    return record.spec.gpu_weights if isinstance(record.spec, CountedJobSpec) else ()
 
 
 def _of_others(given: Body) -> Body:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
+from kfp_gpuquota.api.resources import other_gpus_of
 from kfp_gpuquota.cluster.kubernetes.convert.pod_status import KILLED
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
@@ -97,7 +98,9 @@ class WorkerPodEvents:
         if worker in self._workers.killed and pod.stage is Stage.TERMINATING:
             pod = msgspec.structs.replace(pod, stage=Stage.ASSIGNED)  # its exit is a failure, not a release
         job, state = self._book.jobs[pod.job_uid], self._book.runtime_states[pod.job_uid]
-        after = worker_record(pod, self._held_by(pod, worker), self._share_of(pod), before, self._book.clock())
+        after = worker_record(
+            pod, self._held_by(pod, worker), self._share_of(pod), before, self._book.clock(), job.spec
+        )
         if before is None:
             after = with_rank(after, job.members)
         self._note_trouble(state, worker, pod)
@@ -120,9 +123,9 @@ class WorkerPodEvents:
         held = self._allocator.held(worker)
         if held is None:
             wanted = pod.devices or ()
-            shared = self._book.jobs[pod.job_uid].spec.shared
-            count = max(1, pod.gpus, len(wanted))
-            return pod.node, self._allocator.take(worker, pod.node, count, pod.devices, part=shared)
+            spec = self._book.jobs[pod.job_uid].spec
+            count = 0 if other_gpus_of(spec) else max(1, pod.gpus, len(wanted))
+            return pod.node, self._allocator.take(worker, pod.node, count, pod.devices, part=spec.shared)
         if pod.located in {"", held[0]}:
             return held
         return pod.located, self._allocator.move(worker, pod.located, pod.devices)
@@ -174,8 +177,9 @@ class WorkerPodEvents:
         """
         if known := self._book.workers.get(worker_id(pod.job_uid, pod.index)):
             return known
-        members = self._book.jobs[pod.job_uid].members
-        record = with_rank(worker_record(pod, (pod.node, ()), 1.0, None, self._book.clock()), members)
+        job = self._book.jobs[pod.job_uid]
+        members = job.members
+        record = with_rank(worker_record(pod, (pod.node, ()), 1.0, None, self._book.clock(), job.spec), members)
         if pod.exit_code != 0 or record.released:
             return record
         if members and record.worker.id not in members:
