@@ -5,10 +5,10 @@ fractions, reservations, reclaim and preemption are those of the planner, and th
 in agreement. Rejected: a copy of the state for each play (it takes as long as the play of 1,000 jobs), and a model of
 its own with counts of GPUs (ten times as fast, but wrong wherever a rule was forgotten).
 
-Where many jobs run, a tenth of them ends before the next cycle, and what starts in it starts when its devices became
-free: the order of starts is then that of a moment a little later, the rules stay. Two things are left out: jobs are not
-moved together (consolidation), and no GPUs are lent, for these come back as soon as a waiting job needs them. A stopped
-job continues where it was stopped.
+Where many jobs run, a tenth of them ends before the next cycle, and later up to a third. What starts in it starts when
+its devices became free: the order of starts is then that of a moment a little later, the rules stay. Two things are
+left out: jobs are not moved together (consolidation), and no GPUs are lent, for these come back as soon as a waiting
+job needs them. A stopped job continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ FEW: Final = 50
 """Of so many jobs no two ends share a cycle."""
 LOOKS: Final = 16
 """Between two changes so many cycles wait for time to pass: usage decays without end, and a job may never fit."""
+GROWS: Final = 1.15
+"""By which factor more ends share each further cycle: what is further away is less certain anyway."""
+FEWEST_CYCLES: Final = 3
+"""In which as many jobs end as run, at the most ends of a cycle."""
 HORIZON_S: Final = 30 * 86_400.0
 """What would start later than this is unknown."""
 
@@ -110,7 +114,9 @@ class _Play:
         self._held_by = {host: dict(host.tasks) for host in self._ledger.hosts.values()}
         self._leaving = dict(self._ledger.leaving)
         self._on_hosts = {job: dict(job.hosts) for job in state.jobs.values() if job.hosts}
-        self._cycles, self._waiting, self._batch = cycles, 0, 1
+        self._cycles, self._waiting = cycles, 0
+        self._batch: float = 1
+        self._largest: float = 1
 
     def _copied(self, queue: Queue) -> dict[Shape, list[tuple[OrderKey, Job]]]:
         """Return the jobs of the queue that wait for their start, to be changed in the play."""
@@ -139,6 +145,8 @@ class _Play:
                     at = max(at, end)
             if times:
                 self._start(at, at if self._batch == 1 else (times[0] + times[-1]) / 2)
+                if self._batch > 1:
+                    self._batch = min(self._largest, self._batch * GROWS)
 
     def _shares(self, at: float) -> bool:
         """Return whether the next end is at that time, too; where ends share cycles anyway it does not matter."""
@@ -151,6 +159,7 @@ class _Play:
             queue.waiting = self._copied(queue)
         running = [job for queue in self._ledger.queues.values() for job in queue.running]
         self._batch = max(1, len(running) // self._cycles)
+        self._largest = max(1, len(running) // min(FEWEST_CYCLES, self._cycles))
         for task in list(self._ledger.leaving):
             self._ledger.set(task, Status.PENDING, None)
         for job in running:

@@ -180,7 +180,10 @@ class Queue:
     @property
     def guarantee(self) -> Amount:
         """What it is guaranteed in this cycle: `deserved`, or the part that higher priorities leave of the nodes."""
-        return Amount(*map(min, self.deserved, self.granted))
+        deserved, granted = self.deserved, self.granted
+        if granted is BOUNDLESS:
+            return deserved
+        return Amount(*map(min, deserved, granted))
 
     @property
     def halt(self) -> StopPolicy:

@@ -25,12 +25,21 @@ QueueKey = tuple[bool, Entitlement, int, float, float, float, str, str]
 
 def entitlement(queue: Queue, amount: Amount) -> Entitlement:
     """Return the level of its quota that the queue reaches with `amount` more."""
-    guarantee = queue.guarantee
-    if all(queue.claim(r) + value <= guarantee[r] for r, value in enumerate(amount) if value):
-        return Entitlement.WITHIN_GUARANTEE
-    if all(queue.claim(r) + value <= queue.share[r] for r, value in enumerate(amount) if value):
-        return Entitlement.WITHIN_SHARE
-    return Entitlement.BEYOND
+    held, lent, deserved, granted, share = queue.held, queue.lent, queue.deserved, queue.granted, queue.share
+    reached = Entitlement.WITHIN_GUARANTEE
+    for r, value in enumerate(amount):  # without generators: this is called for every queue after every start
+        if value:
+            claim = held[r] - lent[r] + value
+            if claim > deserved[r] or claim > granted[r]:
+                if claim > share[r]:
+                    return Entitlement.BEYOND
+                reached = Entitlement.WITHIN_SHARE
+    # Beyond the guarantee of one resource all of them must be within the share.
+    if reached is Entitlement.WITHIN_SHARE:
+        for r, value in enumerate(amount):
+            if value and held[r] - lent[r] + value > share[r]:
+                return Entitlement.BEYOND
+    return reached
 
 
 def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
@@ -80,8 +89,10 @@ def queue_key(queue: Queue, amount: Amount) -> QueueKey:
 
 def dominant_share(queue: Queue, amounts: Sequence[float]) -> float:
     """Return the largest ratio of an amount to what the queue keeps of that resource."""
-    largest = 0.0
-    for amount, keep in zip(amounts, queue.keeps, strict=True):
+    largest, keeps = 0.0, queue.keeps
+    for r, amount in enumerate(amounts):
         if amount > 0:
-            largest = max(largest, amount / keep if keep > 0 else UNLIMITED)
+            ratio = amount / keeps[r] if keeps[r] > 0 else UNLIMITED
+            if ratio > largest:
+                largest = ratio
     return largest
