@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,12 @@ from elastic_runtime.sharded import files
 from elastic_runtime.sharded.mode import ShardedReducer
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import Clip, train
-from tests.elastic_runtime.test_sharded import undisturbed
+from tests.elastic_runtime.test_sharded import Alone, check_equal, under_torchrun, undisturbed
 from tests.elastic_runtime.training import Gate, Plan, Points, trained_alone
 from tests.polling import until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 PLAN = Plan(body=train, epochs=2, options={"shard_size": 2})
@@ -44,6 +46,13 @@ def test_every_worker_is_in_one_group_whose_members_hold_no_more_than_they_were_
         group, same = grid.same_group(rank), grid.same_shard(rank)
         assert set(group) & set(same) == {rank}
         assert group[grid.shard_of(rank)] == same[grid.group_of(rank)] == rank
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    found = Alone(tmp_path)
+    yield found
+    found.end()
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +178,18 @@ def test_an_evicted_job_saves_one_copy_and_goes_on_with_any_layout(tmp_path: Pat
         cluster.target(7, 8, 9, 10)
         cluster.wait_for_end(7, 8, 9, 10)
         cluster.check_result(reference)
+
+
+@pytest.mark.slow
+def test_under_torchrun_and_alone_there_are_groups_too(alone: Alone, reference: dict[str, Any]) -> None:
+    alone.gate.limit.value = 10
+    alone.start(PLAN, *under_torchrun(4))
+    alone.wait_until_at(10)
+    alone.processes[1].terminate()
+    assert alone.end() == 4 * [128 + signal.SIGTERM], alone.log()
+    alone.start(PLAN, {})
+    assert alone.end() == [0], alone.log()
+    check_equal(alone.directory, 0, reference)
 
 
 @pytest.mark.slow
