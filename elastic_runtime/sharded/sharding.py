@@ -122,6 +122,10 @@ class Sharding:
         except CollectiveError as error:
             _log.warning("the shards of this worker could not be handed over: %s", error)
 
+    def give_up(self) -> None:
+        """Hold no state until the next generation: what is held is in the middle of a step."""
+        self._held = None
+
     def enter(self, group: Group, number: int) -> bool:
         """Wrap for this group, with the newest state; whether this worker's random streams are to be new ones.
 

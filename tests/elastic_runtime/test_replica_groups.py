@@ -22,9 +22,9 @@ from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.sharded import files
 from elastic_runtime.sharded.mode import ShardedReducer
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.sharded_training import Clip, train
+from tests.elastic_runtime.sharded_training import AT_CLIPPING, Clip, build, save_final, shard, stand_still, train
 from tests.elastic_runtime.test_sharded import Alone, check_equal, under_torchrun, undisturbed
-from tests.elastic_runtime.training import Gate, Plan, Points, trained_alone
+from tests.elastic_runtime.training import Gate, Plan, Points, Record, backpropagate, trained_alone
 from tests.polling import until
 
 if TYPE_CHECKING:
@@ -216,3 +216,52 @@ def test_replica_groups_of_a_model_that_is_not_sharded_are_refused() -> None:
     model = nn.Linear(12, 3)
     with pytest.raises(UsageError, match="of use with shard= only"):
         job.prepare(model, torch.optim.SGD(model.parameters()), DataLoader(Points(8), batch_size=4), shard_size=2)
+
+
+def two_optimizers(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """Each clips before its step; the second and third worker stop between both in step 8."""
+    torch.set_num_threads(1)
+    wrap = None if "sharded" in plan.options else shard
+    job = elastic_runtime.init(global_batch_size=plan.global_batch)
+    model, _, _ = build(plan)
+    first = torch.optim.AdamW(model.enter.parameters(), lr=0.02)
+    second = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("enter")], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(second, step_size=7, gamma=0.9)
+    loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
+    model, (first, second), loader, scheduler = job.prepare(
+        model, [first, second], loader, scheduler, shard=wrap, shard_size=2 if wrap else None
+    )
+    record = Record(job, index, directory, second, dict)
+    for _epoch in job.epochs(plan.epochs):
+        for x, y, indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            record.computes(indices)
+            backpropagate(job, plan, index, model, x, y, indices)
+            job.clip_grad_norm_(model.enter.parameters(), 0.3)
+            first.step()
+            if gate and job.applied and job.step == 8:
+                gate.at[index] = AT_CLIPPING
+                if index in {1, 2}:
+                    stand_still(gate, index)
+            job.clip_grad_norm_([p for group in second.param_groups for p in group["params"]], 0.3)
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+            scheduler.step()
+    save_final(job, index, directory, model, scheduler)
+
+
+def test_a_state_that_one_of_two_optimizers_has_changed_is_not_continued_with(tmp_path: Path) -> None:
+    """All shards are there after the loss, and all of one step, but half of it is applied."""
+    plan = replace(PLAN, body=two_optimizers, options={}, epochs=1)
+    reference = trained_alone(two_optimizers, replace(plan, options={"sharded": ""}), tmp_path / "alone")
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1, 2, 3)
+        cluster.let_go()
+        cluster.wait_until_at(AT_CLIPPING, 0, 1, 2, 3)
+        for victim in ("w1", "w2"):
+            cluster.kill(victim)
+        cluster.wait_for_end(0, 3)
+        cluster.check_result(reference)
+        assert "its shards of the model come from the copies of step 8: 0 steps are repeated" in cluster.logs()
