@@ -13,6 +13,7 @@ and the most of a loss, beside the one that the loss interrupted), recover_s_K (
 first one after it, less a step: median and longest); mirror_mib: host memory of the copies of one worker.
 
 Usage: python benchmarks/sharded_loss.py [--mparams 26] [--workers 3] [--every 1 10] [--losses 50] [--apart]
+                                          [--shard-size 2]
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import elastic_runtime
+from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.sharded import mirror
 from elastic_runtime.sharded.mirror import Mirror
 
@@ -50,11 +52,12 @@ def shard(model: Any, mesh: Any) -> None:
 @dataclass(frozen=True)
 class How:
     """Copies every so many steps; `in_turns`: in every second block of steps only; `apart`: as if each worker were on a
-    node of its own.
+    node of its own; `shard_size`: the workers of a replica group, None: all.
     """
 
     every: int
     apart: bool
+    shard_size: int | None
     in_turns: bool = False
 
     @property
@@ -86,7 +89,7 @@ def train(task: Task, environment: dict[str, str], how: How) -> None:
     job = elastic_runtime.init(global_batch_size=task.global_batch, progress=False)
     model, optimizer = build(task)
     loader: Any = DataLoader(_Noise(task.width), batch_size=task.global_batch)
-    model, optimizer, loader = job.prepare(model, optimizer, loader, shard=shard)
+    model, optimizer, loader = job.prepare(model, optimizer, loader, shard=shard, shard_size=how.shard_size)
     for _epoch in job.epochs(1):
         for x in loader:
             job.backward(model(x).square().mean())
@@ -190,6 +193,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, nargs="+", default=[1, 10], help="steps between two copies")
     parser.add_argument("--pairs", type=int, default=8, help="of blocks of steps with and without copies")
     parser.add_argument("--losses", type=int, default=50, help="for each of --every")
+    parser.add_argument("--shard-size", type=int, help="workers of a replica group (HSDP), which keep own copies only")
     parser.add_argument("--apart", action="store_true", help="send the copies over TCP, as between nodes")
     options = parser.parse_args()
     task = Task(options.mparams, options.batch)
@@ -198,10 +202,11 @@ def main() -> None:
         torch=torch.__version__,
         model=f"{options.mparams:g} M parameters in linear layers, AdamW, {options.batch} samples a step",
         workers=f"{options.workers}, gloo, copies {'sent over TCP' if options.apart else 'mapped'}",
+        groups=f"of {options.shard_size} workers" if options.shard_size else "one",
     )
     result: dict[str, object] = {"mparams": options.mparams, "workers": options.workers, "batch": options.batch}
     for every in options.every:
-        how = How(every, options.apart)
+        how = How(every, options.apart, options.shard_size)
         result |= measure_overhead(task, options.workers, how, options.pairs) if options.pairs else {}
         losses = measure_losses(task, options.workers, how, options.losses) if options.losses else []
         if not losses:
@@ -212,8 +217,8 @@ def main() -> None:
             f"repeated_{every}": [round(statistics.mean(repeated), 2), max(repeated)],
             f"recover_s_{every}": [round(statistics.median(pauses), 2), round(max(pauses), 2)],
         }
-    state_mib = 3 * options.mparams * 4e6 / options.workers / 2**20
-    print_result(**result, losses=options.losses, mirror_mib=round(4 * state_mib), load=round(os.getloadavg()[0], 1))
+    copies = mirror.needed(int(options.mparams * 4e6), Grid.of(options.workers, options.shard_size))
+    print_result(**result, losses=options.losses, mirror_mib=copies >> 20, load=round(os.getloadavg()[0], 1))
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ class Job(JobCollectives):
         *,
         scaler: torch.amp.GradScaler | None = None,
         shard: ShardFunction | None = None,
+        shard_size: int | None = None,
     ) -> tuple[Any, ...]:
         """Make the objects elastic, and return them in the same order: (model, optimizer, loader[, scheduler]).
 
@@ -147,8 +148,12 @@ class Job(JobCollectives):
         give a batch in each of its iterations. UsageError where one of them cannot be used.
 
         `shard(model, mesh)` wraps the model by `fully_shard` (FSDP2) for a mesh of all workers; it is called again at
-        each change of size. The model given is the plain one, and the optimizers are made of its parameters.
+        each change of size. The model given is the plain one, and the optimizers are made of its parameters. With
+        `shard_size=S` each S workers hold one copy of the model (HSDP), and the mesh has two dimensions: the copies,
+        and the shards of one.
         """
+        if shard_size is not None and shard is None:
+            raise UsageError("shard_size= is of use with shard= only: give prepare the function that calls fully_shard")
         if self._session is not None:
             raise LoopError("prepare was called twice; make one job for each training")
         optimizers, schedulers = _several(optimizer), _several(scheduler)
@@ -169,7 +174,7 @@ class Job(JobCollectives):
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)
         builder = JobBuilder(self._options, self._member, self._environment.memory_dir)
         if shard is not None:
-            session, plan = builder.sharded(state, models, shard, scaler)
+            session, plan = builder.sharded(state, models, shard, shard_size, scaler)
         else:
             session, plan = builder.session(state, scaler)
         session.loader = builder.loader(loaders, session, batch, plan, state)

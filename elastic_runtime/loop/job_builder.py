@@ -56,18 +56,26 @@ class JobBuilder:
         return self._of(state, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
 
     def sharded(
-        self, state: TrainingState, models: list[Any], shard: ShardFunction, scaler: torch.amp.GradScaler | None
+        self,
+        state: TrainingState,
+        models: list[Any],
+        shard: ShardFunction,
+        shard_size: int | None,
+        scaler: torch.amp.GradScaler | None,
     ) -> tuple[Session, Plan]:
-        """Return the same for sharded models. Raises SettingsError for options that they do not support."""
+        """Return the same for sharded models, in replica groups of `shard_size` workers.
+
+        Raises SettingsError for options that they do not support.
+        """
         from elastic_runtime.sharded.mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
         from elastic_runtime.sharded.wrap import Wrapping  # noqa: PLC0415
 
         options = self._options
-        options.check_sharded(scaled=scaler is not None)
+        options.check_sharded(shard_size, scaled=scaler is not None)
         optimizers = {name: part for name, part in state.parts if isinstance(part, torch.optim.Optimizer)}
         wrapping = Wrapping(state.model, list(map(uncompiled, models)), optimizers, shard)
         sharding = self._member.shard(
-            state, wrapping, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
+            state, wrapping, shard_size, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
         )
         mode = ShardedMode(sharding, FollowedBuffers([state.model]), self._member.streams)
         state.kept_gradients = KeptGradients(mode.reducer, lambda: wrapping.parameters().items())

@@ -22,9 +22,10 @@ from elastic_runtime.membership import torchrun
 from elastic_runtime.membership.coordinator_client import Coordinator, EventOutbox
 from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
 from elastic_runtime.membership.pair_authentication import raise_open_files
-from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group
+from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group, Inner
 from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.process.preemption import TERMINATED, Preemption, StableState
 from elastic_runtime.process.process_exit import leave
 from elastic_runtime.process.progress_bar import Progress
@@ -169,11 +170,14 @@ class Member:
         if self._coordinator:
             self._coordinator.close()
 
-    def shard(self, state: TrainingState, wrapping: Wrapping, *, every_s: float, keep: int) -> Sharding:
-        """Hold the state in shards from now on."""
+    def shard(
+        self, state: TrainingState, wrapping: Wrapping, shard_size: int | None, *, every_s: float, keep: int
+    ) -> Sharding:
+        """Hold the state in shards from now on. `shard_size`: the workers of a replica group; None: all are one."""
         from elastic_runtime.sharded.mirror import Mirror  # noqa: PLC0415
         from elastic_runtime.sharded.sharding import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
 
+        self._generations.shard_size = shard_size
         directory = self._environment.checkpoint_dir
         if directory and self._preemption is None:
             self._preemption = Preemption(self._on_preempted)
@@ -279,12 +283,25 @@ class Member:
                 else:
                     torchrun.init_alone(_backend())
         assert dist.group.WORLD is not None
-        group = Group(dist.group.WORLD, rank, size, self._generations.interrupt)
+        group = Group(dist.group.WORLD, rank, size, self._generations.interrupt, inner=self._static_inner(rank, size))
         members = tuple(f"rank{other}" for other in range(size))
         generation = Generation(1, members, group)
         if rank == 0 and not self.sharding:
             self._holds_state = self._checkpoints.load(state)
         self._adopt(state, generation, received=self._exchange(group, 1, state), publish=False)
+
+    def _static_inner(self, rank: int, size: int) -> Inner | None:
+        """Connect the replica groups of torchrun's ranks, if there are any."""
+        wanted, interrupt = self._generations.shard_size, self._generations.interrupt
+        if wanted is None:
+            return None
+        grid = Grid.of(size, wanted)
+        shards, replicas = torchrun.inner_groups(grid, rank)
+        return Inner(
+            grid,
+            Group(shards, grid.shard_of(rank), grid.shards, interrupt),
+            Group(replicas, grid.group_of(rank), grid.groups, interrupt),
+        )
 
     def switch_to(self, generation: Generation, state: TrainingState) -> None:
         """Make the switch that all members agreed on."""

@@ -57,8 +57,14 @@ class TrainingOptions:
             )
         check_shards(global_batch, self.shards, self.max_batch_per_gpu)
 
-    def check_sharded(self, *, scaled: bool) -> None:
+    def check_sharded(self, shard_size: int | None, *, scaled: bool) -> None:
         """Raise SettingsError for what does not go together with shard=. `scaled`: a GradScaler was given."""
+        valid = shard_size is None or (isinstance(shard_size, int) and not isinstance(shard_size, bool))
+        if not valid or (shard_size is not None and shard_size < 1):
+            raise SettingsError(
+                f"shard_size is {shard_size!r}, but it must be a whole number from 1 up: the number of workers that "
+                "hold one copy of the model together; leave it out to share one copy among all"
+            )
         if self.exact:
             raise SettingsError(
                 "reduction='exact' and shard= exclude each other, for FSDP adds up gradients in its own order; leave "

@@ -403,6 +403,8 @@ class Session(StepCalls):
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Return to the step's beginning, and continue with the workers that are left."""
+        if self._step.state is StepState.APPLIED and self._member.sharding:
+            self._member.sharding.give_up()  # one of several optimizers has acted
         self._step.revert()
         self._step.agreed, self._state.awaited = None, False
         before, micro = self.position, self._step.micro

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from elastic_runtime.membership import background
 from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
-from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group, Interrupt
+from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group, Inner, Interrupt
+from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.torch_internals import build_group, build_second_connections
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Generations:
         self._secret = secret or Secret()
         self.interrupt = Interrupt()
         self.adopted: Generation | None = None
+        self.shard_size: int | None = None  # of the replica groups of a sharded training; None: it has no such groups
         self._make_store, self._send, self._publish, self._backend = make_store, send, publish, backend
         self._order = Order("Stay")
         self._entering = 0
@@ -160,10 +162,11 @@ class Generations:
             second = build_second_connections(store, rank, size, COLLECTIVE_TIMEOUT)
             suspect = partial(check_users, before) if self._secret.local else None
             prove((group, second), rank, size, order.generation, self._secret.key(), suspect)
+            inner = self._connect_inner(store, rank, size, order.generation, suspect)
         except Exception as error:  # noqa: BLE001  (a build that failed without an event would be waited for without end)
             self._give_up(order.generation, error)
             return
-        connected = Group(group, rank, size, self.interrupt, second, store=store)
+        connected = Group(group, rank, size, self.interrupt, second, store=store, inner=inner)
         with self._changed:
             in_time = order.generation in self._building
             if in_time:
@@ -176,6 +179,24 @@ class Generations:
             self._send("GenerationPrepared", generation=order.generation)
         else:
             connected.close_soon()
+
+    def _connect_inner(
+        self, store: Store, rank: int, size: int, number: int, suspect: Callable[[], None] | None
+    ) -> Inner | None:
+        """Connect the replica groups of generation `number`, if there are any."""
+        if self.shard_size is None:
+            return None
+        grid = Grid.of(size, self.shard_size)
+        shards = (f"group{grid.group_of(rank)}", grid.same_group(rank))
+        replicas = (f"shard{grid.shard_of(rank)}", grid.same_shard(rank))
+        found = []
+        for kind, ranks in (shards, replicas):
+            own, count = ranks.index(rank), len(ranks)
+            name = f"elastic-{number}-{kind}"
+            group = build_group(store, own, count, name, self._backend(), COLLECTIVE_TIMEOUT)
+            prove((group,), own, count, number, self._secret.key(), suspect, f"{kind}-")
+            found.append(Group(group, own, count, self.interrupt))
+        return Inner(grid, *found)
 
     def _give_up(self, number: int, error: Exception) -> None:
         """Report that a generation could not be built, unless it was, or that is known. It is never tried again."""

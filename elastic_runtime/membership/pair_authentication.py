@@ -55,16 +55,18 @@ def prove(
     generation: int,
     key: bytes,
     suspect: Callable[[], None] | None = None,
+    name: str = "",
 ) -> None:
     """Return once all peers have proved that they hold the key. CollectiveError where one has not.
 
-    `suspect` is called once if proofs are missing after `PATIENCE_S`; it raises where waiting longer is useless.
+    `name`: of these connections, in the proofs. `suspect` is called once if proofs are missing after `PATIENCE_S`; it
+    raises where waiting longer is useless.
     """
     proved: Future[None] = Future()
 
     def run() -> None:
         try:
-            _prove(connections, rank, size, generation, key)
+            _prove(connections, rank, size, generation, key, name)
         except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)
             proved.set_exception(error)
         else:
@@ -79,9 +81,12 @@ def prove(
         proved.result()
 
 
-def _prove(connections: Sequence[dist.ProcessGroup], rank: int, size: int, generation: int, key: bytes) -> None:
+def _prove(
+    connections: Sequence[dist.ProcessGroup], rank: int, size: int, generation: int, key: bytes, name: str
+) -> None:
     peers = [peer for peer in range(size) if peer != rank]
-    rounds = [_Round(group, number, rank, peers, generation, key) for number, group in enumerate(connections)]
+    contexts = [f"elastic pair {generation} {name}{number}" for number in range(len(connections))]
+    rounds = [_Round(group, context, rank, peers, key) for group, context in zip(connections, contexts, strict=True)]
     try:
         for each in rounds:
             each.challenge()
@@ -96,11 +101,9 @@ def _prove(connections: Sequence[dist.ProcessGroup], rank: int, size: int, gener
 class _Round:
     """One connection to each peer."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, number: int, rank: int, peers: list[int], generation: int, key: bytes
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, context: str, rank: int, peers: list[int], key: bytes) -> None:
         self._group, self._rank, self._peers, self._key = group, rank, peers, key
-        self._context = f"elastic pair {generation} {number}".encode()
+        self._context = context.encode()
         self._own = {peer: _tensor(secrets.token_bytes(_BYTES)) for peer in peers}
 
     def challenge(self) -> None:

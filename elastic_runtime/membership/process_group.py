@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.membership import background
 from elastic_runtime.membership.pickled_objects import Exchange
-from elastic_runtime.torch_internals import all_gather_flat, drop_group, make_default, reduce_scatter_flat
+from elastic_runtime.plan.replica_groups import Grid
+from elastic_runtime.torch_internals import (
+    all_gather_flat,
+    drop_group,
+    make_default,
+    name_group,
+    reduce_scatter_flat,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,13 +111,25 @@ class Transfer:
             self.ended.set()
 
 
+@dataclass(frozen=True)
+class Inner:
+    """The connections of one rank where the generation is divided into replica groups. `shards`: to the others of its
+    group; `replicas`: to those that hold the same part in other groups.
+    """
+
+    grid: Grid
+    shards: Group
+    replicas: Group
+
+
 class Group:
     """The members of one generation, connected. `rank` and `size` are those of `torch.distributed` once published.
 
     `second`: further connections between the same members, which share what is sent from one to another: a single TCP
     stream moves about half of what two do. `polls`: how its works are waited for, by default by whether there is CUDA:
     NCCL takes a wait with a time limit for the operation's own, and aborts the communicator when it is over.
-    `store`: the generation's at the coordinator, for what must not be read from a peer.
+    `store`: the generation's at the coordinator, for what must not be read from a peer. `inner`: connections within
+    the replica groups of a sharded training and between them.
     """
 
     def __init__(
@@ -122,12 +142,28 @@ class Group:
         *,
         polls: bool | None = None,
         store: Store | None = None,
+        inner: Inner | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._store, self._exchange = store, Exchange(store, rank)
-        self._group, self._interrupt = group, interrupt
+        self._group, self._interrupt, self.inner = group, interrupt, inner
         self._lanes = (group, second or group)
         self._polls = torch.cuda.is_available() if polls is None else polls
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        """Return torch's group of these ranks."""
+        return self._group
+
+    @property
+    def grid(self) -> Grid:
+        """Return the division into replica groups; one group of all where there is no other one."""
+        return self.inner.grid if self.inner else Grid(self.size, self.size)
+
+    @property
+    def shards(self) -> Group:
+        """Return this rank's replica group, the members of which share one copy of the state."""
+        return self.inner.shards if self.inner else self
 
     def leave(self, content: bytes, to: int | None) -> str:
         """Leave bytes with the coordinator for one rank (None: for all); returns where. StateError, CollectiveError."""
@@ -162,6 +198,9 @@ class Group:
     def publish(self) -> None:
         """Make it torch's default group."""
         make_default(self._group)
+        if self.inner:
+            name_group(self.inner.shards.torch_group, self.grid.same_group(self.rank))
+            name_group(self.inner.replicas.torch_group, self.grid.same_shard(self.rank))
 
     def close_soon(self, after_s: float = 0.0) -> None:
         """Close it in the background, where it costs some tens of milliseconds of a core."""
@@ -172,6 +211,8 @@ class Group:
         drop_group(group)
         if second is not group:
             second.shutdown()
+        for part in (self.inner.shards, self.inner.replicas) if self.inner else ():
+            part.close_soon()
 
     def __del__(self) -> None:
         """Destroy the group in another thread: gloo's destructor waits for transfers to peers that may hang."""
@@ -236,11 +277,16 @@ class Group:
         self.wait([self.all_to_all(received, whole, parts, parts)])
         torch.sum(received.view(self.size, -1), 0, out=part)
 
-    def mesh(self, device: str, name: str) -> DeviceMesh:
-        """The one-dimensional mesh of its ranks, once it is published. No two may have one name: torch keeps what it
-        has learned about tensors of one mesh for every equal one.
+    def mesh(self, device: str, name: str, replicas: dist.ProcessGroup | None = None) -> DeviceMesh:
+        """The mesh of its ranks, once it is published: of one dimension, or of two where there are replica groups,
+        between which `replicas` sums, by default torch's group. No two may have one name: torch keeps what it has
+        learned about tensors of one mesh for every equal one.
         """
-        return DeviceMesh.from_group(self._group, device, mesh_dim_names=(name,))
+        if self.inner is None:
+            return DeviceMesh.from_group(self._group, device, mesh_dim_names=(name,))
+        groups = [replicas or self.inner.replicas.torch_group, self.inner.shards.torch_group]
+        ranks = torch.arange(self.size).view(-1, self.grid.shards)
+        return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=(f"{name}replicate", f"{name}shard"))
 
     def barrier(self) -> None:
         """Until all are here."""

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -20,6 +20,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from elastic_runtime.errors import RunError
 
 if TYPE_CHECKING:
+    from elastic_runtime.plan.replica_groups import Grid
     from elastic_runtime.torch_internals import Store
 
 MEETING_S = 300.0
@@ -47,6 +48,15 @@ def init_process_group(backend: str, rank: int, size: int, timeout: timedelta) -
 def init_alone(backend: str) -> None:
     """torch's default group of this process alone, which a mesh needs."""
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def inner_groups(grid: Grid, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return this rank's replica group, and the group of the ranks that hold the same part; all ranks call this."""
+    groups = [list(range(first, first + grid.shards)) for first in range(0, grid.ranks, grid.shards)]
+    replicas = [grid.same_shard(shard) for shard in range(grid.shards)]
+    of_shards = [dist.new_group(ranks) for ranks in groups][grid.group_of(rank)]
+    of_replicas = [dist.new_group(ranks) for ranks in replicas][grid.shard_of(rank)]
+    return cast("dist.ProcessGroup", of_shards), cast("dist.ProcessGroup", of_replicas)
 
 
 def agree_on_round(store: Store, rank: int, size: int) -> str:

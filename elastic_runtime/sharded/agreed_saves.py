@@ -58,8 +58,10 @@ class AgreedSaves:
 
     def save_if_agreed(self) -> None:
         """Between two steps: write this rank's parts if all workers agreed."""
-        self._checkpoints.prepare(self._capture)
         number, self._number = self._number, 0
+        if not self._writes:
+            return
+        self._checkpoints.prepare(self._capture)
         if number:
             self._checkpoints.save_soon(self._saved(number), self._group().rank, self._capture)
 
@@ -71,7 +73,8 @@ class AgreedSaves:
         except CollectiveError as error:
             _log.warning("the steps since the last checkpoint are lost with a worker: %s", error)
             return
-        self._checkpoints.save_now(self._saved(number), group.rank, self._capture)
+        if self._writes:
+            self._checkpoints.save_now(self._saved(number), group.rank, self._capture)
 
     def save_in_time(
         self,
@@ -85,6 +88,8 @@ class AgreedSaves:
         """
 
         def save() -> None:
+            if not self._writes:
+                return
             step, rank = self._state.position.step, self._group().rank
             if step != self._saved_in_time:
                 self._saved_in_time = step
@@ -93,5 +98,11 @@ class AgreedSaves:
 
         standing_still(save)
 
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank is in the first replica group, which writes for all."""
+        group = self._group()
+        return group.grid.group_of(group.rank) == 0
+
     def _saved(self, number: int) -> Saved:
-        return Saved(self._state.position.step, number, self._group().size)
+        return Saved(self._state.position.step, number, self._group().grid.shards)

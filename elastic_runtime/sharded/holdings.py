@@ -23,6 +23,7 @@ class Holding:
     number: int  # the generation whose layout its parts have; 0: it holds none
     old: int  # its rank there; -1: none
     ranks: int  # the number of ranks there
+    shards: int  # the number of parts there: less than ranks with replica groups
     bridged: int  # whether that generation's group is complete, so that leaving workers send their parts
     whole: int  # whether it has no trained state, but the initial model
     began: int  # whether it has trained
@@ -50,7 +51,8 @@ def complete(holdings: list[Holding], held: list[int]) -> bool:
     holders = [each for each, old in zip(holdings, held, strict=True) if old >= 0]
     if not holders or len({each.step for each in holders}) > 1:
         return False
-    return len(holders) == holders[0].ranks or all(each.bridged for each in holders)
+    parts = {each.old % each.shards for each in holders}
+    return len(parts) == holders[0].shards or all(each.bridged for each in holders)
 
 
 def round_of(holdings: list[Holding]) -> int:

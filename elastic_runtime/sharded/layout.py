@@ -93,9 +93,9 @@ def _cuts(tensors: Sequence[Sharded], limit: int) -> Iterator[Cut]:
 
 
 def providers(old_size: int, held: Sequence[int]) -> list[list[int]]:
-    """Return which old ranks' parts each new rank forwards; `held[r]`: the old rank of new rank r, -1: none.
+    """Return which of `old_size` parts each new rank provides; `held[r]`: the one that new rank r has, -1: none.
 
-    The parts of old ranks that leave are forwarded by the ranks that stay, in turn.
+    Parts that only leaving workers have are forwarded by the ranks that stay, in turn.
     """
     found = [[old] if old >= 0 else [] for old in held]
     stayers = [rank for rank, old in enumerate(held) if old >= 0]

@@ -16,6 +16,10 @@ the script was in the middle of, so they are of use in that round of work only.
 A worker and the one that mirrors it are on different nodes where no node has more than half of the workers. Where both
 are lost, the training returns to its last checkpoint. Memory: two copies of two workers' parts.
 
+With several replica groups nothing is sent: others have the same part. If a worker is lost in the middle of a step, the
+others have all parts of the step's beginning; the own copies are for a loss after which some of them have applied the
+step and others have not.
+
 Within one node the mirror maps the memory of the copy itself, which stays when its worker is killed, and only its
 address is sent. The owner may overwrite it before the mirror has read that, but only the older of two copies, and its
 version is in the memory too: one that a worker was killed in counts for nothing.
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from elastic_runtime.membership.process_group import Group, Transfer
+    from elastic_runtime.plan.replica_groups import Grid
     from elastic_runtime.sharded.layout import Sharded
 
 SLOTS = 2
@@ -56,12 +61,12 @@ _ALIGNMENT = 64
 
 class Copied(NamedTuple):
     """One slot: the parts that a worker holds of a step's beginning, or of that of a `round` of work beside the
-    training (-1: of a step). Of ranks `own` and `ward`; -1: of none.
+    training (-1: of a step): the parts numbered `own` and `ward` of `shards`; -1: none.
     """
 
     step: int = -1
     generation: int = 0
-    ranks: int = 0
+    shards: int = 0
     round: int = -1
     own: int = -1
     ward: int = -1
@@ -74,8 +79,8 @@ class Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The copies from which a state is restored: `held[r]` is the own old rank of new rank r (-1: none), `provided[r]`
-    the old ranks whose parts it provides.
+    """The copies from which a state is restored: `held[r]` is the number of new rank r's own old part (-1: none),
+    `provided[r]` the old parts that it provides.
     """
 
     copied: Copied
@@ -84,7 +89,7 @@ class Source:
 
 
 def choose(table: Sequence[Sequence[Copied]], current_round: int) -> Source | None:
-    """Return the newest step of which every old rank's part is held by one of these workers, or None.
+    """Return the newest step of which every part is held by one of these workers, or None.
 
     `current_round`: in which all of them are; -1: in none.
     """
@@ -94,7 +99,7 @@ def choose(table: Sequence[Sequence[Copied]], current_round: int) -> Source | No
         owners = {each.own: rank for rank, each in enumerate(rows) if each.own >= 0}
         wards = {each.ward: rank for rank, each in enumerate(rows) if each.ward >= 0}
         providers = wards | owners
-        if len(providers) == Copied(*version).ranks:
+        if len(providers) == Copied(*version).shards:
             provided: list[list[int]] = [[] for _ in rows]
             for old, rank in sorted(providers.items()):
                 provided[rank].append(old)
@@ -148,11 +153,12 @@ class _Slot:
     of_ward: Segment | None = None
     transfer: Transfer | None = None
     arrival: _Arrival | None = None
+    alone: bool = False  # there is no ward: other replica groups have the same parts
 
     @property
     def is_whole(self) -> bool:
         """Whether the ward's part has arrived, and the own one at the rank that mirrors it."""
-        return self.copied.ward >= 0 and self.transfer is None
+        return (self.copied.ward >= 0 or (self.alone and self.copied.own >= 0)) and self.transfer is None
 
     @property
     def held(self) -> Copied:
@@ -196,7 +202,8 @@ class Mirror:
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._group: Group | None = None
         self._number = 0
-        self._to = self._ward = -1
+        self._to, self._ward = -1, -1
+        self._own, self._shards = 0, 1  # the number of the own part, and of all parts
         self._kinds: list[Sharded] = []
         self._layouts = (_Layout([], 0, 1),) * 2  # of the own shards of these kinds, and of the ward's
         self._mapped = (False, False)  # whether the own memory is mapped by another worker, and the ward's here
@@ -240,10 +247,11 @@ class Mirror:
         self, group: Group, number: int, to: Sequence[int], every: int, mapped: Sequence[bool] | None = None
     ) -> None:
         """Make copies among the members of this generation from now on, all in the same steps. Rank r is mirrored by
-        rank `to[r]`, which maps its memory if `mapped[r]`.
+        rank `to[r]`, which maps its memory if `mapped[r]`; without any the copies are this worker's own.
         """
         self._group, self._number, self._every = group, number, every
-        self._to, self._ward = to[group.rank], to.index(group.rank)
+        self._own, self._shards = group.grid.shard_of(group.rank), group.grid.shards
+        self._to, self._ward = (to[group.rank], to.index(group.rank)) if to else (-1, -1)
         self._mapped = (mapped[group.rank], mapped[self._ward]) if mapped else (False, False)
         self._kinds, self._segments = [], {}
 
@@ -289,21 +297,26 @@ class Mirror:
 
     def _copy(self, step: int, number: int, parts: Parts, group: Group) -> None:
         slot = min(self._slots, key=lambda slot: (slot.is_whole, slot.copied))
-        rank, ranks, kinds = group.rank, group.size, parts.sharded
+        kinds, alone = parts.sharded, self._ward < 0
         if kinds != self._kinds:
             self._kinds = kinds
-            self._layouts = (_Layout(kinds, rank, ranks), _Layout(kinds, self._ward, ranks))
+            of_ward = _Layout([] if alone else kinds, self._ward, self._shards)
+            self._layouts = (_Layout(kinds, self._own, self._shards), of_ward)
         own, ward = self._layouts
-        slot.copied, slot.own = Copied(), None
+        slot.copied, slot.own, slot.alone = Copied(), None, alone
         slot.allocate(own.nbytes, ward.nbytes, mapped=self._mapped[1])
         shards = own.shards(slot.memory)
         for copy, shard in zip(shards, parts.shards, strict=True):
             copy.copy_(shard)
         replicated = [tensor.detach().to("cpu", copy=True) for tensor in parts.replicated]
         slot.own = Parts(parts.skeleton, parts.kinds, shards, replicated)
-        slot.copied = Copied(step, self._number, ranks, number, rank, self._ward)
+        slot.copied = Copied(step, self._number, self._shards, number, self._own, self._ward)
         if slot.segment is not None:
             slot.segment.mark(slot.copied.version)
+        if not alone:
+            self._send(slot, group)
+
+    def _send(self, slot: _Slot, group: Group) -> None:
         address = slot.segment.address if slot.segment is not None else Address()
         sent = [torch.tensor(address)] if self._mapped[0] else _pieces(slot.memory)
         slot.arrival = _Arrival(dict(self._segments)) if self._mapped[1] else None
@@ -329,14 +342,14 @@ class Mirror:
         return found if found is not None and found.copied.step >= int(rows[0, 0]) else None
 
     def part(self, copied: Copied) -> tuple[Parts | None, dict[int, list[torch.Tensor]]]:
-        """Return (the own part of this step without its shards, the shards that are held of it by old rank)."""
+        """Return (the own part of this step without its shards, the shards that are held of it by their part)."""
         slot = next((slot for slot in self._slots if slot.copied.version == copied.version), None)
         if slot is None or slot.own is None:
             return None, {}
         own, held = slot.own, slot.held
         shards = {held.own: list(own.shards)}
         if held.ward >= 0:
-            shards[held.ward] = _Layout(own.sharded, held.ward, held.ranks).shards(slot.mirrored)
+            shards[held.ward] = _Layout(own.sharded, held.ward, held.shards).shards(slot.mirrored)
         return Parts(own.skeleton, own.kinds, [], [tensor.clone() for tensor in own.replicated]), shards
 
     def forget_all_but(self, copied: Copied | None) -> None:
@@ -389,6 +402,9 @@ def free_memory() -> tuple[int, int]:
     return machine, max(limit, 0)
 
 
-def needed(parameter_bytes: int, ranks: int) -> int:
-    """Return the bytes of host memory that the copies take on each worker: two, of two workers' parts."""
-    return 2 * SLOTS * STATE_PER_PARAMETER * parameter_bytes // ranks
+def needed(parameter_bytes: int, grid: Grid) -> int:
+    """Return the bytes of host memory that the copies take on each worker: two, of two workers' parts, or of its own
+    where there are several replica groups.
+    """
+    workers = 2 if grid.groups == 1 else 1
+    return workers * SLOTS * STATE_PER_PARAMETER * parameter_bytes // grid.shards

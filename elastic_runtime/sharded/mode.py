@@ -173,4 +173,4 @@ class ShardedMode(Mode):
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip by the norm over all shards. CollectiveError if a peer is lost."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return clip_shards_(self._sharding.link.group, gradients, clipping)
+        return clip_shards_(self._sharding.link.group.shards, gradients, clipping)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import CheckpointError, CollectiveError
+from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.sharded import files, mirror
 from elastic_runtime.sharded.agreed_saves import AgreedSaves
 from elastic_runtime.sharded.collectives import Link
@@ -58,12 +59,12 @@ _log = logging.getLogger("elastic_runtime")
 
 @dataclass
 class _Move:
-    """From `ranks` old ranks, of which new rank r was `held[r]`, or none (-1). `tree`: the state as this rank holds it,
-    `whole` where it is not sharded yet. `source`: the copies from which the state comes instead.
+    """From the ranks of an `old` generation, of which new rank r was `held[r]`, or none (-1). `tree`: the state as this
+    rank holds it, `whole` where it is not sharded yet. `source`: the copies from which the state comes instead.
     """
 
     held: list[int]
-    ranks: int
+    old: Grid
     tree: dict[str, Any] | None = None
     whole: bool = False
     source: Source | None = None
@@ -88,7 +89,7 @@ class Sharding:
         self._fingerprint = state.fingerprint()  # later, names may be of unsharded parameters of another type
         self.device = next(state.model.parameters()).device
         self._initial: dict[str, Any] | None = None  # the whole state, until the training has begun
-        self._held: tuple[int, int, int] | None = None  # generation, rank and number of ranks
+        self._held: tuple[int, int, Grid] | None = None  # generation, rank and all ranks
         self._wrapped = self._began = False
         self._old_group: Group | None = None  # of a switch that is being made
         self._link: Link | None = None
@@ -107,17 +108,23 @@ class Sharding:
         self._old_group = group
 
     def hand_over(self, held: Sequence[int]) -> None:
-        """Send this leaving worker's parts to those that stay. `held`: of each new rank its old one, or -1."""
+        """Send this leaving worker's parts to those that stay, if none of them has the same. `held`: of each new rank
+        its old one, or -1.
+        """
         group, self._old_group = self._old_group, None
         if group is None or self._held is None:
             return
         self._mirror.leave_generation(agreed=True)
         parts = take_apart(self._state.capture(), {})
-        resharding = Resharding(parts.sharded, group.size, held, self.device)
+        resharding = Resharding(parts.sharded, group.grid, held, Grid.of(len(held), None), self.device)
         try:
             resharding.hand_over(group, group.rank, parts.shards)
         except CollectiveError as error:
             _log.warning("the shards of this worker could not be handed over: %s", error)
+
+    def give_up(self) -> None:
+        """Hold no state until the next generation: what is held is in the middle of a step."""
+        self._held = None
 
     def enter(self, group: Group, number: int) -> bool:
         """Wrap for this group, with the newest state; whether this worker's random streams are to be new ones.
@@ -137,10 +144,12 @@ class Sharding:
         newest = max(each.number for each in holdings)
         held = [each.old if each.number == newest > 0 else -1 for each in holdings]
         if complete(holdings, held):
-            ranks = max(each.ranks for each in holdings if each.number == newest)
+            old = next(Grid(each.ranks, each.shards) for each in holdings if each.number == newest)
             self._initial = None
             fresh = held[group.rank] < 0
-            self._move(group, number, _Move(held, ranks, None if fresh else self._state.capture()), old_group)
+            self._move(group, number, _Move(held, old, None if fresh else self._state.capture()), old_group)
+            if old_group is None and sum(each >= 0 for each in held) < old.ranks:
+                _log.warning("generation %d: a worker was lost; others have its shards: no step is lost", number)
             return fresh
         fresh, before = not any(each.began for each in holdings), holdings[group.rank].step
         if not fresh and (source := self._copies(group, round_of(holdings))) is not None:
@@ -156,11 +165,11 @@ class Sharding:
                 "of them nor a checkpoint; set ELASTIC_CHECKPOINT_DIR, or lower checkpoint_every_s"
             )
         first = self._initial if group.rank == 0 else None
-        self._move(group, number, _Move([0] + [-1] * (group.size - 1), 1, first, whole=True), None)
+        self._move(group, number, _Move([0] + [-1] * (group.size - 1), Grid(1, 1), first, whole=True), None)
         return group.rank > 0
 
     def _exchange_holdings(self, group: Group, *, bridged: bool) -> list[Holding]:
-        number, old, ranks = self._held or (0, -1, 0)
+        number, old, grid = self._held or (0, -1, Grid(0, 0))
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
         probe = self._mirror.probe
@@ -170,7 +179,8 @@ class Sharding:
             self._fingerprint,
             number,
             old,
-            ranks,
+            grid.ranks,
+            grid.shards,
             bridged,
             whole,
             self._began,
@@ -198,7 +208,7 @@ class Sharding:
         mesh = self._rewrap(group, number)
         parts, shards = self._share_structure(group, move)
         provided = move.source.provided if move.source else None
-        moving = Resharding(parts.sharded, move.ranks, move.held, self.device, provided)
+        moving = Resharding(parts.sharded, move.old, move.held, group.grid, self.device, provided)
         parts.shards = moving.run(group, old_group, shards)
         tree = self._take(parts, mesh)
         self._hold(group, number)
@@ -207,27 +217,29 @@ class Sharding:
     def _rewrap(self, group: Group, number: int) -> DeviceMesh:
         """From here on this worker holds nothing, until it holds its part of the new layout."""
         self._held, self._wrapped = None, True
+        if self._link is not None:
+            self._link.close()
         group.publish()
-        mesh = group.mesh(self.device.type, f"elastic{number}")
-        self.wrapping.rewrap(mesh)
         self._link = Link(group)
+        mesh = self._link.mesh(self.device.type, f"elastic{number}")
+        self.wrapping.rewrap(mesh)
         if self.device.type == "cpu":
             self._link.install(self.wrapping.modules)
         return mesh
 
     def _hold(self, group: Group, number: int) -> None:
-        self._held, self._began, self._initial = (number, group.rank, group.size), True, None
+        self._held, self._began, self._initial = (number, group.rank, group.grid), True, None
 
     def _share_structure(self, group: Group, move: _Move) -> tuple[Parts, dict[int, list[torch.Tensor]]]:
         """All but the shards: from the first rank that holds some to those that hold none. And the shards that this
-        rank has, by old rank.
+        rank has, by their part.
         """
         source = next(rank for rank, old in enumerate(move.held) if old >= 0)
         tree, move.tree = move.tree, None  # its shards are given up one after another
         parts, shards = self._mirror.part(move.source.copied) if move.source else (None, {})
         if tree is not None:
             parts = take_apart(tree, self._places(tree) if move.whole else {})
-            shards = {move.held[group.rank]: parts.shards}
+            shards = {move.old.shard_of(move.held[group.rank]): parts.shards}
         if parts is None:
             return received_parts(receive_state(group, source)), {}
         if group.rank == source:
@@ -281,13 +293,15 @@ class Sharding:
         if group.size == 1 or not all(each.every for each in holdings):
             return
         size = sum(parameter.numel() * parameter.element_size() for parameter in self.wrapping.parameters().values())
-        need = mirror.needed(size, group.size)
+        need = mirror.needed(size, group.grid)
         free = free_for_copies(holdings, need)
         has_room = free >= need
         if has_room != self._mirrors and group.rank == 0:
-            self._report_mirror(every, need, free, has_room=has_room)
+            self._report_mirror(every, need, free, group.grid, has_room=has_room)
         self._mirrors = has_room
-        if has_room:
+        if has_room and group.grid.groups > 1:
+            self._mirror.enter(group, number, [], every)
+        elif has_room:
             to = mirror.mirrors_of([each.node for each in holdings])
             ward = holdings[to.index(group.rank)]
             near = ward.node == holdings[group.rank].node
@@ -295,10 +309,11 @@ class Sharding:
             maps_ward = group.all_gather(torch.tensor([maps]))[:, 0].tolist()
             self._mirror.enter(group, number, to, every, [maps_ward[rank] for rank in to])
 
-    def _report_mirror(self, every: int, need: int, free: int, *, has_room: bool) -> None:
+    def _report_mirror(self, every: int, need: int, free: int, grid: Grid, *, has_room: bool) -> None:
         if has_room:
             steps = "step" if every == 1 else f"{every} steps"
-            _log.info("each worker's shards are copied to another worker every %s: %s of memory", steps, _mib(need))
+            to = "another worker" if grid.groups == 1 else "host memory"
+            _log.info("each worker's shards are copied to %s every %s: %s of memory", to, steps, _mib(need))
         else:
             _log.warning(
                 "the workers' shards are not copied to other workers: the copies need %s of host memory on each, and "
@@ -314,8 +329,8 @@ class Sharding:
         return self._mirror.source(group, saved.step if saved else -1, current_round)
 
     def _restore_copies(self, group: Group, number: int, source: Source, before: int) -> bool:
-        step, ranks = source.copied.step, source.copied.ranks
-        tree = self._move(group, number, _Move(source.held, ranks, source=source), None)
+        step, shards = source.copied.step, source.copied.shards
+        tree = self._move(group, number, _Move(source.held, Grid(shards, shards), source=source), None)
         self._mirror.forget_all_but(source.copied)
         received = source.held[group.rank] < 0
         if not received:
@@ -361,13 +376,14 @@ class Sharding:
         return saved
 
     def _read(self, saved: Saved, group: Group) -> Parts | None:
-        directory = self.checkpoints.directory
+        directory, grid = self.checkpoints.directory, group.grid
+        shard = grid.shard_of(group.rank)
         try:
             if saved.ranks:
-                return files.read_parts(directory, saved, group.rank, group.size)
+                return files.read_parts(directory, saved, shard, grid.shards)
             tree = checkpoint.load(saved.path(directory, 0))[1]
             self._state.check(tree)
-            return own_parts(take_apart(tree, self._places(tree)), group.rank, group.size)
+            return own_parts(take_apart(tree, self._places(tree)), shard, grid.shards)
         except CheckpointError as error:
             _log.warning("%s; falling back to the one before", error)
             return None

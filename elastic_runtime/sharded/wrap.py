@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.torch_internals import forget_composable_state, fsdp
@@ -163,7 +163,7 @@ def as_dtensor(tensor: Sharded, local: torch.Tensor, mesh: DeviceMesh) -> torch.
     return DTensor.from_local(
         local,
         mesh,
-        [Shard(tensor.dim)],
+        [*[Replicate()] * (mesh.ndim - 1), Shard(tensor.dim)],
         run_check=False,
         shape=torch.Size(tensor.shape),
         stride=torch.empty(tensor.shape, device="meta").stride(),
@@ -176,11 +176,11 @@ def shard_dim(name: Callable[[], str], tensor: torch.Tensor) -> int | None:
     """
     if not isinstance(tensor, DTensor):
         return None
-    placement = tensor.placements[0]
-    if len(tensor.placements) != 1 or type(placement) is not Shard:
+    *outer, placement = tensor.placements
+    if type(placement) is not Shard or not all(isinstance(each, Replicate) for each in outer):
         raise UsageError(
-            f"{name()} is laid out as {tensor.placements}; shard= must use the mesh that it is given, as it is: one "
-            "dimension, over which everything is sharded"
+            f"{name()} is laid out as {tensor.placements}; shard= must use the mesh that it is given, as it is: over "
+            "its last dimension everything is sharded"
         )
     return placement.dim
 

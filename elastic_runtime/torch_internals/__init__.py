@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _unregister_process_group
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch.distributed import _composable_state as composable
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data._utils import worker as data_worker
@@ -32,14 +38,16 @@ __all__ = [
     "check_torch",
     "drop_group",
     "forget_composable_state",
+    "forget_group",
     "forget_unscaled",
     "make_default",
+    "name_group",
     "no_worker_info",
     "reduce_scatter_flat",
 ]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from datetime import timedelta
 
 _LOCK = threading.Lock()
@@ -101,8 +109,22 @@ def make_default(group: dist.ProcessGroup) -> None:
         c10d._update_default_pg(group)  # noqa: SLF001
 
 
+def name_group(group: dist.ProcessGroup, ranks: Sequence[int], *, own: bool = False) -> None:
+    """Make a group of these ranks of the default one known to torch. `own`: torch has not made it."""
+    with _LOCK:
+        if own:
+            _register_process_group(group.group_name, group)
+        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}  # noqa: SLF001
+
+
 def drop_group(group: dist.ProcessGroup) -> None:
     """Close a group that is not the default one, or was; takes milliseconds to much longer: not for the loop."""
+    forget_group(group)
+    group.shutdown()
+
+
+def forget_group(group: dist.ProcessGroup) -> None:
+    """Remove a group from torch's registries, and leave it open."""
     with _LOCK:
         world = c10d._world  # noqa: SLF001
         if world.default_pg is group:
@@ -114,7 +136,6 @@ def drop_group(group: dist.ProcessGroup) -> None:
             if each is not None and group in world.tags_to_pg.get(each, []):
                 world.tags_to_pg[each].remove(group)
         _unregister_process_group(group.group_name)
-    group.shutdown()
 
 
 @contextmanager

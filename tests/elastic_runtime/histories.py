@@ -46,7 +46,8 @@ class History:
     """`trained`: workers:N at the beginning (2), stream (an iterable dataset), exact (its reduction), loaders:N
     (processes of each loader), saved (checkpoints), evaluates (together, again and again), delays:SEED (see delays.py),
     sharded (by FSDP2, with checkpoints, and none of the words before but workers), mirror:N (shards are copied to
-    another worker every N steps; 1). `actions`: methods of `play.Play`.
+    another worker every N steps; 1), groups:N (replica groups of N workers, or all are one). `actions`: methods of
+    `play.Play`.
     """
 
     trained: tuple[Word, ...]
@@ -84,6 +85,8 @@ class History:
             loader_workers=self.number("loaders"),
             delays=self.number("delays") if self.has("delays") else None,
         )
+        if self.has("groups"):
+            return replace(plan, options={**plan.options, "shard_size": self.number("groups")})
         return replace(plan, options={**plan.options, "checkpoint_every_s": 0.3}) if self.has("saved") else plan
 
 
@@ -137,7 +140,8 @@ _REPLICATED: list[st.SearchStrategy[list[Word]]] = [
     _DELAYS,
 ]
 _MIRROR = st.sampled_from([[], [], [Word("mirror", (3,))], [Word("mirror", (0,))]])
-_SHARDED: list[st.SearchStrategy[list[Word]]] = [st.just([Word("sharded")]), _WORKERS, _MIRROR, _DELAYS]
+_GROUPS = st.sampled_from([[Word("groups", (2,))], [], [Word("groups", (1,))]])
+_SHARDED: list[st.SearchStrategy[list[Word]]] = [st.just([Word("sharded")]), _GROUPS, _WORKERS, _MIRROR, _DELAYS]
 
 
 @st.composite

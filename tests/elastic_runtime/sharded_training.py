@@ -159,7 +159,7 @@ def train(
     index: int,
     directory: Path,
     gate: Gate | None,
-    clip: Clip = Clip(),
+    clip: Callable[..., None] = Clip(),
     long_step: int = -1,
     dies_in_transfer: int = 0,
 ) -> None:
@@ -175,12 +175,14 @@ def train(
     wrap = {"": None, "plain": shard, "mixed": shard_mixed, "two types": shard_two_types}[
         options.pop("sharded", "plain")
     ]
-    to_zeros = options.pop("expert", False)
+    to_zeros, shard_size = options.pop("expert", False), options.pop("shard_size", None)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **options)
     model, optimizer, scheduler = build(plan)
     model.uses_expert = lambda: job.step % 5 == 1
     loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
-    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=wrap)
+    model, optimizer, loader, scheduler = job.prepare(
+        model, optimizer, loader, scheduler, shard=wrap, shard_size=shard_size if wrap else None
+    )
     more = lambda: {"held": held(model, optimizer), "workers": job.world_size}  # noqa: E731
     if gate and index < 2:
         model.second.register_forward_pre_hook(lambda *_: stand_still(gate, index) if job.step == long_step else None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.sharded.layout import Sharded
 from elastic_runtime.sharded.mirror import Copied, Mirror, Source, choose, mirrors_of
 from elastic_runtime.sharded.state import Parts
@@ -63,8 +64,8 @@ class FakeTransfer:
 class FakeGroup:
     """Of `Group` what `Mirror` uses."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, grid: Grid) -> None:
+        self.rank, self.size, self.grid = rank, grid.ranks, grid
         self.transfers: list[FakeTransfer] = []
 
     def swap(self, *what: Any) -> FakeTransfer:
@@ -82,22 +83,25 @@ class Model:
     The state of worker r in step s is a shard of values 100 * s + r. `begun[r]`: the step that r is in, `summed[r]`:
     the last step to whose sum it has contributed. With `rounds` work beside the training follows each step, with
     values 100 * (s + 1) + 50 + r; `stage[r]` counts the stages of all rounds that r has completed. `mapped`: mirrors
-    map the memory of the copies.
+    map the memory of the copies. With fewer `shards` than ranks there are replica groups, r is the
+    number of the shard, and the copies are own ones.
     """
 
-    def __init__(self, ranks: int, every: int, *, rounds: bool, mapped: bool) -> None:
+    def __init__(self, ranks: int, every: int, *, rounds: bool, mapped: bool, shards: int) -> None:
         self.ranks, self.rounds, self.mapped = ranks, rounds, mapped
+        self.grid = Grid(ranks, shards)
         self.stage = [0] * ranks
-        self.kind = Sharded(torch.int64, (SIZE * ranks,), 0)
-        self.groups = [FakeGroup(rank, ranks) for rank in range(ranks)]
+        self.kind = Sharded(torch.int64, (SIZE * shards,), 0)
+        self.groups = [FakeGroup(rank, self.grid) for rank in range(ranks)]
         self.mirrors = [Mirror(every) for _ in range(ranks)]
         for group, mirror in zip(self.groups, self.mirrors, strict=True):
-            mirror.enter(group, 1, mirrors_of([0] * ranks), every, [mapped] * ranks)  # type: ignore[arg-type]
+            to = mirrors_of([0] * ranks) if shards == ranks else []
+            mirror.enter(group, 1, to, every, [mapped] * ranks if to else None)  # type: ignore[arg-type]
         self.begun = [-1] * ranks
         self.summed = [-1] * ranks
 
     def parts(self, rank: int, step: int, more: int = 0) -> Parts:
-        shard = torch.full((SIZE,), 100 * step + more + rank)
+        shard = torch.full((SIZE,), 100 * step + more + self.grid.shard_of(rank))
         return Parts(Skeleton(b""), [self.kind], [shard], [])
 
     def actions(self, last: int) -> Iterator[tuple[str, int]]:
@@ -195,7 +199,7 @@ class Model:
             own, shards = mirror.part(source.copied)
             assert (own is not None) == (source.held[rank] >= 0)
             found |= {old: shards[old][0] for old in source.provided[rank]}
-        assert sorted(found) == list(range(self.ranks))
+        assert sorted(found) == list(range(self.grid.shards))
         for old, shard in found.items():
             more = IN_ROUND if source.copied.round >= 0 else 0
             assert shard.tolist() == [100 * source.copied.step + more + old] * SIZE
@@ -214,8 +218,20 @@ class Model:
 def test_in_any_order_of_events_a_loss_costs_the_steps_between_two_copies_at_most(
     ranks: int, every: int, steps: int, rounds: bool, mapped: bool
 ) -> None:
+    check_all_states(ranks, every, steps, rounds=rounds, mapped=mapped, shards=ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "every", "steps", "rounds"),
+    [(4, 2, 1, 3, False), (2, 1, 1, 12, False), (4, 2, 2, 3, False), (2, 1, 1, 4, True)],
+)
+def test_with_replica_groups_own_copies_suffice(ranks: int, shards: int, every: int, steps: int, rounds: bool) -> None:
+    check_all_states(ranks, every, steps, rounds=rounds, mapped=False, shards=shards)
+
+
+def check_all_states(ranks: int, every: int, steps: int, *, rounds: bool, mapped: bool, shards: int) -> None:
     """Every reachable state of the protocol, found by playing its events; in each of them any worker may die."""
-    new = partial(replay, ranks, every, rounds=rounds, mapped=mapped)
+    new = partial(replay, ranks, every, rounds=rounds, mapped=mapped, shards=shards)
     known: dict[tuple[object, ...], list[tuple[str, int]]] = {new([]).key(): []}
     waiting = list(known.values())
     worst = 0
@@ -232,8 +248,8 @@ def test_in_any_order_of_events_a_loss_costs_the_steps_between_two_copies_at_mos
     assert worst == every
 
 
-def replay(ranks: int, every: int, path: list[tuple[str, int]], *, rounds: bool, mapped: bool) -> Model:
-    model = Model(ranks, every, rounds=rounds, mapped=mapped)
+def replay(ranks: int, every: int, path: list[tuple[str, int]], *, rounds: bool, mapped: bool, shards: int) -> Model:
+    model = Model(ranks, every, rounds=rounds, mapped=mapped, shards=shards)
     for action in path:
         model.do(action)
     return model

@@ -36,7 +36,12 @@ if TYPE_CHECKING:
 
 
 def evaluating(
-    plan: Plan, index: int, directory: Path, gate: Gate | None, shard: Callable[..., None] | None = None
+    plan: Plan,
+    index: int,
+    directory: Path,
+    gate: Gate | None,
+    shard: Callable[..., None] | None = None,
+    shard_size: int | None = None,
 ) -> None:
     """Before and after each epoch, and within it after step 5 of each: how many held-out samples all workers together
     have seen.
@@ -52,7 +57,9 @@ def evaluating(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
     loader: Any = DataLoader(Points(plan.samples), batch_size=4, shuffle=True)
-    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=shard)
+    model, optimizer, loader, scheduler = job.prepare(
+        model, optimizer, loader, scheduler, shard=shard, shard_size=shard_size
+    )
     record = Record(job, index, directory, optimizer, dict)
     results = (directory / f"evaluated-{index}.jsonl").open("a", buffering=1)
 

@@ -199,7 +199,9 @@ def lose_a_worker_between_epochs(plan: Plan, index: int, directory: Path, gate: 
     model, optimizer, _ = build(plan)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
-    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=wrap)
+    model, optimizer, loader, scheduler = job.prepare(
+        model, optimizer, loader, scheduler, shard=wrap, shard_size=plan.options.get("shard_size")
+    )
     record = Record(job, index, directory, optimizer, dict)
     for epoch in job.epochs(plan.epochs):
         for x, y, indices in loader:
@@ -217,15 +219,24 @@ def lose_a_worker_between_epochs(plan: Plan, index: int, directory: Path, gate: 
     save_final(job, index, directory, model, scheduler)
 
 
-def test_a_loss_between_two_epochs_repeats_the_end_of_the_first(tmp_path: Path) -> None:
-    plan = replace(PLAN, body=lose_a_worker_between_epochs)
+@pytest.mark.parametrize(
+    ("options", "cost"),
+    [
+        ({}, "1 steps are repeated"),
+        pytest.param({"shard_size": 1}, "no step is lost", marks=pytest.mark.slow, id="replica-groups"),
+    ],
+)
+def test_a_loss_between_two_epochs_repeats_the_end_of_the_first(
+    tmp_path: Path, options: dict[str, int], cost: str
+) -> None:
+    plan = replace(PLAN, body=lose_a_worker_between_epochs, options=options)
     reference = trained_alone(lose_a_worker_between_epochs, replace(plan, options={"sharded": ""}), tmp_path / "alone")
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1, 2)
         cluster.let_go()
         cluster.wait_for_end(0, 2)
         cluster.check_result(reference)
-        assert "1 steps are repeated" in cluster.logs()
+        assert cost in cluster.logs()
 
 
 def test_a_worker_that_dies_during_a_change_of_size_costs_a_step(tmp_path: Path, reference: dict[str, Any]) -> None:

@@ -69,13 +69,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
 
 
 @pytest.mark.parametrize(
-    ("victim", "when", "step"), [(0, "before", 17), pytest.param(2, "after", 26, marks=pytest.mark.slow)]
+    ("victim", "when", "step", "shard_size"),
+    [
+        (0, "before", 17, None),
+        pytest.param(2, "after", 26, None, marks=pytest.mark.slow),
+        pytest.param(0, "after", 17, 1, marks=pytest.mark.slow, id="replica-groups"),
+    ],
 )
 def test_an_evaluation_is_repeated_where_a_worker_and_its_shards_are_lost_in_it(
-    tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], victim: int, when: str, step: int
+    tmp_path: Path,
+    alone: tuple[dict[str, Any], list[dict[str, float]]],
+    victim: int,
+    when: str,
+    step: int,
+    shard_size: int | None,
 ) -> None:
     asked = {"victim": victim, "when": when, "step": step}
-    with Cluster(tmp_path, replace(Plan(), body=partial(evaluating, shard=shard), options=asked)) as cluster:
+    body = partial(evaluating, shard=shard, shard_size=shard_size)
+    with Cluster(tmp_path, replace(Plan(), body=body, options=asked)) as cluster:
         others = cluster.lose_in_evaluation(victim)
         cluster.check_result(alone[0])
         assert all(commit.lost_steps == 0 for commit in cluster.commits)
