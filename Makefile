@@ -69,6 +69,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	  $(SOAKED:%=tests/kubernetes/test_%.py)
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 	ELASTIC_RECIPES=2000 $(BIN)/python -m pytest -n 2 -m slow tests/elastic_runtime/test_generated.py --timeout 7200
+	PIPELINES=200 $(BIN)/python -m pytest $(PARALLEL) -m slow tests/dsl/test_generated_pipelines.py --timeout 3600
 	ELASTIC_HISTORIES=all $(BIN)/python -m pytest -n 2 --dist load -m slow tests/elastic_runtime/test_lightning.py --timeout 3600
 	$(BIN)/python -m pytest $(PARALLEL) tests/simulation --histories 0:20000
 	$(BIN)/python -m pytest -n 2 --dist load -m slow tests/cluster/test_chaos.py tests/cluster/test_hostile_machine.py \

@@ -1,0 +1,86 @@
+"""Drawn pipelines: what a routed one writes, returns and fails with is what the plain one does under kfp.local."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format  # type: ignore[import-untyped]
+from kfp import local
+from kfp.local import subprocess_task_handler
+
+from kfp_gpuquota.dsl.pipelines.route import is_routed
+from tests.conftest import EmbeddedCluster
+from tests.dsl.generated import Wrap, drawn, plain, routed
+
+FIRST = int(os.environ.get("PIPELINES_SEED", "0"))
+GENERATED = ("executor_output.json", "command")
+"""KFP's backend writes it for a container component, as the launcher does for kfp.local, which does not."""
+SAMPLE = range(8)
+SEEDS = range(FIRST, FIRST + int(os.environ.get("PIPELINES", "4")))
+
+
+@pytest.fixture
+def cluster(embedded_cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedCluster]:
+    embedded_cluster.project("team-a", 2)
+    monkeypatch.setenv("GPUQUOTA_HOME", str(embedded_cluster.home.root))
+    # The oracle runs container components, too: kfp.local resolves their placeholders, and refuses to run them.
+    handler = subprocess_task_handler.SubprocessTaskHandler
+    monkeypatch.setattr(handler, "validate_not_container_component", lambda *_: None)
+    yield embedded_cluster
+    local.config.LocalExecutionConfig.instance = None
+
+
+def outcome(seed: int, wrap: Wrap, root: Path) -> dict[str, Any]:
+    """Everything that a run leaves: its outputs, all files by their paths, and its failure."""
+    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root))
+    failure, outputs = "", None
+    try:
+        outputs = drawn(seed, wrap)(number=3).outputs
+    except Exception as error:  # noqa: BLE001 - KFP's own defects are those of both
+        failure = f"{type(error).__name__}: {error}"
+    runs = list(root.iterdir()) if root.exists() else []
+    files = {
+        str(path.relative_to(run)): path.read_bytes().replace(str(run).encode(), b"RUN")
+        for run in runs
+        for path in run.rglob("*")
+        if path.is_file() and (path.name, path.parent.name[:7]) != GENERATED
+    }
+    shown = repr((outputs, failure))
+    for run in runs:
+        shown = shown.replace(str(run), "RUN")
+    return {"files": files, "shown": shown, "failed": bool(failure)}
+
+
+def differences(seed: int, root: Path) -> list[str]:
+    """What differs. kfp.local runs steps that do not depend on each other in any order, so of a failed run some."""
+    ours, theirs = outcome(seed, routed, root / "routed"), outcome(seed, plain, root / "plain")
+    found = [] if ours["shown"] == theirs["shown"] else [f"{ours['shown']} instead of {theirs['shown']}"]
+    mine, files = ours["files"], theirs["files"]
+    ran = mine.keys() & files.keys() if theirs["failed"] else mine.keys() | files.keys()
+    return found + [
+        f"{path}: {mine.get(path)!r}, not {files.get(path)!r}" for path in ran if mine.get(path) != files.get(path)
+    ]
+
+
+def test_many_steps_of_drawn_pipelines_are_routed_and_no_others_change() -> None:
+    executors = []
+    for seed in SAMPLE:
+        ours, theirs = (json_format.MessageToDict(drawn(seed, wrap).pipeline_spec) for wrap in (routed, plain))
+        mine, others = (spec["deploymentSpec"]["executors"] for spec in (ours, theirs))
+        assert mine.keys() == others.keys()
+        executors += [(mine[label].get("container", {}), others[label].get("container", {})) for label in mine]
+        assert ours["root"] == theirs["root"]
+    ways = Counter(is_routed(mine.get("command")) for mine, _ in executors)
+    assert min(ways.values()) > len(executors) / 8
+    assert all(mine == other for mine, other in executors if not is_routed(mine.get("command")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drawn_pipeline_is_as_the_plain_one_when_it_is_routed(
+    cluster: EmbeddedCluster, tmp_path: Path, seed: int
+) -> None:
+    assert differences(seed, tmp_path) == []
