@@ -39,7 +39,6 @@ PAGES: Final = {
     "job": "/jobs/vision/digits",
     "nodes": "/nodes?color=project",
     "timeline": "/timeline",
-    "submit": "/queue?like=vision/digits#what-if",
     "stop": "/jobs/vision/digits/suspend",
     "quota": "/teams/vision",
 }
@@ -169,7 +168,8 @@ def _take(client: Client) -> None:
             for name, path in PAGES.items():
                 _resize(driver, width, 700)
                 driver.get(link.partition("/enter")[0] + path)
-                _until(lambda name=name: name in NOT_LIVE or "live" in driver.find_element("id", "connection").text)
+                if name not in NOT_LIVE:
+                    _until(lambda: "live" in driver.find_element("id", "connection").text)
                 height = driver.execute_script("return document.documentElement.scrollHeight")
                 _resize(driver, width, min(TALLEST[shape], height))
                 _save(driver, IMAGES / f"web-{name}-{shape}.png")
