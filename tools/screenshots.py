@@ -39,7 +39,6 @@ PAGES: Final = {
     "job": "/jobs/vision/digits",
     "nodes": "/nodes?color=project",
     "timeline": "/timeline",
-    "submit": "/queue?like=vision/digits#what-if",
     "stop": "/jobs/vision/digits/suspend",
     "quota": "/teams/vision",
 }

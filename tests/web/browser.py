@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
+from selenium.common.exceptions import (
+    NoSuchElementException,
+    StaleElementReferenceException,
+    WebDriverException,
+)
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -65,10 +69,10 @@ class Browser:
         return not self.driver.execute_script("return window.notReloaded === true")
 
     def text(self, selector: str) -> str:
-        """The text of an element."""
+        """Return the text of an element, "" if there is none."""
         try:
             return self.element(selector).text
-        except StaleElementReferenceException:  # replaced in this very moment
+        except (NoSuchElementException, StaleElementReferenceException):  # replaced in this very moment
             return ""
 
     def element(self, selector: str) -> WebElement:

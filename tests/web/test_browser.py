@@ -201,22 +201,23 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
     assert browser.text("#log") == "one <b>line</b>"
     browser.driver.get(browser.base + "/jobs/team-b/waits")
     browser.element("#suspend").click()
+    browser.shows("h1", "Suspend waits?")
     browser.element("#sure").click()
     embedded_cluster.wait_for_phase("waits", "Suspended", "team-b")
-    assert browser.driver.current_url.endswith("/jobs/team-b/waits")
+    until(lambda: browser.driver.current_url.endswith("/jobs/team-b/waits"))
     browser.driver.get(browser.base + "/queue?like=team-b/waits")
     browser.element("#submit").click()
-    assert browser.driver.current_url.endswith("/jobs/team-b/waits-2")
+    until(lambda: browser.driver.current_url.endswith("/jobs/team-b/waits-2"))
     browser.driver.get(browser.base + "/queue?state=all")
     for name in ("waits", "waits-2"):
         browser.element(f"input[value='team-b/{name}']").click()
     browser.element("#chosen .danger").click()
-    assert "Delete 2 jobs?" in browser.text("h1")
+    browser.shows("h1", "Delete 2 jobs?")
     browser.element("#sure").click()
     until(lambda: [job.spec.name for job in embedded_cluster.client.list_jobs().jobs] == ["holder"])
     browser.driver.get(browser.base + "/teams/team-a")
     browser.element("button[value=HoldAndDrain]").click()
-    assert "It is drained" in browser.text("main")
+    browser.shows("main", "It is drained")
     assert embedded_cluster.client.get_project("team-a").project.stop_policy == "HoldAndDrain"
 
 

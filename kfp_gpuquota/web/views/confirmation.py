@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.source import Source
 
 WORDS: Final = {
-    StopAction.SUSPEND: "They are stopped and kept out of the queue until somebody resumes them.",
-    StopAction.CANCEL: "They are stopped, and stay listed with their logs. They cannot be resumed.",
+    StopAction.SUSPEND: "A suspended job is stopped, and kept out of the queue until somebody resumes it.",
+    StopAction.CANCEL: "A cancelled job is stopped, and stays listed with its logs. It cannot be resumed.",
 }
-"""What becomes of the jobs; of deleted ones `SiteConfig.deletes` says it."""
+"""What becomes of a job; of deleted ones `SiteConfig.deletes` says it."""
 
 
 @dataclass(frozen=True)

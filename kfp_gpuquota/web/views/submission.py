@@ -123,7 +123,8 @@ def carried(spec: JobSpec) -> str:
     """Return what a job that is like this one takes over without being shown, in words."""
     parts = ["resources, placement, priority and limits"]
     if spec.environment:
-        parts.append(f"the values of {len(spec.environment)} environment variables")
+        number = len(spec.environment)
+        parts.append(f"the values of {number} environment variables" if number > 1 else "one environment variable")
     return " and ".join(parts)
 
 
