@@ -223,7 +223,12 @@ def test_in_any_order_of_events_a_loss_costs_the_steps_between_two_copies_at_mos
 
 @pytest.mark.parametrize(
     ("ranks", "shards", "every", "steps", "rounds"),
-    [(4, 2, 1, 3, False), (2, 1, 1, 12, False), (4, 2, 2, 3, False), (2, 1, 1, 4, True)],
+    [
+        (4, 2, 1, 2, False),
+        pytest.param(4, 2, 2, 3, False, marks=pytest.mark.slow),
+        (3, 1, 1, 4, False),
+        (2, 1, 1, 9, True),
+    ],
 )
 def test_with_replica_groups_own_copies_suffice(ranks: int, shards: int, every: int, steps: int, rounds: bool) -> None:
     check_all_states(ranks, every, steps, rounds=rounds, mapped=False, shards=shards)
@@ -245,7 +250,8 @@ def check_all_states(ranks: int, every: int, steps: int, *, rounds: bool, mapped
                 known[model.key()] = [*path, action]
                 waiting.append(known[model.key()])
     assert len(known) > 40
-    assert worst == every
+    assert worst <= every
+    assert worst == every or shards < ranks  # a survivor may have all parts of the newest step
 
 
 def replay(ranks: int, every: int, path: list[tuple[str, int]], *, rounds: bool, mapped: bool, shards: int) -> Model:

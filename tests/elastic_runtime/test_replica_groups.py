@@ -64,6 +64,7 @@ def rows(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in directory.glob("consumed-*") for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_groups_are_added_and_given_back_and_each_holds_the_model_once(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -85,7 +86,9 @@ def test_groups_are_added_and_given_back_and_each_holds_the_model_once(
     assert 0.4 < shares[4] < 0.53
 
 
-@pytest.mark.parametrize("victims", [(1,), (0, 3)], ids=["one", "one-of-each-group"])
+@pytest.mark.parametrize(
+    "victims", [(1,), pytest.param((0, 3), marks=pytest.mark.slow)], ids=["one", "one-of-each-group"]
+)
 def test_a_lost_worker_costs_no_step_and_no_copies_are_read(
     tmp_path: Path, reference: dict[str, Any], victims: tuple[int, ...]
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_loss_after_which_some_have_applied_the_step_takes_all_back_to_their_o
         assert "its shards of the model come from the copies of step 8: 1 steps are repeated" in cluster.logs()
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_by_the_norm_of_one_copy(tmp_path: Path) -> None:
     plan = replace(PLAN, body=partial(train, clip=Clip(compared=True)), epochs=1)
     with Cluster(tmp_path, plan) as cluster:
@@ -157,6 +161,7 @@ def test_gradients_are_clipped_by_the_norm_of_one_copy(tmp_path: Path) -> None:
         cluster.check_result(undisturbed(plan, tmp_path / "alone"))
 
 
+@pytest.mark.slow
 def test_an_evicted_job_saves_one_copy_and_goes_on_with_any_layout(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path, PLAN, checkpoints=True) as cluster:
         cluster.start(0, 1, 2, 3)
@@ -252,6 +257,7 @@ def two_optimizers(plan: Plan, index: int, directory: Path, gate: Gate | None) -
     save_final(job, index, directory, model, scheduler)
 
 
+@pytest.mark.slow
 def test_a_state_that_one_of_two_optimizers_has_changed_is_not_continued_with(tmp_path: Path) -> None:
     """All shards are there after the loss, and all of one step, but half of it is applied."""
     plan = replace(PLAN, body=two_optimizers, options={}, epochs=1)
