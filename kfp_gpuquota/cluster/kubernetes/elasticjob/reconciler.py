@@ -276,19 +276,17 @@ class ElasticJobs:
         return msgspec.structs.replace(record, spec=spec)
 
     def _counted(self, job: ElasticJob, template: PodSpec, others: Amounts) -> tuple[Amounts, Amounts]:
-        """Return what each worker requests, and its weights; of a job with workers what it had when they started.
+        """Return what each worker requests, and its weights; of a job restored with workers what these started with.
 
-        So a job whose template of claims was deleted keeps its workers, also when the controller restarts.
+        A template of claims that was deleted or exchanged meanwhile is then judged as by a controller that never
+        stopped.
         """
-        try:
+        had = job.status.counted_resources
+        if job.metadata.uid in self.book.jobs or not had or not job.status.workers:
             return self._claimed(job, template, others)
-        except GpuQuotaError:
-            had = job.status.counted_resources
-            if not had or not job.status.workers:
-                raise
-            weights = dict(self._rules.rules.gpu_weights)
-            amounts = tuple(sorted((dict(others) | had).items()))
-            return amounts, tuple((name, weights.get(name, WHOLE_GPU)) for name in sorted(had))
+        weights = dict(self._rules.rules.gpu_weights)
+        amounts = tuple(sorted((dict(others) | had).items()))
+        return amounts, tuple((name, weights.get(name, WHOLE_GPU)) for name in sorted(had))
 
     def _with_run_time(self, job: ElasticJob, record: JobRecord) -> JobRecord:
         """Return the record with the run time that its team had for jobs without one when this one was accepted.
