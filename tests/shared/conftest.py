@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,7 +16,6 @@ from kfp_gpuquota.api.wire import MembersChange
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.shared.config import SharedConfig
 from tests.conftest import EmbeddedCluster, running_cluster
-from tests.security.other_user import open_to_everybody
 from tests.shared import people
 
 if TYPE_CHECKING:
@@ -45,11 +47,34 @@ class SharedCluster(EmbeddedCluster):
     socket: Path
 
 
+@contextmanager
+def passable() -> Iterator[Path]:
+    """A directory that every user may pass. Each run of pytest makes the parent of its own ones private."""
+    made = Path(tempfile.mkdtemp(prefix="gpuquota-"))
+    made.chmod(0o755)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Such a directory, in place of pytest's."""
+    with passable() as made:
+        yield made
+
+
 @pytest.fixture(scope="session")
-def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Users]:
+def homes() -> Iterator[Path]:
+    """The directory of the accounts' homes."""
+    with passable() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def users(homes: Path) -> Iterator[Users]:
     """The accounts."""
-    homes = tmp_path_factory.mktemp("homes")
-    open_to_everybody(homes / "one")
     for group in (people.ACCESS, people.ADMINS):
         subprocess.run(["groupadd", "--system", group], check=True)
     groups = {"anna": [people.ACCESS], "ben": [people.ACCESS], "cleo": [people.ACCESS]}
@@ -75,7 +100,6 @@ def config(directory: Path) -> ClusterConfig:
 @pytest.fixture
 def shared_cluster(users: Users, tmp_path: Path) -> Iterator[SharedCluster]:
     """The running cluster, with a project of two members."""
-    open_to_everybody(tmp_path / "home")
     shape = config(tmp_path)
     assert shape.shared is not None
     with running_cluster(tmp_path / "home", shape) as cluster:

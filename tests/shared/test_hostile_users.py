@@ -300,7 +300,6 @@ def test_a_job_does_not_run_as_a_user_who_has_the_number_of_its_owner_now(tmp_pa
 
 
 def test_one_user_cannot_fill_the_cluster_with_jobs(users: Users, tmp_path: Path) -> None:
-    open_to_everybody(tmp_path / "home")
     shared = SharedConfig(socket=str(tmp_path / "run" / "socket"), jobs_per_user=2, admin_group=people.ADMINS)
     with running_cluster(tmp_path / "home", ClusterConfig(gpus_per_node=2, shared=shared)) as cluster:
         cluster.project("vision", 1)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.local.workers.environment import LOGIN
 from kfp_gpuquota.server.cluster_api import follow_log
-from tests.security.other_user import open_to_everybody
 from tests.shared.people import MARKS
 
 if TYPE_CHECKING:
@@ -102,7 +101,6 @@ ROOTS = "import os, time; os.setresuid(0, 0, 0); print(1, flush=True); time.slee
 
 def test_a_program_of_root_that_a_users_own_job_leaves_behind_is_waited_for(tmp_path: Path, users: Users) -> None:
     """Its user may not end it, as one that sudo runs; that is no failure of the job."""
-    open_to_everybody(tmp_path / "one")
     directory, program = tmp_path / "worker", tmp_path / "of-root"
     shutil.copy("/usr/bin/python3", program)
     os.chown(program, 0, users.anna.gid)

@@ -20,7 +20,6 @@ from kfp_gpuquota.cluster.local.start import await_stop
 from kfp_gpuquota.cluster.local.workers import cgroups
 from kfp_gpuquota.errors import StateFileError, UsageError
 from tests.polling import TIMEOUT_S
-from tests.security.other_user import open_to_everybody
 from tests.shared.people import MARKS
 
 if TYPE_CHECKING:
@@ -70,7 +69,6 @@ def test_words_are_quoted_for_systemd(word: str, written: str) -> None:
 
 
 def test_the_service_reports_to_systemd_when_it_serves_and_runs_in_the_foreground(tmp_path: Path, users: Users) -> None:
-    open_to_everybody(tmp_path / "one")
     notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     notified.bind(str(tmp_path / "notify"))
     notified.settimeout(TIMEOUT_S)
@@ -126,7 +124,6 @@ def test_a_directory_that_users_cannot_reach_is_not_shared(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("way", ["directory", "link"])
 def test_roots_cluster_is_in_no_place_that_a_user_can_change(tmp_path: Path, users: Users, way: str) -> None:
-    open_to_everybody(tmp_path / "one")
     hers, real = tmp_path / "hers", tmp_path / "real"
     real.mkdir(mode=0o755)
     if way == "directory":
@@ -143,7 +140,6 @@ def test_roots_cluster_is_in_no_place_that_a_user_can_change(tmp_path: Path, use
 
 
 def test_a_directory_that_is_shared_no_more_is_private_again(tmp_path: Path) -> None:
-    open_to_everybody(tmp_path / "home")
     home = Home(tmp_path / "home")
     home.create()
     open_to_users(home, tmp_path / "run" / "socket")
