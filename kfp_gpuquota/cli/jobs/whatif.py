@@ -12,7 +12,8 @@ import typer
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job_sentences import expected_start_of
 from kfp_gpuquota.api.quantity import gpu_quota, gpus_or_fraction, parse_gpu_memory, whole_number
-from kfp_gpuquota.api.wire import JobName, NewNode, Supposition
+from kfp_gpuquota.api.validation import check_count
+from kfp_gpuquota.api.wire import MOST_GPUS_OF_NODE, JobName, NewNode, Supposition
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.arguments.parsers import pairs
 from kfp_gpuquota.cli.display.output import Format, show
@@ -129,7 +130,9 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
 def new_node(text: str) -> NewNode:
     """Return the node of "8" or "8:POOL"."""
     gpus, _, pool = text.partition(":")
-    return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
+    count = whole_number("with_node", gpus)
+    check_count("with_node", count, 1, "GPUs", MOST_GPUS_OF_NODE)
+    return NewNode(gpus=count, pool=pool)
 
 
 def changed_projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
