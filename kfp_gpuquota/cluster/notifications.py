@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -59,8 +59,7 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fields: bool = False
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        if not _is_web_address(self.url):
             raise ValueError("url must be a URL such as https://hooks.example.org/services/...")
 
     def wants(self, one: Notification) -> bool:
@@ -109,8 +108,12 @@ class Notifications:
         for name, webhook in self._webhooks.items():
             if webhook.wants(one):
                 if name not in self._senders:
-                    self._senders[name] = _Sender(name, lambda name=name: self._webhooks.get(name), self._limits)  # type: ignore[misc]
+                    self._senders[name] = _Sender(name, partial(self._webhook, name), self._limits)
                 self._senders[name].put(one)
+
+    def _webhook(self, name: str) -> Webhook | None:
+        self._read()
+        return self._webhooks.get(name)
 
     async def close(self) -> None:
         """Send nothing more."""
@@ -191,7 +194,9 @@ class _Sender:
                 self._drop(problem)
                 return
             await asyncio.sleep(pause_s)
-            webhook = self._current() or webhook
+            if (current := self._current()) is None:
+                return
+            webhook = current
 
     @cached_property
     def _jitter(self) -> Random:
@@ -212,6 +217,19 @@ async def _attempt(session: aiohttp.ClientSession, url: str, message: dict[str, 
         return f"it cannot be reached ({type(error).__name__})", False
 
 
+def _is_web_address(url: str) -> bool:
+    """Return whether it is one; in no case an error, whose message could quote parts of the address."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def _escaped(text: str) -> str:
-    """Return the text without the signs that mean links and mentions of people to Slack."""
+    """Return the text as one line without what means links and mentions of people to Slack, and in Markdown.
+
+    A space of no width does it in Markdown, as Mattermost and Rocket.Chat read it.
+    """
+    text = " ".join(text.split()).replace("@", "@\u200b").replace("](", "]\u200b(")
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

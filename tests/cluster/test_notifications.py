@@ -116,10 +116,13 @@ async def notifying(folder: Path, limits: Limits = QUICK) -> AsyncIterator[Notif
 async def test_a_message_is_json_as_slack_reads_it(tmp_path: Path) -> None:
     async with Receiver().serving() as receiver, notifying(tmp_path) as notifications_:
         written(tmp_path, "all", receiver.url, fields=True)
-        sent = one("train")._replace(why="<!channel> & more")
+        sent = one("train")._replace(why="<!channel> & @all\n[here](http://elsewhere.example)")
         notifications_.notify(sent)
         message = await asyncio.wait_for(receiver.got.get(), 20)
-    assert message["text"] == "Job train of project team-a failed: &lt;!channel&gt; &amp; more"
+    text = (
+        "Job train of project team-a failed: &lt;!channel&gt; &amp; @\u200ball [here]\u200b(http://elsewhere.example)"
+    )
+    assert message["text"] == text
     assert message["gpuquota"]["event"] == "failed"
     assert message["gpuquota"]["uid"] == "uid-train"
 
@@ -141,6 +144,42 @@ async def test_a_webhook_gets_what_its_file_selects(tmp_path: Path) -> None:
             notifications_.notify(each)
         assert await receiver.texts(1) == ["Job mine of project team-a failed: it ended with exit code 1"]
         assert receiver.got.empty()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://[{SECRET}]/x", f"http://me:{SECRET}\u2100@hooks.example/x", f"ftp://h/{SECRET}",
+        f"http://h:{SECRET}/x", f"/{SECRET}",
+    ],
+)  # fmt: skip
+@in_loop
+async def test_a_file_that_cannot_be_used_is_named_without_its_address(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with notifying(tmp_path) as notifications_:
+        written(tmp_path, "bad", url)
+        notifications_.notify(one("a"))
+        assert not notifications_._senders
+    assert "webhook bad cannot be used: url must be a URL" in caplog.text
+    assert SECRET not in caplog.text
+
+
+@in_loop
+async def test_a_message_that_is_sent_again_goes_to_the_address_of_the_present_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "READ_EVERY_S", 0.0)
+    async with (
+        Receiver(_fails).serving() as old,
+        Receiver().serving() as new,
+        notifying(tmp_path) as notifications_,
+    ):
+        written(tmp_path, "all", old.url)
+        notifications_.notify(one("a"))
+        await old.texts(1)
+        written(tmp_path, "all", new.url)
+        assert "Job a" in (await new.texts(1))[0]
 
 
 @pytest.mark.parametrize("trouble", [_fails, _hangs], ids=["fails", "hangs"])

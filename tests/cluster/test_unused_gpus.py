@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import JobSpec, Kind, Phase, ReasonCode
 from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy, idle_rule_of
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.unused_jobs import fewest
 from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
 from kfp_gpuquota.engine.unused_gpus import LONGEST_GAP_S, Observed, UnusedGpus
 from kfp_gpuquota.errors import InvalidFieldError
@@ -18,6 +19,7 @@ from kfp_gpuquota.fractions.activity import SIMULATED_FILE, SimulatedActivity
 from tests.conftest import running_cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 RULE = IdleRule(warn_after_s=20, suspend_after_s=50)
@@ -163,6 +165,27 @@ def test_a_warning_is_shown_only_while_it_holds(tmp_path: Path) -> None:
         cluster.wait_for("job", lambda job: _is_unused(job.status.reason))
         cluster.client.delete_policy("unused")
         assert cluster.wait_for("job", lambda job: not _is_unused(job.status.reason)).status.phase is Phase.RUNNING
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 30))
+def test_as_few_jobs_as_it_takes_are_suspended_and_few_plans_are_made(nodes: list[int], gpus: int) -> None:
+    """Jobs of a GPU each on some nodes; one that waits needs so many GPUs of one node."""
+    asked = 0
+
+    def starts_without(ones: Sequence[int]) -> tuple[str, ...]:
+        nonlocal asked
+        asked += 1
+        return tuple(str(node) for node in range(10) if sum(nodes[one] == node for one in ones) >= gpus)
+
+    needed, starts = fewest(range(len(nodes)), starts_without)
+    made = asked
+    if not needed:
+        assert (starts_without(range(len(nodes))), made) == ((), 1)
+        return
+    assert starts == starts_without(needed)
+    assert len(needed) == gpus
+    assert {str(nodes[one]) for one in needed} == set(starts)
+    assert made <= 8 + 2 * gpus * 6
 
 
 def test_an_unused_job_is_suspended_for_one_that_waits_and_not_for_one_that_could_not_start(tmp_path: Path) -> None:

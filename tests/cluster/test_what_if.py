@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Project
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.wire import NewNode, OtherTeams, Outlook, Supposition
 from kfp_gpuquota.cluster.whatif import OTHERS, outlook, outlook_for_user
 from kfp_gpuquota.errors import InvalidFieldError
+from tests.scheduler.test_resources import Cluster
 from tests.scheduler.test_victims import world_of
 
 if TYPE_CHECKING:
@@ -88,3 +90,16 @@ def test_that_another_teams_job_needs_the_gpus_is_no_reason_that_is_shown() -> N
     answer = outlook_for_user(world.state, larger, world.now, {"a"})
     assert [(effect.job, effect.reason) for effect in answer.shrinks] == [("own", None)]
     assert answer.others == OtherTeams(starts=1)
+
+
+def test_a_node_that_is_added_has_the_labels_that_all_have() -> None:
+    cluster = Cluster()
+    cluster.project("a", 8)
+    for number in range(2):
+        cluster.node(f"n{number}", 1, labels={GPU_PRODUCT: "A100", "name": f"n{number}"})
+    cluster.node("other", 1, pool="other", labels={GPU_PRODUCT: "L4"})
+    cluster.submit("job", "a", gpus=4, gpu_types=("A100",))
+    cluster.run()
+    for pool, starts in (("", {"job"}), ("other", set())):
+        supposed = Supposition(with_nodes=(NewNode(gpus=4, pool=pool),))
+        assert named(outlook(cluster.state, supposed, cluster.now))["starts"] == starts

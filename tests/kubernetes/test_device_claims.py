@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import claimed_devices, selected_by, selects
 from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -38,6 +39,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
 )
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
+from kfp_gpuquota.engine.records import Intent
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.detached import JOBS, PODS, POLICIES, detached
 from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS, batch_jobs_of
@@ -533,6 +535,64 @@ def test_a_restarted_controller_counts_workers_alike_in_every_order(template: in
     objects = elastic_objects(template=template, claims=1)
     for order in (objects, objects[::-1], [*objects[3:], *objects[:3]]):
         assert played(*order) == 2
+
+
+def nvidia_objects(device_class: str, phase: str) -> list[tuple[str, dict[str, Any]]]:
+    """An ElasticJob with one worker, which has a GPU of a device plugin, and whose claim is of this class."""
+    job, template, worker, *_ = elastic_objects(template=1, claims=1)
+    job[1]["spec"] |= {"gpus": 1}
+    job[1]["status"] |= {"workers": 1, "countedResources": None}
+    worker[1]["metadata"]["annotations"] |= {labels.DEVICES: "0"}
+    del worker[1]["metadata"]["annotations"][labels.GPU_WEIGHTS]
+    worker[1]["spec"]["containers"][0]["resources"]["limits"] = {labels.GPU_RESOURCE: "1"}
+    worker[1]["status"]["phase"] = phase
+    for body in (template[1], claim := claim_object("j-0", 1)[1]):
+        found = body["spec"]["spec"] if "spec" in body["spec"] else body["spec"]
+        found["devices"] = {"requests": [request(device_class)]}
+    return [job, template, worker, (CLAIMS, claim)]
+
+
+def outcome(*order: tuple[str, dict[str, Any]], then: tuple[str, dict[str, Any]] | None = None) -> Any:
+    """Return the controller's record and state of the job of these objects, after one more."""
+
+    async def scenario() -> Any:
+        async with detached() as test:
+            test.see(POLICIES, {"metadata": {"name": "default", "uid": "policy"}, "spec": TABLE})
+            test.node()
+            test.team("a", guaranteed=4)
+            for path, body in order:
+                test.see(path, body)
+            await test.start()
+            if then is not None:
+                test.see(*then)
+            book = test.controller.elastic.book
+            return book.jobs.get("j"), book.runtime_states["j"], test.controller.snapshot.held("a").gpus
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("device_class", [GOLD, UNLISTED])
+def test_a_worker_gets_no_other_devices_beside_its_gpu(device_class: str) -> None:
+    """A hostile tenant: the template of network cards was exchanged after the job was counted."""
+    objects = nvidia_objects(device_class, "Pending")
+    for order in (objects, objects[::-1]):
+        assert outcome(*order)[0].intent is Intent.FAIL
+
+
+def test_a_running_worker_stays_when_its_class_or_template_has_gone() -> None:
+    objects = nvidia_objects(UNLISTED, "Running")
+    for order in (objects, objects[::-1], [objects[0], *objects[2:]]):
+        job, _, held = outcome(*order)
+        assert (job.intent, held) == (Intent.RUN, 1)
+
+
+def test_a_waiting_job_is_held_while_its_template_requests_other_devices() -> None:
+    (path, job), (_, template), *_ = nvidia_objects(NICS, "Pending")
+    _, (_, exchanged), *_ = nvidia_objects(UNLISTED, "Pending")
+    job["status"] = {"phase": "Pending"}
+    record, state, _ = outcome((path, job), (TEMPLATES, template), then=(TEMPLATES, exchanged))
+    assert (record.status.phase, state.uncountable) == (Phase.PENDING, True)
+    assert UNLISTED in state.held_back
 
 
 def test_what_was_allocated_counts() -> None:

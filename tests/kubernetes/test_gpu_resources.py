@@ -248,6 +248,16 @@ def _waits(world: Controlled, team: str, pod: dict[str, Any]) -> bool:
     return any(one["involvedObject"]["name"] == name and one["reason"] == "Waiting" for one in events)
 
 
+@pytest.mark.parametrize("resource", [AMD, MIG])
+def test_workers_of_an_elastic_job_hold_what_their_template_requests(world: Controlled, resource: str) -> None:
+    team, _ = team_of(world, guaranteed=2, limit=2)
+    limits = {"containers": [{"name": "main", "image": "none", "resources": {"limits": {resource: "1"}}}]}
+    job = world.job(team, "train", {"spec": limits}, gpus=2, minGpus=1, maxGpus=2)
+    world.until_phase(job, "Running")
+    world.wait(lambda: len(world.bound(team)) == 2, world.log)
+    world.remove(team)
+
+
 def test_a_gang_of_a_resource_of_any_name_starts_together(world: Controlled) -> None:
     """Its size was 1: the pods of its template did not look as if they requested GPUs."""
     team, path = team_of(world, guaranteed=4)

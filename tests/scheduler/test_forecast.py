@@ -116,6 +116,32 @@ def test_a_forecast_without_time_has_the_jobs_that_start_first() -> None:
     assert not expected_starts(one.world.state, one.world.now, run_time, EXACT, in_time=lambda: False)
 
 
+def test_a_forecast_in_few_cycles_is_near_the_one_of_every_end() -> None:
+    chance, world, lasts = Random(2), World(), dict[str, float]()
+    world.state.ledger.moves = False
+    for number in range(12):
+        world.node(f"node-{number}", 8)
+    for team in range(6):
+        world.project(f"team-{team}", 16)
+    for number in range(240):
+        uid = world.submit(f"job-{number}", f"team-{chance.randrange(6)}", chance.choice([1, 1, 1, 2, 4, 8]))
+        lasts[uid] = chance.lognormvariate(8, 1)
+    world.settle()
+
+    def starts(cycles: int) -> dict[str, float]:
+        found = expected_starts(
+            world.state,
+            world.now,
+            lambda uid: RunTime(examples=(lasts[uid],), left_s=lasts[uid]),
+            Effort(plays=1, cycles=cycles),
+        )
+        return {uid: one.earliest - world.now for uid, one in found.items()}
+
+    every, few = starts(1000), starts(10)
+    assert few.keys() == every.keys()
+    assert sum(abs(few[uid] - every[uid]) for uid in every) < 0.27 * sum(every.values())
+
+
 def test_a_job_that_never_fits_costs_few_cycles_while_usage_decays() -> None:
     one = reality([("team", 8, 100), *[("team", 8, 30)] * 3, ("team", 64, 10)], {"team": 8}, 300.0)
     one.world.state.ledger.half_life_s = 3600.0

@@ -110,6 +110,20 @@ def test_within_a_type_it_keeps_to_one_rack() -> None:
     assert [node for node, _ in cluster.where("job")] == ["node-3", "node-3"]
 
 
+def test_a_preferred_rack_does_not_come_before_the_first_type() -> None:
+    cluster = Cluster()
+    cluster.project("a", 100)
+    for name, product, rack, count in (
+        ("node-0", H100, "r0", 1),
+        ("node-1", H100, "r1", 1),
+        ("node-2", A100, "r2", 2),
+    ):
+        cluster.node(name, count, labels={GPU_PRODUCT: product, "rack": rack})
+    cluster.submit("job", gpus=2, gpus_per_worker=1, gpu_types=(H100, A100), preferred_topology="rack")
+    cluster.run()
+    assert types_of(cluster, "job") == [H100, H100]
+
+
 @pytest.mark.parametrize(
     ("taken", "gpus", "types", "code", "why"),
     [

@@ -8,7 +8,8 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api.quantity import gpu_quota, whole_number
-from kfp_gpuquota.api.wire import NewNode
+from kfp_gpuquota.api.validation import check_count
+from kfp_gpuquota.api.wire import MOST_GPUS_OF_NODE, NewNode
 from kfp_gpuquota.cli.arguments.parsers import pairs
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ NewNodeOption = Annotated[
 def new_node(text: str) -> NewNode:
     """Return the node of "8" or "8:POOL"."""
     gpus, _, pool = text.partition(":")
-    return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
+    count = whole_number("with_node", gpus)
+    check_count("with_node", count, 1, "GPUs", MOST_GPUS_OF_NODE)
+    return NewNode(gpus=count, pool=pool)
 
 
 def changed_projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:

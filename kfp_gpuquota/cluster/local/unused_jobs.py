@@ -7,7 +7,8 @@ several jobs share is used by all of them when one uses it: what each did is not
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
@@ -22,7 +23,7 @@ from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 INTERVAL_S: Final = 5.0
 """A driver keeps the samples of about 20 s."""
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -132,18 +134,11 @@ class UnusedJobs:
         ones = [one for one in preemptible if _runs(self._state.jobs[one.uid])]
         if not ones or not self._state.scheduler.ledger.has_waiting:
             return
-        for count in range(1, len(ones) + 1):
-            if starts := self._starts_without(ones[:count]):
-                needed = ones[:count]
-                for one in ones[: count - 1]:
-                    fewer = [other for other in needed if other is not one]
-                    if starts == self._starts_without(fewer):
-                        needed = fewer
-                for one in needed:
-                    self._suspend(one, needed_by=self._state.jobs[starts[0]].spec.project)
-                return
+        needed, starts = fewest(ones, self._starts_without)
+        for one in needed:
+            self._suspend(one, needed_by=self._state.jobs[starts[0]].spec.project)
 
-    def _starts_without(self, ones: Iterable[Warned]) -> tuple[str, ...]:
+    def _starts_without(self, ones: Sequence[Warned]) -> tuple[str, ...]:
         """Return the waiting jobs that the next plan would start, and only if these jobs were not there."""
         events: list[scheduler.Event] = []
         for one in ones:
@@ -161,6 +156,31 @@ class UnusedJobs:
 
 def _runs(job: JobRecord) -> bool:
     return job.status.phase is Phase.RUNNING and job.intent is Intent.RUN and not job.completing
+
+
+def fewest(
+    ones: Sequence[T], starts_without: Callable[[Sequence[T]], tuple[str, ...]]
+) -> tuple[Sequence[T], tuple[str, ...]]:
+    """Return the first of these whose absence starts anything, without those of them that it does not take, and what.
+
+    Each question costs a plan: one where nothing would start, else as many as halving takes.
+    """
+    if not starts_without(ones):
+        return (), ()
+    count = bisect_left(range(1, len(ones)), x=True, key=lambda count: bool(starts_without(ones[:count]))) + 1
+    starts = starts_without(ones[:count])
+
+    def pruned(kept: Sequence[T], first: int, end: int) -> Sequence[T]:
+        """Return these without as many as possible of those at these places of `ones`, halved until they are one."""
+        fewer = [*kept[: len(kept) - (count - first)], *ones[end:count]]
+        if first == end or starts_without(fewer) == starts:
+            return fewer
+        if end - first == 1:
+            return kept
+        middle = (first + end) // 2
+        return pruned(pruned(kept, first, middle), middle, end)
+
+    return pruned(ones[:count], 0, count - 1), starts
 
 
 def _warning(one: Warned) -> Reason:

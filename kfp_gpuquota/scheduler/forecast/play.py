@@ -5,7 +5,7 @@ fractions, reservations, reclaim and preemption are those of the planner, and th
 in agreement. Rejected: a copy of the state for each play (it takes as long as the play of 1,000 jobs), and a model of
 its own with counts of GPUs (ten times as fast, but wrong wherever a rule was forgotten).
 
-Where many jobs run, a tenth of them ends before the next cycle, and later up to a third. What starts in it starts when
+Where many jobs run, a tenth of them ends before the next cycle, and later up to a fifth. What starts in it starts when
 its devices became free: the order of starts is then that of a moment a little later, the rules stay. Two things are
 left out: jobs are not moved together (consolidation), and no GPUs are lent, for these come back as soon as a waiting
 job needs them. A stopped job continues where it was stopped.
@@ -40,7 +40,7 @@ LOOKS: Final = 16
 """Between two changes so many cycles wait for time to pass: usage decays without end, and a job may never fit."""
 GROWS: Final = 1.15
 """By which factor more ends share each further cycle: what is further away is less certain anyway."""
-FEWEST_CYCLES: Final = 3
+FEWEST_CYCLES: Final = 5
 """In which as many jobs end as run, at the most ends of a cycle."""
 HORIZON_S: Final = 30 * 86_400.0
 """What would start later than this is unknown."""

@@ -9,6 +9,7 @@ all, as few of them as possible are used, those with the most free capacity firs
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.placement import placement
@@ -134,8 +135,11 @@ def _areas(group: Group, tasks: Sequence[Task], hosts: Domain, *, future: bool) 
     narrowest = topology.preferred if topology.preferred is not None else topology.required
     widest = _EVERYWHERE if topology.required is None else topology.required
     held = _held_by(group, tasks[0].job)
-    for level in range(_EVERYWHERE if narrowest is None else narrowest, widest - 1, -1):
-        for domain in _domains(hosts, topology, level, tasks[0], future=future):
+    levels = range(_EVERYWHERE if narrowest is None else narrowest, widest - 1, -1)
+    # The first type of GPUs comes before a narrower domain of the next one.
+    types = _domains(hosts, topology, 0, tasks[0], future=future) if topology.order else [hosts]
+    for within, level in product(types, levels):
+        for domain in _domains(within, topology, level, tasks[0], future=future):
             if (level >= 0 and not _holds(domain, held)) or not _may_hold(domain, tasks, future=future):
                 continue
             if narrowest is not None and level < narrowest:

@@ -50,6 +50,14 @@ def _template_of(job: ElasticJob) -> PodSpec:
         raise InvalidFieldError("template", "of pods", str(error)) from None
 
 
+def claims_devices(job: ElasticJob) -> bool:
+    """Return whether the job's pods claim devices."""
+    try:
+        return bool(_template_of(job).resource_claims)
+    except InvalidFieldError:
+        return False
+
+
 def job_spec_of(
     job: ElasticJob,
     requests: Mapping[str, Any] | None = None,

@@ -21,7 +21,7 @@ from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.api.project import check_run_time
 from kfp_gpuquota.api.resources import WHOLE_GPU, counted_amounts
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
-from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import uncounted
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import claims_devices, uncounted
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
@@ -328,7 +328,8 @@ class ElasticJobs:
             spec = self._record_of(state.object).spec
         except GpuQuotaError as error:
             state.held_back = error.message
-            if counted_amounts(before.spec) and not self.book.alive_of(uid) and not state.uncountable:
+            counts = claims_devices(state.object) or counted_amounts(before.spec)
+            if counts and not self.book.alive_of(uid) and not state.uncountable:
                 state.uncountable = True
                 self.book.emit(scheduler.JobSuspended(uid))
             return
@@ -368,7 +369,8 @@ class ElasticJobs:
         claimed = {name: actual[name] for name in (*expected, *dict(pod.gpu_weights)) if actual.get(name)}
         if expected.keys() - dict(self._rules.rules.gpu_weights).keys():
             return  # an administrator has removed it from the table: its workers stay
-        if (pod.problem and expected) or (claimed and claimed != expected):
+        # Beside nvidia.com/gpu a class may have been refused since the worker started: it stays.
+        if (pod.problem and (expected or not pod.running)) or (claimed and claimed != expected):
             self._stop_for_claims(job.uid, pod.problem)
 
     def _stop_for_claims(self, uid: str, why: str = "") -> None:
