@@ -138,5 +138,7 @@ def test_a_clusters_history_is_replayed_with_other_quotas_and_nodes(
         twin("--guaranteed", "team-z=1")
     with pytest.raises(NotFoundError, match="node 'n' does not exist"):
         twin("--without-node", "n")
-    with pytest.raises(UsageError, match="at least 1 GPU"):
+    with pytest.raises(UsageError, match="--with-node is 0, but it must be at least 1 GPU"):
         twin("--with-node", "0")
+    with pytest.raises(UsageError, match="it cannot be written: Format 'foo' is not supported"):
+        twin("--picture", str(embedded_cluster.home.root / "picture.foo"))

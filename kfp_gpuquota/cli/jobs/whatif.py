@@ -16,7 +16,7 @@ from kfp_gpuquota.api.wire import JobName, NewNode, Supposition
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.arguments.parsers import pairs
 from kfp_gpuquota.cli.display.output import Format, show
-from kfp_gpuquota.errors import UsageError
+from kfp_gpuquota.errors import InvalidFieldError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +129,10 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
 def new_node(text: str) -> NewNode:
     """Return the node of "8" or "8:POOL"."""
     gpus, _, pool = text.partition(":")
-    return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
+    try:
+        return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
+    except InvalidFieldError as error:
+        raise InvalidFieldError("with_node", text, error.rule) from None  # -g is the gpus of a job
 
 
 def changed_projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
