@@ -12,9 +12,7 @@ import typer
 from kfp_gpuquota.cli.admin.simulate import PictureOption, draw, summary, times
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
 from kfp_gpuquota.cli.arguments.parsers import seconds_back
-from kfp_gpuquota.cli.display.output import Format, show, table
-from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.cli.jobs.whatif import (
+from kfp_gpuquota.cli.arguments.suppositions import (
     GuaranteedOption,
     LimitOption,
     NewNodeOption,
@@ -22,6 +20,8 @@ from kfp_gpuquota.cli.jobs.whatif import (
     changed_projects,
     new_node,
 )
+from kfp_gpuquota.cli.display.output import Format, show, table
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:

@@ -6,22 +6,25 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job_sentences import expected_start_of
-from kfp_gpuquota.api.quantity import gpu_quota, gpus_or_fraction, parse_gpu_memory, whole_number
-from kfp_gpuquota.api.wire import JobName, NewNode, Supposition
+from kfp_gpuquota.api.quantity import gpus_or_fraction, parse_gpu_memory, whole_number
+from kfp_gpuquota.api.wire import JobName, Supposition
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
-from kfp_gpuquota.cli.arguments.parsers import pairs
+from kfp_gpuquota.cli.arguments.suppositions import (
+    GuaranteedOption,
+    LimitOption,
+    NewNodeOption,
+    NodeOption,
+    changed_projects,
+    new_node,
+)
 from kfp_gpuquota.cli.display.output import Format, show
-from kfp_gpuquota.errors import InvalidFieldError, UsageError
+from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kfp_gpuquota.api import Project
     from kfp_gpuquota.api.wire import Effect
     from kfp_gpuquota.cli.arguments.dumps import DumpedCluster
     from kfp_gpuquota.server.cluster_api import ClusterApi
@@ -35,22 +38,8 @@ GpusOption = Annotated[
 MinOption = Annotated[str | None, typer.Option("--min-gpus", metavar="N", help="The fewest GPUs that job runs with.")]
 MemoryOption = Annotated[str | None, typer.Option("--gpu-memory", metavar="SIZE", help="GPU memory that job asks for.")]
 InteractiveOption = Annotated[bool, typer.Option("--interactive", help="That job is a build session.")]
-GuaranteedOption = Annotated[
-    list[str] | None,
-    typer.Option("--guaranteed", metavar="PROJECT=N", help="A project's guaranteed quota; may be repeated."),
-]
-LimitOption = Annotated[
-    list[str] | None, typer.Option("--limit", metavar="PROJECT=N", help="A project's limit; may be repeated.")
-]
 DeleteOption = Annotated[
     list[str] | None, typer.Option("--delete", metavar="JOB", help="A job of the project is deleted; may be repeated.")
-]
-NodeOption = Annotated[
-    list[str] | None, typer.Option("--without-node", metavar="NODE", help="A node is lost or drained; may be repeated.")
-]
-NewNodeOption = Annotated[
-    list[str] | None,
-    typer.Option("--with-node", metavar="GPUS[:POOL]", help="A node with so many GPUs is added; may be repeated."),
 ]
 StateOption = Annotated[
     Path | None,
@@ -124,28 +113,6 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
         gpu_memory_mib=None if memory is None else parse_gpu_memory("gpu_memory", memory),
         kind=Kind.BUILD if interactive else Kind.TRAIN,
     )
-
-
-def new_node(text: str) -> NewNode:
-    """Return the node of "8" or "8:POOL"."""
-    gpus, _, pool = text.partition(":")
-    try:
-        return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
-    except InvalidFieldError as error:
-        raise InvalidFieldError("with_node", text, error.rule) from None  # -g is the gpus of a job
-
-
-def changed_projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
-    """Yield the projects whose quotas change, as they would be. NotFoundError for one that does not exist."""
-    rule = "a quota is given as PROJECT=N"
-    least, most = pairs("guaranteed", guaranteed, rule), pairs("limit", limit, rule)
-    for name in dict.fromkeys([*least, *most]):
-        changed: dict[str, float | None] = {}
-        if name in least:
-            changed["guaranteed"] = gpu_quota("guaranteed", least[name])
-        if name in most:
-            changed["limit"] = None if most[name] == "none" else gpu_quota("limit", most[name])
-        yield msgspec.structs.replace(reached.get_project(name).project, **changed)
 
 
 def _line(verb: str, effect: Effect) -> str:
