@@ -42,6 +42,7 @@ MAX_FORM_BYTES: Final = 1 << 18  # a page of the queue has up to 1,000 jobs, and
 THEME: Final = "gpuquota-theme"
 THEMES: Final = ("auto", "light", "dark")
 THEME_KEPT_S: Final = 400 * 86_400
+MAX_LINE_BYTES: Final = 1 << 16  # what is asked by the queue's form is in the address, with the whole command
 STATIC: Final = Path(__file__).with_name("static")
 
 log = logging.getLogger(__name__)

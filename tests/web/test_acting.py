@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import msgspec
 import pytest
@@ -121,6 +122,19 @@ def test_a_job_is_submitted_again_with_its_environment_which_the_page_never_show
     assert visitor.post("/queue/submit", form).status == 303
     first, second = (embedded_cluster.job(name).spec for name in ("train-9", "train-10"))
     assert second == msgspec.structs.replace(first, name="train-10", command=("sleep", "2000"))
+
+
+def test_what_is_typed_is_kept_also_if_it_is_long_or_the_job_before_is_deleted(visitor: Visitor, token: str) -> None:
+    command = f"echo {'a' * 20_000}"
+    form = {"project": "team-a", "name": "again", "gpus": "1", "command": command, "like": "team-a/deleted"}
+    refused = visitor.post("/queue/submit", {**form, "token": token})
+    assert refused.status == 404
+    asked = visitor.get(f"/queue?{urlencode({**form, 'what-if': '1'})}")
+    assert asked.status == 200
+    for answer in (refused, asked):
+        assert "project 'team-a' has no job 'deleted'" in text_of(answer)
+        assert fields_of(answer.text)["command"] == command
+    assert visitor.get("/queue?like=team-a/deleted").status == 404
 
 
 @pytest.mark.parametrize(
