@@ -134,6 +134,8 @@ def test_a_clusters_history_is_replayed_with_other_quotas_and_nodes(
     assert (today["finished"], changed["finished"], changed["gpus"]) == (1, 0, today["gpus"] + 8)
     assert "1 never start" in twin("--limit", "team-a=0", "--guaranteed", "team-a=0")
     assert "STATIC MEAN" in twin("--static")
+    replaced = json.loads(twin("--without-node", "node-0", "--with-node", "1", "-o", "json"))["results"][1]
+    assert (replaced["finished"], replaced["gpus"]) == (1, 1)
     with pytest.raises(NotFoundError, match="project 'team-z' does not exist"):
         twin("--guaranteed", "team-z=1")
     with pytest.raises(NotFoundError, match="node 'n' does not exist"):
