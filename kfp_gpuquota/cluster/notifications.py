@@ -72,7 +72,7 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
     def message(self, one: Notification) -> dict[str, Any]:
-        """Return the JSON of an notification."""
+        """Return the JSON of a notification."""
         message: dict[str, Any] = {"text": _escaped(one.text[:LONGEST_TEXT])}
         if self.fields:
             message["gpuquota"] = {"event": one.what, **{k: v for k, v in one._asdict().items() if k != "what"}}
@@ -207,7 +207,7 @@ async def _attempt(session: aiohttp.ClientSession, url: str, message: dict[str, 
     """Return the problem of one attempt ("": none) without the address, and whether another one is useless."""
     try:
         async with session.post(url, json=message, allow_redirects=False) as answer:
-            if answer.ok:
+            if answer.status < min(FINAL_STATUSES):
                 return "", True
             final = answer.status in FINAL_STATUSES and answer.status not in TRY_AGAIN
             return f"it answered {answer.status}", final

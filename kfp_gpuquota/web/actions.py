@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api.quantity import whole_number
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.api.wire import JobUpdate, StopAction
-from kfp_gpuquota.errors import ForbiddenError, GpuQuotaError, NotFoundError, UsageError
+from kfp_gpuquota.errors import ConflictError, ForbiddenError, GpuQuotaError, NotFoundError, UsageError
 from kfp_gpuquota.web.views import quota, submission
 
 if TYPE_CHECKING:
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 
 STOPPING: Final = frozenset(StopAction)
 """The actions that free what a job holds, disk space included."""
+
+
+class Chosen(NamedTuple):
+    """A job as a form names it; `uid` "" for any one of that name."""
+
+    project: str
+    name: str
+    uid: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Chosen:
+        """Return the job of PROJECT/NAME or PROJECT/NAME/UID."""
+        project, name, uid = (*text.split("/", 2), "", "")[:3]
+        return cls(project, name, uid)
 
 
 class Actions:
@@ -36,7 +50,7 @@ class Actions:
             case "update":
                 await self._source.update(project, name, _changes(form))
             case _ if action in STOPPING:
-                return await self.stop(action, [(project, name)])
+                return await self.stop(action, [Chosen(project, name)])
             case _:
                 raise NotFoundError(
                     f"a job has no action {action!r}; it has suspend, resume, cancel, update and delete"
@@ -53,18 +67,19 @@ class Actions:
         job = await self._source.submit(spec, asked.request_id(form), like=like, image=asked.image)
         return join(self._base, "jobs", job.spec.project, job.spec.name)
 
-    async def stop(self, action: str, jobs: Sequence[tuple[str, str]]) -> str:
-        """Delete, suspend or cancel jobs: those of a project together. The others go on where a project's are refused.
+    async def stop(self, action: str, jobs: Sequence[Chosen]) -> str:
+        """Delete, suspend or cancel jobs: those of a project together. Others are stopped if a project's are refused.
 
         Raises UsageError, which says what was refused.
         """
         if action not in STOPPING:
             raise NotFoundError(f"jobs have no action {action!r} that stops them; they have {', '.join(StopAction)}")
-        done, refused = 0, list[GpuQuotaError]()
-        for project, together in itertools.groupby(sorted(set(jobs)), key=lambda each: each[0]):
-            names = [name for _, name in together]
+        stop, done, refused = StopAction(action), 0, list[GpuQuotaError]()
+        for project, together in itertools.groupby(sorted(set(jobs)), key=lambda each: each.project):
             try:
-                await self._source.stop_jobs(project, names, StopAction(action))
+                names = self._stopped_by(stop, [*together], alone=len(jobs) == 1)
+                if names:
+                    await self._source.stop_jobs(project, names, stop)
                 done += len(names)
             except GpuQuotaError as error:
                 refused.append(error)
@@ -72,10 +87,32 @@ class Actions:
             raise refused[0]
         if refused:
             why = "; ".join(error.message for error in refused)
-            raise UsageError(f"{why}. Of the others {done} are stopped")
+            raise UsageError(f"{why}. In other projects: {done} stopped")
         if action == StopAction.DELETE or len(jobs) != 1:
             return f"{self._base}/queue"
-        return join(self._base, "jobs", *jobs[0])
+        return join(self._base, "jobs", jobs[0].project, jobs[0].name)
+
+    def _stopped_by(self, action: StopAction, jobs: Sequence[Chosen], *, alone: bool) -> list[str]:
+        """Return the names of the jobs on which the action has an effect, as the confirmation says.
+
+        Raises NotFoundError, and ConflictError for a job of that name that is not the one that was confirmed.
+        """
+        names = []
+        for chosen in jobs:
+            try:
+                job = self._source.job(chosen.project, chosen.name)
+            except NotFoundError:
+                if action is StopAction.DELETE and chosen.uid:  # sent twice
+                    continue
+                raise
+            if chosen.uid not in {"", job.uid}:
+                raise ConflictError(
+                    f"job {chosen.name!r} of project {chosen.project!r} is another one than the page showed, submitted "
+                    "after that was deleted; look at it and try again"
+                )
+            if alone or action is StopAction.DELETE or not job.status.phase.final:
+                names.append(chosen.name)
+        return names
 
     async def change_quota(self, project: str, form: Mapping[str, str]) -> str:
         """Change the quota of a project, or whether its jobs start."""

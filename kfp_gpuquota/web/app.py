@@ -21,7 +21,7 @@ from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.audit import CLIENT_CLOSED, TARGET, Writing, begin_change
 from kfp_gpuquota.version import __version__
 from kfp_gpuquota.web.access import AGAIN, COOKIE, SESSION_VALID_S, guarded, headers
-from kfp_gpuquota.web.actions import STOPPING
+from kfp_gpuquota.web.actions import STOPPING, Chosen
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import confirmation, logs, quota
 
@@ -42,6 +42,7 @@ MAX_FORM_BYTES: Final = 1 << 18  # a page of the queue has up to 1,000 jobs, and
 THEME: Final = "gpuquota-theme"
 THEMES: Final = ("auto", "light", "dark")
 THEME_KEPT_S: Final = 400 * 86_400
+MAX_LINE_BYTES: Final = 1 << 16  # what is asked by the queue's form is in the address, with the whole command
 STATIC: Final = Path(__file__).with_name("static")
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def build_pages(
         web.post(f"{base}/queue/submit", handlers.submit),
         web.post(f"{base}/queue/confirm", handlers.confirm_several),
         web.post(f"{base}/queue/stop", handlers.stop),
+        *(web.get(f"{base}/queue/{form}", handlers.to_queue) for form in ("submit", "confirm", "stop")),
         web.get(f"{base}/nodes/{{node}}", handlers.page),
         web.get(job, handlers.page),
         web.get(f"{job}/log", handlers.log),
@@ -131,6 +133,11 @@ class _Handlers:
     async def start(self, request: web.Request) -> web.Response:
         query = f"?{request.query_string}" if request.query_string else ""
         raise web.HTTPSeeOther(f"{self._base}/teams{query}")
+
+    async def to_queue(self, request: web.Request) -> web.Response:
+        """Lead to the queue from the address of an answer to its forms, which the answer's links and filters have."""
+        query = f"?{request.query_string}" if request.query_string else ""
+        raise web.HTTPSeeOther(f"{self._base}/queue{query}")
 
     async def theme(self, request: web.Request) -> web.Response:
         """Keep the colors that the browser's user chose, and lead back to the page that has the link."""
@@ -237,7 +244,7 @@ class _Handlers:
     async def confirm(self, request: web.Request) -> web.Response:
         """Show what one job would lose."""
         names = request.match_info
-        return self._confirmation(request, names["action"], [(names["project"], names["name"])])
+        return self._confirmation(request, names["action"], [Chosen(names["project"], names["name"])])
 
     async def confirm_several(self, request: web.Request) -> web.Response:
         """Show what the chosen jobs would lose."""
@@ -245,10 +252,10 @@ class _Handlers:
         begin_change(request, Writing.REFUSED)
         return self._confirmation(request, form.get("action", ""), _chosen(await request.post()))
 
-    def _confirmation(self, request: web.Request, action: str, jobs: Sequence[tuple[str, str]]) -> web.Response:
+    def _confirmation(self, request: web.Request, action: str, jobs: Sequence[Chosen]) -> web.Response:
         source, common = self._door.site_for(request).source, self._common(request)
         values = confirmation.values(source, self._site, action, jobs)
-        back = join(self._base, "jobs", *jobs[0]) if len(jobs) == 1 else f"{self._base}/queue"
+        back = join(self._base, "jobs", *jobs[0][:2]) if len(jobs) == 1 else f"{self._base}/queue"
         title = f"{action.capitalize()}?"
         return _html(
             render("confirmation.html", title=title, active="queue", revision="", back=back, **common, **values)
@@ -257,7 +264,7 @@ class _Handlers:
     async def stop(self, request: web.Request) -> web.Response:
         """Delete, suspend or cancel the jobs of a confirmation, and lead back to where that shows."""
         form, jobs = await _fields(request), _chosen(await request.post())
-        request[TARGET] = f"{form.get('action', '')} {','.join(f'{project}/{name}' for project, name in jobs)}"
+        request[TARGET] = f"{form.get('action', '')} {','.join(f'{job.project}/{job.name}' for job in jobs)}"
         begin_change(request, Writing.RESERVED)
         raise web.HTTPSeeOther(await self._door.site_for(request).actions.stop(form.get("action", ""), jobs))
 
@@ -367,10 +374,9 @@ async def _fields(request: web.Request) -> dict[str, str]:
     return {name: str(value) for name, value in (await request.post()).items()}
 
 
-def _chosen(form: MultiDictProxy[Any]) -> list[tuple[str, str]]:
-    """Return project and name of the jobs whose boxes are ticked."""
-    pairs = (str(each).partition("/") for each in form.getall("job", []))
-    return [(project, name) for project, _, name in pairs]
+def _chosen(form: MultiDictProxy[Any]) -> list[Chosen]:
+    """Return the jobs whose boxes are ticked, or that were confirmed."""
+    return [Chosen.of(str(each)) for each in form.getall("job", [])]
 
 
 def _html(html: str, status: int = 200) -> web.Response:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web.live import Elements, LivePage
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import figures, gpu_map, job, node, nodes, pipelines, queue, submission, teams, timeline
@@ -97,7 +99,9 @@ class Pages:
         supposed = submission.Asked.of(query)
         if supposed.like and not supposed.given and "name" not in query:
             supposed = submission.Asked.again(self._source, supposed.like)
-        like = supposed.original(self._source)
+        like = None
+        with suppress(NotFoundError):  # it was deleted since the form was filled from it: what is typed is shown
+            like = supposed.original(self._source)
         values = {
             "wanted": wanted,
             "projects": self._projects(wanted.project),

@@ -56,6 +56,8 @@ def test_quotas_deleted_jobs_and_lost_nodes_can_be_supposed(two_teams: Cli) -> N
 MISTAKES = [
     ("what-if", "name a change, for example: gpuquota what-if -g 2"),
     ("what-if --delete nobody", "project 'team-a' has no job 'nobody' that runs or waits"),
+    ("what-if -g 1 --with-node 0", "--with-node is 0, but it must be at least 1 GPU"),
+    ("what-if -g 1 --with-node 300", "--with-node is 300, but it must be at most 256 GPUs"),
     ("what-if --without-node node-9", "node 'node-9' does not exist; see them with: gpuquota list nodes"),
     ("what-if --guaranteed team-b", "a quota is given as PROJECT=N"),
     (

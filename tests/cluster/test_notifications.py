@@ -217,7 +217,7 @@ async def test_a_receiver_that_refuses_a_message_does_not_get_it_again(
 
 
 @in_loop
-async def test_a_redirect_leads_to_no_other_address(tmp_path: Path) -> None:
+async def test_a_redirect_leads_to_no_other_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Receiver().serving() as inside, notifying(tmp_path) as notifications_:
 
         async def leads_inside() -> web.Response:
@@ -229,6 +229,7 @@ async def test_a_redirect_leads_to_no_other_address(tmp_path: Path) -> None:
                 notifications_.notify(one(name))
             await receiver.texts(2)
         assert inside.got.empty()
+    assert "webhook all: 1 messages were dropped; the last one: it answered 307" in caplog.text
 
 
 @in_loop

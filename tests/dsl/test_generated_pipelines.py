@@ -1,5 +1,6 @@
 """Drawn pipelines: what a routed one writes, returns and fails with is what the plain one does under kfp.local."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format  # type: ignore[import-untyped]
-from kfp import local
+from kfp import dsl, local
 from kfp.local import subprocess_task_handler
 
 from kfp_gpuquota.dsl.pipelines.route import is_routed
@@ -43,15 +44,33 @@ def outcome(seed: int, wrap: Wrap, root: Path) -> dict[str, Any]:
         failure = f"{type(error).__name__}: {error}"
     runs = list(root.iterdir()) if root.exists() else []
     files = {
-        str(path.relative_to(run)): path.read_bytes().replace(str(run).encode(), b"RUN")
+        str(path.relative_to(run)): in_order(path.read_bytes().replace(str(run).encode(), b"RUN"))
         for run in runs
         for path in run.rglob("*")
         if path.is_file() and (path.name, path.parent.name[:7]) != GENERATED
     }
-    shown = repr((outputs, failure))
+    shown = repr((stable(outputs), failure))
     for run in runs:
         shown = shown.replace(str(run), "RUN")
     return {"files": files, "shown": shown, "failed": bool(failure)}
+
+
+def stable(value: object) -> object:
+    """Return the value with keys in order: protobuf's maps, from which KFP writes many, have a random one."""
+    if isinstance(value, dict):
+        return {key: stable(value[key]) for key in sorted(value)}
+    if isinstance(value, dsl.Artifact):
+        return type(value).__name__, value.name, value.uri, stable(value.metadata)
+    return [stable(each) for each in value] if isinstance(value, list) else value
+
+
+def in_order(content: bytes) -> bytes:
+    """Return a JSON object with its keys in order."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return content
+    return json.dumps(found, sort_keys=True).encode() if isinstance(found, dict) else content
 
 
 def differences(seed: int, root: Path) -> list[str]:

@@ -113,6 +113,13 @@ def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: 
             "gpus is 2, but it counts whole GPUs, and the job asks for a share of them (fraction); leave it out; for "
             "the same share of several GPUs of a node give devices",
         ),
+        *(
+            (
+                {"gpu_type": value},
+                f"gpu_type is {value!r}, but it must be a type of GPUs, or a list of some, the best one first",
+            )
+            for value in (5, [1], {"A100"})
+        ),
         (
             {"resource_claim_template": "My Claim"},
             "resource_claim_template is 'My Claim', but a name is 1 to 63 lower-case letters, digits and '-', and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -34,6 +35,11 @@ TEMPLATE = {
     },
 }  # fmt: skip
 
+OWN = {
+    "checkpoint": {"claimName": "of-train"}, "ttlSecondsAfterFinished": 3600, "workersReadyTimeoutSeconds": 900,
+    "gracePeriodSeconds": 45, "gpuTypes": ["H100", "A100"],
+}  # fmt: skip
+
 
 @contextmanager
 def rights(cluster: DevCluster) -> Iterator[None]:
@@ -62,7 +68,7 @@ def team(kubeflow_cluster: DevCluster) -> str:
     namespace = kubeflow_cluster.make_namespace(f"acts-{uuid.uuid4().hex[:6]}")
     kubeflow_cluster.api.create(QUOTAS, quota(namespace, guaranteed=2))
     made = job("train", gpus=1, maxGpus=2, priority=70)
-    made["spec"]["template"] = TEMPLATE
+    made["spec"] |= {"template": TEMPLATE, **OWN}
     kubeflow_cluster.api.create(jobs_of(namespace), made)
     return namespace
 
@@ -72,6 +78,14 @@ def person(cluster: DevCluster, page: WebPage, role: str, namespace: str) -> Use
     bind(cluster, user.name, role, namespace)
     until(lambda: user.get(f"/jobs/{namespace}/train").status == 200, user.name)
     return user
+
+
+def until_shown(user: User, team: str, parent: str) -> str:
+    """Return the parent that the form has chosen, once the page has seen the change to it."""
+    until(lambda: parent in user.get(f"/teams/{team}").text, "the change")
+    chosen = re.search(r'<option value="([^"]*)" selected>', user.get(f"/teams/{team}").text)
+    assert chosen is not None
+    return chosen[1]
 
 
 def test_a_job_is_submitted_as_the_user_new_or_like_another_one(
@@ -103,8 +117,7 @@ def test_a_job_is_submitted_as_the_user_new_or_like_another_one(
     again = {**fields_of(shown.text), "project": team, "token": form["token"]}
     assert editor.post("/queue/submit", again).status == 303
     first, second = (api.get(f"{jobs_of(team)}/{name}")["spec"] for name in ("train", "train-2"))
-    assert second["template"] == first["template"]
-    assert (second["priority"], second["maxGpus"]) == (70, 2)
+    assert second == first
     again |= {"name": "train-3", "command": "python other.py", "image": "registry.example/train:2"}
     assert editor.post("/queue/submit", again).status == 303
     container = api.get(f"{jobs_of(team)}/train-3")["spec"]["template"]["spec"]["containers"][0]
@@ -116,6 +129,18 @@ def test_a_job_is_submitted_as_the_user_new_or_like_another_one(
         (viewer.name, 403), (editor.name, 400), (editor.name, 303),
     ]  # fmt: skip
     assert lines[2]["target"] == f"{team}/new"
+
+
+def test_a_job_that_is_submitted_again_has_the_run_time_of_its_own_project(
+    kubeflow_cluster: DevCluster, page: WebPage, team: str
+) -> None:
+    api = kubeflow_cluster.api
+    editor = person(kubeflow_cluster, page, "kubeflow-edit", team)
+    api.patch(f"{jobs_of(team)}/train/status", {"status": {"defaultRuntimeSeconds": 7200}})
+    until(lambda: "2h" in text_of(editor.get(f"/jobs/{team}/train")), "the default of its project")
+    form = {**fields_of(editor.get(f"/queue?like={team}/train").text), "project": team}
+    assert editor.post("/queue/submit", {**form, "token": editor.form_token("/queue")}).status == 303
+    assert "maxRuntimeSeconds" not in api.get(f"{jobs_of(team)}/train-2")["spec"]
 
 
 def test_jobs_are_stopped_together_if_the_user_may_stop_them(
@@ -135,6 +160,26 @@ def test_jobs_are_stopped_together_if_the_user_may_stop_them(
     assert not api.exists(f"{jobs_of(team)}/train")
     asked = [line["target"] for line in page.audit()[before:]]
     assert asked == [f"cancel {team}/train", f"delete {team}/train"], "a confirmation has no line"
+
+
+def test_a_job_that_has_ended_or_is_gone_keeps_no_other_from_being_stopped(
+    kubeflow_cluster: DevCluster, page: WebPage, team: str
+) -> None:
+    api = kubeflow_cluster.api
+    editor = person(kubeflow_cluster, page, "kubeflow-edit", team)
+    for name in ("a-ended", "b-cancelled", "c-runs"):
+        api.create(jobs_of(team), job(name, gpus=1))
+    api.patch(f"{jobs_of(team)}/a-ended/status", {"status": {"phase": "Failed"}})
+    api.patch(f"{jobs_of(team)}/b-cancelled", {"spec": {"lease": {"holder": "gpuquota-cancel", "durationSeconds": 0}}})
+    until(lambda: "Failed" in editor.get(f"/jobs/{team}/a-ended").text)
+    until(lambda: editor.get(f"/jobs/{team}/c-runs").status == 200)
+    jobs = "".join(f"&job={team}/{name}" for name in ("a-ended", "b-cancelled", "c-runs"))
+    form = f"token={editor.form_token('/queue')}&action=suspend{jobs}".encode()
+    made = {"Content-Type": "application/x-www-form-urlencoded", "Origin": editor.origin}
+    answer = editor.send("POST", "/queue/stop", form, made)
+    assert api.get(f"{jobs_of(team)}/c-runs")["spec"]["suspend"] is True
+    assert answer.status == 400
+    assert "job 'b-cancelled' is being stopped; submit it again instead. Of the other jobs" in text_of(answer)
 
 
 def test_a_quota_is_changed_by_who_may_patch_it_and_not_where_a_profile_defines_it(
@@ -158,6 +203,13 @@ def test_a_quota_is_changed_by_who_may_patch_it_and_not_where_a_profile_defines_
     assert (spec["guaranteed"], spec["limit"], spec["priority"], spec["overQuotaWeight"]) == (3, 4, 50, 2)
     assert boss.post(f"/teams/{team}/update", {"token": form["token"], "stop_policy": "Hold"}).status == 303
     assert api.get(f"{QUOTAS}/{team}")["spec"]["stopPolicy"] == "Hold"
+
+    above = f"above-{uuid.uuid4().hex[:6]}"  # a department, of which this user sees nothing
+    api.create(QUOTAS, quota(above, guaranteed=4))
+    api.patch(f"{QUOTAS}/{team}", {"spec": {"parent": above}})
+    shown = until_shown(boss, team, above)
+    assert boss.post(f"/teams/{team}/update", {**form, "guaranteed": "1", "parent": shown}).status == 303
+    assert api.get(f"{QUOTAS}/{team}")["spec"]["parent"] == above
 
     api.patch(f"{QUOTAS}/{team}", {"metadata": {"labels": {labels.SOURCE: "profile"}}})
     sentence = f"kubectl edit profile {team} (spec.plugins, kind GpuQuota)"

@@ -134,9 +134,13 @@ def test_a_clusters_history_is_replayed_with_other_quotas_and_nodes(
     assert (today["finished"], changed["finished"], changed["gpus"]) == (1, 0, today["gpus"] + 8)
     assert "1 never start" in twin("--limit", "team-a=0", "--guaranteed", "team-a=0")
     assert "STATIC MEAN" in twin("--static")
+    replaced = json.loads(twin("--without-node", "node-0", "--with-node", "1", "-o", "json"))["results"][1]
+    assert (replaced["finished"], replaced["gpus"]) == (1, 1)
     with pytest.raises(NotFoundError, match="project 'team-z' does not exist"):
         twin("--guaranteed", "team-z=1")
     with pytest.raises(NotFoundError, match="node 'n' does not exist"):
         twin("--without-node", "n")
-    with pytest.raises(UsageError, match="at least 1 GPU"):
+    with pytest.raises(UsageError, match="--with-node is 0, but it must be at least 1 GPU"):
         twin("--with-node", "0")
+    with pytest.raises(UsageError, match="it cannot be written: Format 'foo' is not supported"):
+        twin("--picture", str(embedded_cluster.home.root / "picture.foo"))

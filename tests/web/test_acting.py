@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import msgspec
 import pytest
@@ -123,6 +124,19 @@ def test_a_job_is_submitted_again_with_its_environment_which_the_page_never_show
     assert second == msgspec.structs.replace(first, name="train-10", command=("sleep", "2000"))
 
 
+def test_what_is_typed_is_kept_also_if_it_is_long_or_the_job_before_is_deleted(visitor: Visitor, token: str) -> None:
+    command = f"echo {'a' * 20_000}"
+    form = {"project": "team-a", "name": "again", "gpus": "1", "command": command, "like": "team-a/deleted"}
+    refused = visitor.post("/queue/submit", {**form, "token": token})
+    assert refused.status == 404
+    asked = visitor.get(f"/queue?{urlencode({**form, 'what-if': '1'})}")
+    assert asked.status == 200
+    for answer in (refused, asked):
+        assert "project 'team-a' has no job 'deleted'" in text_of(answer)
+        assert fields_of(answer.text)["command"] == command
+    assert visitor.get("/queue?like=team-a/deleted").status == 404
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -181,9 +195,50 @@ def test_several_jobs_are_stopped_after_a_page_that_says_what_each_loses(
     left = visitor.send("POST", "/queue/stop", f"{chosen}&job=team-a/gone&action=delete".encode(), made)
     assert left.status == 400
     assert "no job 'gone'" in text_of(left)
-    assert "Of the others 1 are stopped" in text_of(left)
+    assert "In other projects: 1 stopped" in text_of(left)
     until(lambda: not embedded_cluster.client.list_jobs("team-b").jobs)
     assert len(embedded_cluster.client.list_jobs("team-a").jobs) == 2, "those of a project are stopped together or not"
+
+
+def test_an_ended_job_keeps_no_other_from_being_suspended(
+    embedded_cluster: EmbeddedCluster, visitor: Visitor, token: str
+) -> None:
+    embedded_cluster.submit("ended", "true")
+    embedded_cluster.submit("runs")
+    embedded_cluster.wait_for_phase("ended", "Succeeded")
+    chosen = f"token={token}&action=suspend&job=team-a/ended&job=team-a/runs".encode()
+    made = {"Content-Type": "application/x-www-form-urlencoded", "Origin": visitor.origin}
+    assert "It has ended (Succeeded): nothing changes." in text_of(visitor.send("POST", "/queue/confirm", chosen, made))
+    assert visitor.send("POST", "/queue/stop", chosen, made).status == 303
+    embedded_cluster.wait_for_phase("runs", "Suspended")
+    alone = visitor.post("/queue/stop", {"token": token, "action": "suspend", "job": "team-a/ended"})
+    assert alone.status == 409
+    assert "has ended (Succeeded)" in text_of(alone)
+
+
+def test_a_confirmation_is_about_the_jobs_that_it_showed_and_no_later_ones_of_their_names(
+    embedded_cluster: EmbeddedCluster, visitor: Visitor, token: str
+) -> None:
+    embedded_cluster.submit("one", "true")
+    embedded_cluster.wait_for_phase("one", "Succeeded")
+    page = visitor.get("/jobs/team-a/one/delete").text
+    confirmed = {"token": token, "action": "delete", "job": re.findall(r'name="job" value="([^"]*)"', page)[0]}
+    assert visitor.post("/queue/stop", confirmed).status == 303
+    until(lambda: not embedded_cluster.client.list_jobs().jobs)
+    assert visitor.post("/queue/stop", confirmed).status == 303, "a double click: it is deleted, as was confirmed"
+    embedded_cluster.submit("one")
+    stale = visitor.post("/queue/stop", confirmed)
+    assert stale.status == 409
+    assert "job 'one' of project 'team-a' is another one than the page showed" in text_of(stale)
+    embedded_cluster.wait_for_phase("one", "Running")
+
+
+def test_what_was_answered_to_a_form_has_an_address_that_leads_to_the_queue(visitor: Visitor, token: str) -> None:
+    refused = visitor.post("/queue/submit", {"token": token, "project": "team-a", "name": "Bad"})
+    assert refused.status == 422
+    for path in ("submit", "confirm", "stop"):  # the filters, columns and colors of such a page lead there
+        answer = visitor.get(f"/queue/{path}?sort=-job")
+        assert (answer.status, answer.headers["Location"]) == (303, f"{visitor.base}/queue?sort=-job")
 
 
 def test_one_job_is_confirmed_in_the_same_way_and_hostile_names_are_text(
@@ -227,7 +282,7 @@ def test_every_form_needs_a_token_an_own_origin_and_a_cookie(
         assert visitor.post(path, {**form, "token": token}).status == 401, path
         assert visitor.get("/teams/team-a").status == 401
         visitor.cookie = cookie
-        assert visitor.get(path).status in {404, 405}, path
+        assert visitor.get(path).status in {303, 404, 405}, path
     assert [job.spec.name for job in embedded_cluster.client.list_jobs().jobs] == ["one"]
     assert embedded_cluster.client.get_project("team-a").project.guaranteed == 2
     assert [line["status"] for line in audited(embedded_cluster, "/queue/stop")] == [403] * 5 + [401]

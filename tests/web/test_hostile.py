@@ -25,6 +25,7 @@ from kfp_gpuquota.api import (
 )
 from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ResourceView, ShareView
+from kfp_gpuquota.web.actions import Chosen
 from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.site_config import SiteConfig
@@ -176,7 +177,7 @@ def test_hostile_strings_of_forms_are_shown_as_text(fixed: str) -> None:
         "base": "/b", "site": site, "token": "t", "theme": "auto", "next_theme": "light", "now": "1", "revision": "",
         "title": HOSTILE, "active": "queue",
     }  # fmt: skip
-    stopped = confirmation.values(source, site, "delete", [(HOSTILE, HOSTILE)])
+    stopped = confirmation.values(source, site, "delete", [Chosen(HOSTILE, HOSTILE)])
     quotas = quota.values(source, HOSTILE)
     asked = submission.Asked.again(source, f"{HOSTILE}/{HOSTILE}")
     queue = Pages(source, site).at("/b/queue", {}, {"like": f"{HOSTILE}/{HOSTILE}"})

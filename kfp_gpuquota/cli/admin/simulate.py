@@ -109,14 +109,17 @@ def _results(
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Draw the results side by side. UsageError without matplotlib, InvalidFieldError for a path without directory."""
+    """Draw the results side by side. UsageError without matplotlib, InvalidFieldError for an unusable path."""
     try:
         from kfp_gpuquota.simulator import picture  # noqa: PLC0415
     except ImportError as error:
         raise UsageError("pictures need matplotlib; install it with: pip install 'kfp-gpuquota[plots]'") from error
     if not path.parent.is_dir():
         raise InvalidFieldError("picture", str(path), "its directory does not exist")
-    picture.draw(results, path)
+    try:
+        picture.draw(results, path)
+    except (OSError, ValueError) as error:
+        raise InvalidFieldError("picture", str(path), f"it cannot be written: {error}") from error
 
 
 def _tables(results: Sequence[Result]) -> str:

@@ -65,7 +65,7 @@ def twin(
     changes = {project.name: project for project in changed_projects(cluster, guaranteed or [], limit or [])}
     changed = [changes.get(project.name, project) for project in projects]
     nodes = [msgspec.structs.replace(view.node, ready=True) for view in cluster.list_nodes()]
-    other_nodes = _with_nodes(_without(nodes, without_node or []), list(map(new_node, with_node or [])))
+    other_nodes = [*_without(nodes, without_node or []), *_added(nodes, list(map(new_node, with_node or [])))]
     past = _history(cluster.list_jobs("").jobs, nodes, projects, seconds_back(since))
     options = SimulationOptions(clock=time.perf_counter)
     results = [_replayed("today", past, nodes, replace(options, projects=tuple(projects)))]
@@ -107,10 +107,10 @@ def _without(nodes: Sequence[Node], names: Sequence[str]) -> list[Node]:
     return [node for node in nodes if node.name not in names]
 
 
-def _with_nodes(nodes: Sequence[Node], added: Sequence[NewNode]) -> list[Node]:
-    """Add nodes as the largest one, but for their GPUs and their pools."""
+def _added(nodes: Sequence[Node], added: Sequence[NewNode]) -> list[Node]:
+    """Return nodes as the largest one of today's, but for their GPUs and their pools."""
     if not added:
-        return [*nodes]
+        return []
     largest = max(nodes, key=lambda node: len(node.devices), default=None)
     if largest is None or not largest.devices:
         raise UsageError("--with-node needs a node with GPUs that the new one is like")
@@ -118,7 +118,7 @@ def _with_nodes(nodes: Sequence[Node], added: Sequence[NewNode]) -> list[Node]:
     for number, new in enumerate(added, start=1):
         devices = tuple(msgspec.structs.replace(largest.devices[0], index=i, uuid="") for i in range(new.gpus))
         made.append(msgspec.structs.replace(largest, name=f"added-{number}", devices=devices, pool=new.pool))
-    return [*nodes, *made]
+    return made
 
 
 def _by_project(found: Twin) -> str:

@@ -1,4 +1,4 @@
-"""Options of commands that suppose other quotas and nodes, and their values."""
+"""Options for quotas and nodes that are only supposed to change: of `gpuquota what-if` and `twin`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api.quantity import gpu_quota, whole_number
-from kfp_gpuquota.api.validation import check_count
-from kfp_gpuquota.api.wire import MOST_GPUS_OF_NODE, NewNode
+from kfp_gpuquota.api.wire import NewNode
 from kfp_gpuquota.cli.arguments.parsers import pairs
+from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,9 +38,10 @@ NewNodeOption = Annotated[
 def new_node(text: str) -> NewNode:
     """Return the node of "8" or "8:POOL"."""
     gpus, _, pool = text.partition(":")
-    count = whole_number("with_node", gpus)
-    check_count("with_node", count, 1, "GPUs", MOST_GPUS_OF_NODE)
-    return NewNode(gpus=count, pool=pool)
+    try:
+        return NewNode(gpus=whole_number("with_node", gpus), pool=pool)
+    except InvalidFieldError as error:
+        raise InvalidFieldError("with_node", text, error.rule) from None  # -g is the gpus of a job
 
 
 def changed_projects(reached: ClusterApi | DumpedCluster, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:

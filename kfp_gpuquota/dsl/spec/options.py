@@ -173,12 +173,19 @@ def _seconds(component: str, argument: str, value: object) -> float:
 
 def _in_units(component: str, argument: str, value: object) -> object:
     """Return an argument's value in the unit of the option, which is the end of its name."""
-    if argument == "gpu_type" and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return ",".join(value)
+    if argument == "gpu_type":
+        return _types(value)
     unit = ARGUMENTS.get(argument, argument).removeprefix(argument)
     if unit == "_s":
         return _seconds(component, argument, value)
     return _mebibytes(argument, value) if unit == "_mib" else value
+
+
+def _types(value: object) -> str:
+    types = [value] if isinstance(value, str) else value
+    if not isinstance(types, list | tuple) or not all(isinstance(one, str) for one in types):
+        raise InvalidFieldError("gpu_type", value, "it must be a type of GPUs, or a list of some, the best one first")
+    return ",".join(types)
 
 
 def _mebibytes(argument: str, value: object) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Report
+    from kfp_gpuquota.web.actions import Chosen
     from kfp_gpuquota.web.site_config import SiteConfig
     from kfp_gpuquota.web.source import Source
 
@@ -33,9 +34,9 @@ class Stopped:
     losses: Sequence[str]
 
 
-def values(source: Source, site: SiteConfig, action: str, chosen: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def values(source: Source, site: SiteConfig, action: str, chosen: Iterable[Chosen]) -> dict[str, Any]:
     """Return what the page shows. Raises UsageError where no job is chosen, NotFoundError for one that is not there."""
-    jobs = [source.job(project, name) for project, name in dict.fromkeys(chosen)]
+    jobs = [source.job(each.project, each.name) for each in dict.fromkeys(chosen)]
     if action not in set(StopAction):
         raise NotFoundError(f"jobs have no action {action!r} that stops them; they have {', '.join(StopAction)}")
     if not jobs:

@@ -61,13 +61,14 @@ def values(source: Source, name: str) -> dict[str, Any]:
     """Return what the page shows. Raises NotFoundError."""
     project = project_of(source, name)
     projects = {view.project.name: view.project for view in source.projects()}
+    parents = dict.fromkeys([*projects, *filter(None, [project.parent])])  # the user may not see its own parent
     by = stopped_by(project, projects.get)
     return {
         "project": project,
         "version": version_of(project),
         "guaranteed": as_number(project.guaranteed),
         "limit": "" if project.limit is None else as_number(project.limit),
-        "parents": [("", "none"), *((each, each) for each in projects if each != name)],
+        "parents": [("", "none"), *((each, each) for each in parents if each != name)],
         "stops": [(policy.value, *words) for policy, words in STOPS.items() if policy is not project.stop_policy],
         "stopped_by": by,
     }

@@ -29,8 +29,8 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     status_of_object,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuotaSpec
-from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobSpec, GpuQuotaSpec
+from kfp_gpuquota.cluster.kubernetes.objects.job_fields import JOB_FIELDS, as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import set_by
 from kfp_gpuquota.engine.records import Intent
@@ -49,6 +49,12 @@ Json = dict[str, Any]
 MAIN: Final = "main"
 CLAIM: Final = "gpuquota-gpus"
 REQUEST_ID: Final = f"{labels.GROUP}/request-id"
+_ONLY_IN_OBJECTS: Final = {
+    field: name
+    for field, name in zip(ElasticJobSpec.__struct_fields__, ElasticJobSpec.__struct_encode_fields__, strict=True)
+    if name not in {*JOB_FIELDS, "template", "lease", "suspend"}
+}
+"""The fields of an ElasticJob's spec that say how it runs, and that a JobSpec does not have, with their JSON names."""
 CANCELLED: Final = "gpuquota-cancel"
 """The holder of the lease of a job that its user has cancelled."""
 _PERMANENT: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
@@ -133,7 +139,21 @@ def pod_template(spec: JobSpec, image: str) -> Json:
     return {"spec": pod}
 
 
-def template_like(stored: ElasticJob, command: Sequence[str], image: str) -> Json:
+def elastic_job_like(stored: ElasticJob, spec: JobSpec, image: str, *, request_id: str, now: float) -> Json:
+    """Return the object of a job that has from another one what its spec does not name, such as the checkpoint claim.
+
+    The maximum run time that the other one has from its project is not the new one's own.
+    """
+    if stored.spec.max_runtime_seconds is None:
+        spec = msgspec.structs.replace(spec, max_runtime_s=None)
+    template = _template_like(stored, spec.command, image)
+    made = elastic_job(spec, template, request_id=request_id, lease=None, now=now)
+    kept = msgspec.to_builtins({name: getattr(stored.spec, field) for field, name in _ONLY_IN_OBJECTS.items()})
+    given = {name: value for name, value in kept.items() if value is not None}
+    return {**made, "spec": {**given, **made["spec"]}}
+
+
+def _template_like(stored: ElasticJob, command: Sequence[str], image: str) -> Json:
     """Return the pod template of a job with another command, and another image if one is given."""
     template: Json = msgspec.json.decode(stored.spec.template)
     container = template["spec"]["containers"][0]

@@ -27,7 +27,7 @@ from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
 from kfp_gpuquota.cluster.kubernetes.web.user_source import UserSource
 from kfp_gpuquota.server.audit import CLIENT_CLOSED, TARGET, is_only_shown
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
-from kfp_gpuquota.web.app import build_pages
+from kfp_gpuquota.web.app import MAX_LINE_BYTES, build_pages
 from kfp_gpuquota.web.site_config import SiteConfig
 
 if TYPE_CHECKING:
@@ -127,7 +127,12 @@ async def serving(options: Options, objects: Objects, connection: Connection) ->
     door = ProxyDoor(site, source_of, options)
     application = build_pages(door, site, outer=[audited(door)])
     runner = LimitedRunner(
-        application, LIMITS, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None
+        application,
+        LIMITS,
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        access_log=None,
+        max_line_size=MAX_LINE_BYTES,
     )
     await runner.setup()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +30,7 @@ from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ClusterUnavailableError,
     ConflictError,
+    GpuQuotaError,
     InvalidFieldError,
     NotFoundError,
     UnauthorizedError,
@@ -246,13 +248,13 @@ class UserSource:
         stored = None if like is None else self._objects.stored(like.uid)
         if stored is None:
             template = views.pod_template(spec, image)
+            wanted = views.elastic_job(spec, template, request_id=request_id, lease=None, now=self.now())
         else:
-            template = views.template_like(stored, spec.command, image)
-        if spec.max_runtime_s is not None:
+            wanted = views.elastic_job_like(stored, spec, image, request_id=request_id, now=self.now())
+        if (run_time := wanted["spec"].get("maxRuntimeSeconds")) is not None:
             for view in self.projects():
                 if view.project.name == spec.project:
-                    check_run_time("max_runtime_s", spec.max_runtime_s, view.project)
-        wanted = views.elastic_job(spec, template, request_id=request_id, lease=None, now=self.now())
+                    check_run_time("max_runtime_s", run_time, view.project)
         made = await self._created(spec, wanted, request_id)
         await self._objects.shown(made.metadata.uid, SHOWN_WITHIN_S)
         return views.job_of(made)
@@ -269,19 +271,36 @@ class UserSource:
         return msgspec.json.decode(answer, type=ElasticJob)
 
     async def stop_jobs(self, project: str, names: Sequence[str], action: StopAction) -> None:
-        """Stop the jobs, one after the other; nothing is done where the user may not stop one of them."""
+        """Stop the jobs, one after the other; nothing is done if the user may not stop one of them.
+
+        The others are stopped if one is refused. Raises UsageError, which says how many.
+        """
         jobs = [self.job(project, name) for name in names]
         for job in jobs:
             await self._check("delete" if action is StopAction.DELETE else "patch", job)
+        refused = list[GpuQuotaError]()
         for job in jobs:
-            if action is StopAction.DELETE:
-                body = {"preconditions": {"uid": job.uid}}
-                await self._call("DELETE", paths.job(project, job.spec.name), body, job.spec.name)
-            elif action is StopAction.SUSPEND:
-                await self._patch(job, {"suspend": True})
-            elif not job.status.phase.final:
-                lease = Lease(holder=views.CANCELLED, duration_s=0.0)
-                await self._patch(job, {"lease": views.job_lease(lease, self.now())})
+            try:
+                await self._stop(job, action)
+            except GpuQuotaError as error:
+                refused.append(error)
+        if refused and len(jobs) == 1:
+            raise refused[0]
+        if refused:
+            why = "; ".join(error.message for error in refused)
+            raise UsageError(f"{why}. Of the other jobs of {project!r}: {len(jobs) - len(refused)} stopped")
+
+    async def _stop(self, job: Job, action: StopAction) -> None:
+        """Stop one job; do nothing if it is gone, and is to be deleted, or has ended, and is to be cancelled."""
+        if action is StopAction.DELETE:
+            body = {"preconditions": {"uid": job.uid}}
+            with suppress(NotFoundError):
+                await self._call("DELETE", paths.job(job.spec.project, job.spec.name), body, job.spec.name)
+        elif action is StopAction.SUSPEND:
+            await self._patch(job, {"suspend": True})
+        elif not job.status.phase.final:
+            lease = Lease(holder=views.CANCELLED, duration_s=0.0)
+            await self._patch(job, {"lease": views.job_lease(lease, self.now())})
 
     async def resume(self, project: str, name: str) -> None:
         """Resume the job."""

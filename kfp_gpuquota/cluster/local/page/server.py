@@ -110,7 +110,7 @@ class PageServer:
 
     async def _serve(self, access: Access, location: _Location) -> None:
         from kfp_gpuquota.web.access import SessionDoor  # noqa: PLC0415
-        from kfp_gpuquota.web.app import build_pages, entering  # noqa: PLC0415
+        from kfp_gpuquota.web.app import MAX_LINE_BYTES, build_pages, entering  # noqa: PLC0415
         from kfp_gpuquota.web.user_site import UserSite  # noqa: PLC0415
 
         own = OwnUser()
@@ -133,7 +133,12 @@ class PageServer:
             outer=[audited(self._audit, caller)],
         )
         self._runner = LimitedRunner(
-            application, Limits(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None
+            application,
+            Limits(),
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            access_log=None,
+            max_line_size=MAX_LINE_BYTES,
         )
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
