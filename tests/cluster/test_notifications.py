@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-QUICK = Limits(attempt_s=0.2, first_pause_s=0.01, longest_pause_s=0.02, kept_s=20.0)
+QUICK = Limits(attempt_s=20.0, first_pause_s=0.01, longest_pause_s=0.02, kept_s=120.0)
+HASTY = Limits(attempt_s=2.0, first_pause_s=0.01, longest_pause_s=0.02, kept_s=120.0)
+"""For a receiver that never answers; each other one answers within this time."""
 SECRET = "T0-B0-secret"
 
 
@@ -191,7 +193,7 @@ async def test_a_receiver_that_fails_or_hangs_gets_the_message_again_and_delays_
     async with (
         Receiver(trouble, trouble, _ok).serving() as bad,
         Receiver(_is_slow).serving() as slow,
-        notifying(tmp_path) as notifications_,
+        notifying(tmp_path, HASTY if trouble is _hangs else QUICK) as notifications_,
     ):
         written(tmp_path, "bad", bad.url)
         written(tmp_path, "slow", slow.url)
