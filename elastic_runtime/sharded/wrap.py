@@ -188,8 +188,8 @@ def shard_dim(name: Callable[[], str], tensor: torch.Tensor) -> int | None:
 def _dim_of(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> int:
     if mesh.ndim > 1 and isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
         raise UsageError(
-            f"{name} is sharded over another mesh, so its gradients would not be summed over the replica groups; shard= "
-            "must use the mesh that it is given, as it is: fully_shard(module, mesh=mesh)"
+            f"{name} is sharded over another mesh, so its gradients would not be summed over the replica groups; "
+            "shard= must use the mesh that it is given, as it is: fully_shard(module, mesh=mesh)"
         )
     dim = shard_dim(lambda: name, parameter)
     if dim is None:
