@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.sharded import files
 from elastic_runtime.sharded.mirror import Mirror
 from elastic_runtime.sharded.mode import ShardedReducer
 from tests.elastic_runtime.harness import Cluster
@@ -193,6 +194,8 @@ def test_a_state_that_is_saved_after_an_evaluation_in_bfloat16_is_the_models(
         for _epoch in job.epochs(epochs):
             for x, _y, _indices in loader:
                 assert job.step > 0 or epochs == 1
+                if job.step > 0:
+                    until(lambda: files.whole_ones(str(tmp_path)), "a checkpoint of step 1")
                 job.backward(model(x).float().mean())
                 optimizer.step()
                 optimizer.zero_grad()
