@@ -11,6 +11,7 @@ On CUDA FSDP's defaults stay: waiting in the host's thread would end their overl
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from elastic_runtime.membership.process_group import Group
+
+
+_NUMBERS = count()  # a process may run several jobs, one after another: torch refuses a second group of one name
 
 
 class Link:
@@ -56,7 +60,7 @@ class Link:
         inner = self.group.inner
         if inner is None or device != "cpu":
             return self.group.mesh(device, name)
-        self._replicas = _Replicas(self, inner.replicas, f"{name}-replicas")
+        self._replicas = _Replicas(self, inner.replicas, f"{name}-replicas{next(_NUMBERS)}")
         name_group(self._replicas, self.group.grid.same_shard(self.group.rank), own=True)
         return self.group.mesh(device, name, self._replicas)
 

@@ -315,11 +315,16 @@ class Sharding:
             to = "another worker" if grid.groups == 1 else "host memory"
             _log.info("each worker's shards are copied to %s every %s: %s of memory", to, steps, _mib(need))
         else:
+            to, lost = "other workers", "a lost worker"
+            if grid.groups > 1:
+                to, lost = "host memory", "a worker that is lost when only some others have applied a step"
             _log.warning(
-                "the workers' shards are not copied to other workers: the copies need %s of host memory on each, and "
-                "%s are free; a lost worker costs the steps since the last checkpoint (ELASTIC_MIRROR=off ends this)",
+                "the workers' shards are not copied to %s: the copies need %s of host memory on each, and %s are free; "
+                "%s costs the steps since the last checkpoint (ELASTIC_MIRROR=off ends this)",
+                to,
                 _mib(need),
                 _mib(free),
+                lost,
             )
 
     def _copies(self, group: Group, current_round: int) -> Source | None:

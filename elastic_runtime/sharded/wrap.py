@@ -98,7 +98,7 @@ class Wrapping:
             optimizer.state.clear()
         self._wrap(mesh)
         self._point_optimizers()  # they let go of the old shards
-        self.dims = {name: _dim_of(name, parameter) for name, parameter in self.parameters().items()}
+        self.dims = {name: _dim_of(name, parameter, mesh) for name, parameter in self.parameters().items()}
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)  # the losses are scaled to their part of the global batch
             module.set_force_sum_reduction_for_comms(enable=True)
@@ -185,7 +185,12 @@ def shard_dim(name: Callable[[], str], tensor: torch.Tensor) -> int | None:
     return placement.dim
 
 
-def _dim_of(name: str, parameter: torch.Tensor) -> int:
+def _dim_of(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> int:
+    if mesh.ndim > 1 and isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
+        raise UsageError(
+            f"{name} is sharded over another mesh, so its gradients would not be summed over the replica groups; "
+            "shard= must use the mesh that it is given, as it is: fully_shard(module, mesh=mesh)"
+        )
     dim = shard_dim(lambda: name, parameter)
     if dim is None:
         raise UsageError(

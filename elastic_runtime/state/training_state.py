@@ -83,6 +83,7 @@ class TrainingState:
 
     def capture(self, model: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the whole state; its tensors are the live ones. `model`: its state_dict, if the caller has it."""
+        whole = dict(self.model.state_dict()) if model is None else model  # first: FSDP then shows its shards again
         return {
             "fingerprint": self.fingerprint(),
             "reduction": self.reduction,
@@ -90,7 +91,7 @@ class TrainingState:
             "optimizers": self._kinds(),
             "frozen": [name for name, parameter in self.parameters() if not parameter.requires_grad],
             "position": dataclasses.astuple(self.position),
-            "model": dict(self.model.state_dict()) if model is None else model,
+            "model": whole,
             "parts": {name: part.state_dict() for name, part in self.parts},
             "groups": self.groups(),
             "transient": self.transient.transient() if self.transient else {},

@@ -28,8 +28,10 @@ from tests.elastic_runtime.training import Gate, Plan, Points, Record, backpropa
 from tests.polling import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 PLAN = Plan(body=train, epochs=2, options={"shard_size": 2})
 UNMIRRORED = {"ELASTIC_MIRROR": "off"}
@@ -221,6 +223,44 @@ def test_replica_groups_of_a_model_that_is_not_sharded_are_refused() -> None:
     model = nn.Linear(12, 3)
     with pytest.raises(UsageError, match="of use with shard= only"):
         job.prepare(model, torch.optim.SGD(model.parameters()), DataLoader(Points(8), batch_size=4), shard_size=2)
+
+
+def own_submesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard within the replica group only, so that nothing sums between the groups."""
+    assert mesh.mesh_dim_names
+    fully_shard(model, mesh=mesh[mesh.mesh_dim_names[1]])
+
+
+def own_mesh(model: nn.Module, _mesh: DeviceMesh) -> None:
+    """Leave out the mesh: torch takes all ranks."""
+    fully_shard(model)
+
+
+@pytest.mark.parametrize("wrong", [own_submesh, own_mesh])
+def test_another_mesh_than_the_one_of_replica_groups_is_refused(wrong: Callable[..., None]) -> None:
+    job = elastic_runtime.init(global_batch_size=4)
+    model = nn.Linear(12, 3)
+    loader = DataLoader(Points(8), batch_size=4)
+    job.prepare(model, torch.optim.SGD(model.parameters()), loader, shard=wrong, shard_size=1)
+    with pytest.raises(UsageError, match="sharded over another mesh"):
+        next(iter(job.epochs(1)))
+
+
+def test_one_process_trains_in_replica_groups_twice() -> None:
+    """As a notebook does, or a search for options."""
+    for _ in range(2):
+        job = elastic_runtime.init(global_batch_size=4)
+        model = nn.Linear(12, 3)
+        optimizer: Any = torch.optim.SGD(model.parameters())
+        loader: Any = DataLoader(Points(8), batch_size=4)
+        whole = lambda model, mesh: fully_shard(model, mesh=mesh)  # noqa: E731
+        model, optimizer, loader = job.prepare(model, optimizer, loader, shard=whole, shard_size=2)
+        for _epoch in job.epochs(1):
+            for x, _y, _indices in loader:
+                job.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert job.step == 2
 
 
 def two_optimizers(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.sharded import files
 from elastic_runtime.sharded.mirror import Mirror
 from elastic_runtime.sharded.mode import ShardedReducer
 from tests.elastic_runtime.harness import Cluster
@@ -173,3 +174,31 @@ def check_rows(found: list[dict[str, float]], expected: list[dict[str, float]]) 
         assert row["count"] == HELD_OUT
         if row["step"] in by_step:
             assert row["total"] == pytest.approx(by_step[row["step"]]["total"], rel=1e-3, abs=1e-3)
+
+
+def shard_for_bfloat16(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def test_a_state_that_is_saved_after_an_evaluation_in_bfloat16_is_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP leaves the gathered parameters of the outermost module, of another type, until its next backward pass."""
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
+    for epochs in (1, 2):
+        job = elastic_runtime.init(global_batch_size=4, checkpoint_every_s=1e-9)
+        model: Any = nn.Linear(12, 3)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(Points(8), batch_size=4)
+        model, optimizer, loader = job.prepare(model, optimizer, loader, shard=shard_for_bfloat16)
+        for _epoch in job.epochs(epochs):
+            for x, _y, _indices in loader:
+                assert job.step > 0 or epochs == 1
+                if job.step > 0:
+                    until(lambda: files.whole_ones(str(tmp_path)), "a checkpoint of step 1")
+                job.backward(model(x).float().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(x)
+        assert job.step == 2 * epochs
