@@ -42,7 +42,7 @@ from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.engine.records import Intent
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.detached import JOBS, PODS, POLICIES, detached
-from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS, batch_jobs_of
+from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS, batch_jobs_of, jobs_of
 from tests.kubernetes.test_webhook import MANAGED
 from tests.kubernetes.users import connection_of
 from tests.polling import until
@@ -392,6 +392,88 @@ def test_workers_with_other_devices_than_their_job_counts_are_stopped(world: Con
     failed = world.until_phase(job, "Failed")
     assert "set gpusPerWorker to 4" in failed["status"]["message"]
     world.wait(lambda: not world.bound(team), world.log)
+    world.remove(team)
+
+
+def test_a_job_that_is_refused_after_it_waited_says_why(world: Controlled) -> None:
+    team, _ = team_of(world, guaranteed=1, limit=1)
+    create_claim(world, team, "shared", request(GOLD))
+    job = world.job(team, "train", {"spec": {"containers": [{"name": "main", "image": "none"}]}}, gpus=2)
+    waited = world.until(job, lambda job: "limit" in job.get("status", {}).get("message", ""))
+    world.until(job, lambda job: job["status"].get("spentSeconds"))
+    world.kill()
+    world.cluster.api.patch(job, {"spec": {"template": worker_template(resourceClaimName="shared")}})
+    world.start()
+    refused = world.until(job, lambda job: "name a template" in job["status"]["message"])
+    kept = ("phase", "nextIndex", "spentSeconds")
+    assert [refused["status"][one] for one in kept] == [waited["status"][one] for one in kept]
+    world.remove(team)
+
+
+@pytest.mark.parametrize("accepted", [True, False], ids=["accepted", "no-status"])
+def test_workers_whose_start_was_not_written_are_not_left_alone(world: Controlled, accepted: bool) -> None:
+    """A controller that is killed after it has created pods: meanwhile the template that they name is exchanged."""
+    team, _ = team_of(world, guaranteed=2, limit=2)
+    template = create_template(world, team, "one", request(GOLD))
+    job = world.job(team, "train", worker_template(), gpus=1)
+    world.until_phase(job, "Running")
+    world.kill()
+    world.cluster.api.delete(template)
+    create_template(world, team, "one", request(GOLD, 4))
+    status = dict.fromkeys(world.cluster.api.get(job)["status"])
+    if accepted:
+        status |= {"phase": "Pending", "countedResources": {RESOURCE: 1}}
+    world.cluster.api.patch(f"{job}/status", {"status": status})
+    world.start()
+    if accepted:
+        world.until(job, lambda job: job.get("status", {}).get("workers") == 1)
+        assert world.bound(team) == {"train-0"}
+    else:
+        world.until(job, lambda job: "set gpusPerWorker to 4" in job.get("status", {}).get("message", ""))
+        world.wait(lambda: not world.pods(team), world.log)
+    world.remove(team)
+
+
+@pytest.mark.parametrize("kind", ["pod", "job"])
+def test_devices_that_were_exchanged_for_uncounted_ones_are_not_kept(world: Controlled, kind: str) -> None:
+    """A hostile tenant: its pod starts with devices that are no GPUs, and gets a claim of an unlisted class instead."""
+    team, path = team_of(world, guaranteed=1, limit=1)
+    never = {"selectors": [{"cel": {"expression": "device.driver == 'nobody'"}}]}
+    template = create_template(world, team, "nic", request(NICS, 1, **never))
+    if kind == "pod":
+        world.cluster.api.create(path, claiming("train-0", template="nic"))
+    else:
+        world.job(team, "train", worker_template("nic"), gpus=1)
+    pod = world.until(
+        f"{path}/train-0",
+        lambda pod: not pod["spec"].get("schedulingGates") and pod["status"].get("resourceClaimStatuses"),
+    )
+    world.cluster.api.delete(template)
+    create_template(world, team, "nic", request(UNLISTED))
+    (made,) = (one["resourceClaimName"] for one in pod["status"]["resourceClaimStatuses"])
+    world.cluster.api.delete(f"{API}/namespaces/{team}/resourceclaims/{made}")
+    old = pod["metadata"]["uid"]
+    world.wait(lambda: old not in {one["metadata"]["uid"] for one in world.pods(team).values()}, world.log)
+    if kind == "pod":
+        world.wait(lambda: "DeviceClass unlisted" in events(world, team), lambda: events(world, team))
+    else:
+        failed = world.until_phase(f"{jobs_of(team)}/train", "Failed")
+        assert "DeviceClass unlisted" in failed["status"]["message"]
+    assert not world.bound(team)
+    world.remove(team)
+
+
+def test_pods_keep_devices_that_an_administrator_no_longer_allows(world: Controlled) -> None:
+    team, path = team_of(world, guaranteed=1)
+    create_template(world, team, "nic", request(NICS))
+    world.cluster.api.create(path, claiming("a", template="nic"))
+    world.until_bound(f"{path}/a")
+    world.cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"otherResources": None}})
+    world.cluster.api.create(path, claiming("b", template="nic"))
+    world.wait(lambda: "DeviceClass nics" in events(world, team), lambda: events(world, team))
+    assert world.bound(team) == {"a"}
+    world.cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"otherResources": TABLE["otherResources"]}})
+    world.until_bound(f"{path}/b")
     world.remove(team)
 
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES, WORKLOAD_POLICIES
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.faulty_proxy import FaultyProxy
-from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, PROFILES, QUOTAS
+from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, PROFILES, QUOTAS, jobs_of
 from tests.kubernetes.test_client import run
+from tools.devcluster.api import APPLY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,3 +159,40 @@ def test_a_deleted_profile_is_explained_on_the_pods_that_run_and_by_explain(cont
     assert run(controlled.cluster, name, "explain", "nothing").returncode == 2
     now = controlled.pods(name)["runs"]
     assert (now["metadata"]["uid"], controlled.bound(name)) == (runs["metadata"]["uid"], {"runs", "train-0"})
+
+
+def test_what_a_gitops_tool_has_applied_does_not_drift(controlled: Controlled) -> None:
+    """Applied under another field manager, changed by the controller, and applied again: no conflict, no difference."""
+    controlled.add_nodes(1, gpus=2)
+    controlled.start()
+    name = profile(controlled, {"guaranteed": 1})
+    team = controlled.team(guaranteed=1)
+    template = {"spec": {"containers": [{"name": "main", "image": "none"}]}}
+    plugins = [{"kind": "GpuQuota", "spec": {"guaranteed": 1, "limit": 2}}]
+    own, rules = labels.API_VERSION, {"project": team, "gpuFractionLimit": {"most": 1}}
+    files: dict[str, dict[str, Any]] = {
+        f"{QUOTAS}/{team}": {"apiVersion": own, "kind": "GpuQuota", "spec": {"guaranteed": 1, "limit": 2}},
+        f"{QUOTA_POLICIES}/default": {"apiVersion": own, "kind": "QuotaPolicy", "spec": {"moves": True}},
+        f"{WORKLOAD_POLICIES}/{team}": {"apiVersion": own, "kind": "WorkloadPolicy", "spec": rules},
+        f"{PROFILES}/{name}": {"apiVersion": "kubeflow.org/v1", "kind": "Profile", "spec": {"plugins": plugins}},
+        f"{jobs_of(team)}/train": {"apiVersion": own, "kind": "ElasticJob", "spec": {"gpus": 1, "template": template}},
+    }
+    bodies = {path: {**body, "metadata": {"name": path.rpartition("/")[2]}} for path, body in files.items()}
+    for path, body in bodies.items():
+        controlled.cluster.api.patch(path, body, APPLY, fieldManager="argocd-controller", force="true")
+    controlled.until_phase(f"{jobs_of(team)}/train", "Running")
+    controlled.until(f"{QUOTAS}/{team}", lambda quota: quota.get("status", {}).get("gpus") == 1)
+    controlled.until(f"{QUOTAS}/{name}", lambda quota: quota["spec"].get("limit") == 2)
+    for path, body in bodies.items():
+        live = controlled.cluster.api.get(path)
+        merged = controlled.cluster.api.patch(path, body, APPLY, fieldManager="argocd-controller", dryRun="All")
+        assert _without_bookkeeping(merged) == _without_bookkeeping(live), path
+    controlled.cluster.api.delete(f"{WORKLOAD_POLICIES}/{team}")
+
+
+def _without_bookkeeping(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a difference is computed of: the status may change between two requests."""
+    metadata = {
+        name: one for name, one in found["metadata"].items() if name not in {"managedFields", "resourceVersion"}
+    }
+    return {**found, "metadata": metadata, "status": None}

@@ -54,6 +54,7 @@ OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
 OF_THE_PLAN: Final = (
     labels.DEVICES,
     labels.GPU_WEIGHTS,
+    labels.CLAIMED,
     labels.REASON,
     labels.GPUS,
     labels.RECLAIMED_AT,

@@ -340,6 +340,7 @@ class Snapshot:
         elif pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
             self._put_foreign(pod)
         else:
+            self.elastic.stop_unowned(pod)
             self._put_counted(pod)
         if pod.stage is Stage.ENDED:
             self._forget(pod.uid)

@@ -27,6 +27,7 @@ from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_loop import PlanLoop
 from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.controller.watches import FOREIGN_KINDS, Watches
+from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import template_of
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import PodRepulsions
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
@@ -159,6 +160,7 @@ class Controller:
             written_pods=self.pods,
             events=self,
             counted=self._counted,
+            classes=lambda job: self.claims.classes_of(job.metadata.namespace, claims_in(template_of(job), {})),
             epoch=epoch,
             page_url=page_url,
         )
@@ -194,7 +196,7 @@ class Controller:
         self.devices = PublishedDevices(
             lambda node: snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
         )
-        self._uncounted = UncountedPods(self.claims, self._writer, self.pods)
+        self._uncounted = UncountedPods(self.claims, self._writer, self.pods, self.events)
         others = watches.cluster_kinds(snapshot, self.volumes, self.limits, self.devices)
         devices = watches.device_kinds(self.claims, self.devices)
         foreign = watches.foreign_kinds(self.profiles, self.ray)
@@ -337,6 +339,7 @@ class Controller:
         """Process a pod whose claims are resolved, after its owner was read."""
         if pod.device_claims and not pod.job_uid:
             self._uncounted.let_through(pod.uid)
+            self._uncounted.stop_exchanged(pod.uid)
             if self.claims.unknown_reason(pod.uid):
                 self._waiting.look_soon()
             differs = counts_differently(self.snapshot.pods.get(pod.uid), pod)

@@ -43,7 +43,8 @@ def uncounted(_job: ElasticJob, _template: PodSpec, others: Amounts, /) -> tuple
     return others, ()
 
 
-def _template_of(job: ElasticJob) -> PodSpec:
+def template_of(job: ElasticJob) -> PodSpec:
+    """Return the specification of the job's pods. Raises InvalidFieldError."""
     try:
         return msgspec.json.decode(job.spec.template, type=_Template).spec
     except msgspec.DecodeError as error:
@@ -69,7 +70,7 @@ def job_spec_of(
     `requests` are the namespace's default requests, `volume_terms(namespace, claims)` are the terms of the nodes on
     which the claims' volumes can be mounted.
     """
-    spec, template = job.spec, completed(_template_of(job), requests or {})
+    spec, template = job.spec, completed(template_of(job), requests or {})
     kept = () if spec.checkpoint is None else (spec.checkpoint.claim_name,)
     constraints = constraints_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
     needs = resource_requests_of(template)

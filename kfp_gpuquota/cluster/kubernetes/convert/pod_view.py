@@ -57,6 +57,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     needs: ResourceRequests = ResourceRequests()  # CPU, memory and other resources
     gpu_weights: Amounts = ()  # those of its `needs` that count as GPUs, as annotated when it was created
     device_claims: tuple[DeviceClaim, ...] = ()  # whose devices device_claims.py adds to its `needs`
+    claimed: tuple[str, ...] | None = None  # DeviceClasses of these, of a released pod as annotated then
     kind: Kind = Kind.TRAIN
     priority: int | None = None
     preemptible: bool | None = None

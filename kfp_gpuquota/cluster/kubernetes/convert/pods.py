@@ -193,6 +193,7 @@ def pod_view(pod: Pod) -> PodView:
         claims=claims_of(spec),
         needs=needs,
         device_claims=device_claims,
+        claimed=_claimed(meta, gate),
         owner=None if elastic else owner_of(pod),
         requested=requested,
         grace_s=int(spec.termination_grace_period_seconds),
@@ -237,6 +238,12 @@ def _non_gpu_view(pod: Pod) -> PodView:
         needs=resource_requests_of(pod.spec),
         repels=repulsions_of(pod.spec, meta.namespace) if there else (),
     )
+
+
+def _claimed(meta: Metadata, gate: GateShape | None) -> tuple[str, ...] | None:
+    """Return the annotated DeviceClasses of a pod that was released with claims; None of one by an earlier version."""
+    noted = (meta.annotations or {}).get(labels.CLAIMED)
+    return None if gate is not None or noted is None else tuple(noted.split(","))
 
 
 def _gpu_weights(pod: Pod, needs: ResourceRequests, gate: GateShape | None) -> Amounts:

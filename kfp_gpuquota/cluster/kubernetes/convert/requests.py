@@ -13,6 +13,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
 
@@ -28,7 +30,7 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *,
     If not `pinned`, the pod only prefers the node, and kube-scheduler may bind it to another one, of the same pool.
     """
     assert pod.gate is not None, "only a gated pod is admitted"
-    notes = {labels.DEVICES: ",".join(map(str, devices)), labels.REASON: reason}
+    notes = {labels.DEVICES: ",".join(map(str, devices)), labels.REASON: reason, **_claims_noted(pod)}
     pool = pool_of(node)
     if pool:
         notes[labels.OPENED] = node
@@ -41,17 +43,26 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str, *,
         *(_selecting(pod.gate, selected) if selected else () if pinned else _outside_pools(pod.gate)),
         *_annotated(pod.gate, notes),
     ]
-    removal = gate_removal(pod)
-    return msgspec.structs.replace(removal, body=[*removal.body, *operations])
+    return _release(pod, operations)
 
 
 def gate_removal(pod: PodView) -> Write:
-    """Return the patch that removes the gate, and nothing else.
+    """Return the patch that removes the gate of a pod that counts nothing, and notes what it claims."""
+    assert pod.gate is not None, "only a gated pod is let through"
+    return _release(pod, _annotated(pod.gate, notes) if (notes := _claims_noted(pod)) else ())
+
+
+def _claims_noted(pod: PodView) -> dict[str, str]:
+    return {labels.CLAIMED: ",".join(pod.claimed)} if pod.claimed else {}
+
+
+def _release(pod: PodView, more: Iterable[dict[str, Any]]) -> Write:
+    """Return the patch that removes the gate, with these operations.
 
     It tests the uid and the gate first: the second of two such patches fails and changes nothing, and so does a patch
     that arrives when another pod has the name.
     """
-    assert pod.gate is not None, "only a gated pod is let through"
+    assert pod.gate is not None, "only a gated pod is released"
     gate = f"/spec/schedulingGates/{pod.gate.index}"
     operations = [
         _operation("test", "/metadata/uid", pod.uid),
@@ -63,7 +74,7 @@ def gate_removal(pod: PodView) -> Write:
         path=join(pods_path(pod.namespace), pod.name),
         about=f"{pod.namespace}/{pod.name}",
         lane=Lane.ADMIT,
-        body=operations,
+        body=[*operations, *more],
         content_type=JSON_PATCH,
     )
 

@@ -41,7 +41,7 @@ from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kfp_gpuquota.api import Project, Worker
     from kfp_gpuquota.api.resources import Resources as Amounts
@@ -72,8 +72,9 @@ class ElasticJobs:
     """All ElasticJobs. All methods run in the event loop.
 
     `limits` and `volumes` add default requests and volumes' nodes to a job's specification, `counted` what it requests
-    of resources that count as GPUs, `rules` cap its grace period, `projects` its run time. `page_url` is the address
-    of the web page. Its parts report to it as `JobPartEvents`.
+    of resources that count as GPUs, `classes` the DeviceClasses of which it claims devices, `rules` cap its grace
+    period, `projects` its run time. `page_url` is the address of the web page. Its parts report to it as
+    `JobPartEvents`.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ElasticJobs:
         written_pods: WrittenPods,
         events: ElasticJobEvents,
         counted: CountedOf = uncounted,
+        classes: Callable[[ElasticJob], Sequence[str]] = lambda _: (),
         epoch: int = 0,
         page_url: str = "",
     ) -> None:
@@ -111,6 +113,7 @@ class ElasticJobs:
             written_pods=written_pods,
             statuses=statuses,
             events=self,
+            classes=classes,
         )
         self.membership = JobMembership(book, settings, self.workers, statuses, epoch=epoch)
         self.decisions = Decisions(book, self.membership.service, self)
@@ -172,6 +175,12 @@ class ElasticJobs:
     def owns(self, pod: PodView) -> bool:
         """Return whether the pod is a worker of a tracked job."""
         return pod.job_uid in self.book.jobs
+
+    def stop_unowned(self, pod: PodView) -> None:
+        """Delete a worker with claims whose job was refused since it started: nobody counts what its claims request."""
+        state = self.book.runtime_states.get(pod.job_uid)
+        if state is not None and state.refused and pod.device_claims and pod.stage is Stage.ASSIGNED:
+            self.workers.delete_pod(pod, pod.grace_s)
 
     def accounted(self, pod: PodView) -> bool:
         """Return whether an earlier controller has processed the worker's exit."""
@@ -276,13 +285,13 @@ class ElasticJobs:
         return msgspec.structs.replace(record, spec=spec)
 
     def _counted(self, job: ElasticJob, template: PodSpec, others: Amounts) -> tuple[Amounts, Amounts]:
-        """Return what each worker requests, and its weights; of a job restored with workers what these started with.
+        """Return what each worker requests, and its weights; of a restored job what it was accepted with.
 
         A template of claims that was deleted or exchanged meanwhile is then judged as by a controller that never
-        stopped.
+        stopped. Rejected: only with workers in the status, which is written after their pods.
         """
         had = job.status.counted_resources
-        if job.metadata.uid in self.book.jobs or not had or not job.status.workers:
+        if job.metadata.uid in self.book.jobs or not had or self.pod_events.started:
             return self._claimed(job, template, others)
         weights = dict(self._rules.rules.gpu_weights)
         amounts = tuple(sorted((dict(others) | had).items()))
@@ -369,8 +378,8 @@ class ElasticJobs:
         claimed = {name: actual[name] for name in (*expected, *dict(pod.gpu_weights)) if actual.get(name)}
         if expected.keys() - dict(self._rules.rules.gpu_weights).keys():
             return  # an administrator has removed it from the table: its workers stay
-        # Beside nvidia.com/gpu a class may have been refused since the worker started: it stays.
-        if (pod.problem and (expected or not pod.running)) or (claimed and claimed != expected):
+        refused = pod.problem and (expected or pod.claimed is not None or not pod.running)
+        if refused or (claimed and claimed != expected):
             self._stop_for_claims(job.uid, pod.problem)
 
     def _stop_for_claims(self, uid: str, why: str = "") -> None:

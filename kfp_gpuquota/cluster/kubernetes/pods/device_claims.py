@@ -15,6 +15,9 @@ A pod without anything that counts is let through: its gate is removed, and kube
 Workers of an ElasticJob have no gate: what the templates that they name request is a part of the job's request
 (`of_job`), and a job with a worker whose claim requests anything else returns to the queue.
 
+A released pod is annotated with the classes that it claimed then. One whose claim is exchanged for a class that is not
+counted is evicted (a worker: its job fails), but not one whose class an administrator no longer lists.
+
 Invariants. A pod's view is a function of the objects: the pod, its claims and their templates, the classes, the table.
 A claim's devices count as long as a pod that uses it exists, and once: if the pod that counts them ends before another
 that shares them, the other one counts them from then on. What a running pod's claims request is counted even if a
@@ -64,6 +67,8 @@ class Resolved(NamedTuple):
     weights: Amounts = ()
     waits: str = ""
     missing: bool = False  # a claim or its template does not exist
+    classes: tuple[str, ...] = ()  # all DeviceClasses of which they request devices
+    refused: str = ""  # why it may not hold the devices of one of these, which are not counted
 
 
 class CountedNames:
@@ -182,7 +187,18 @@ class DeviceClaims:
         pod, resolved = self._pods.get(uid), self._resolved.get(uid)
         if pod is None or resolved is None or uid in self._waits or resolved.counted:
             return None
-        return pod if pod.stage is Stage.WAITING else None
+        return msgspec.structs.replace(pod, claimed=resolved.claimed) if pod.stage is Stage.WAITING else None
+
+    def exchanged(self, uid: str) -> tuple[PodView, str] | None:
+        """Return the pod, and why it may not keep devices that it claims since it was released; None if it may.
+
+        Pods that an earlier version released are kept: what they claimed then is unknown.
+        """
+        pod = self._pods.get(uid)
+        if pod is None or pod.job_uid or pod.claimed is None or pod.stage not in {Stage.OUTSIDE, Stage.ASSIGNED}:
+            return None
+        why = self._count(pod).refused
+        return (pod, f"its ResourceClaims were exchanged after it was admitted: {why}") if why else None
 
     def counted_in(self, namespace: str) -> CountedNames:
         """Return the resources that count, and the templates of the namespace whose devices do."""
@@ -208,6 +224,11 @@ class DeviceClaims:
             amounts[name] = amounts.get(name, 0) + amount
         weights = tuple(row for row in self._rules.rules.gpu_weights if amounts.get(row[0]))
         return tuple(sorted(amounts.items())), weights
+
+    def classes_of(self, namespace: str, claims: Iterable[DeviceClaim]) -> tuple[str, ...]:
+        """Return the DeviceClasses of which the templates of these claims request devices."""
+        devices = (self._template(namespace, one.template) for one in claims)
+        return self._counted(namespace, devices, gpus=False).classes
 
     def rules_changed(self) -> None:
         """Count all claims by another table."""
@@ -323,34 +344,52 @@ class DeviceClaims:
         self._waits.pop(pod.uid, None)
         if found.waits and not pod.holds:
             self._waits[pod.uid] = found.waits
+        if pod.stage is Stage.WAITING:
+            pod = msgspec.structs.replace(pod, claimed=found.classes)
         self._resolved[pod.uid] = view = _with(pod, found)
         return view
 
     def _count(self, pod: PodView) -> Resolved:
         devices = (self._devices_of(pod, claim) for claim in _distinct(pod.device_claims))
-        return self._counted(pod.namespace, devices, gpus=pod.gpus > 0)
+        return self._counted(pod.namespace, devices, gpus=pod.gpus > 0, allowed=pod.claimed or ())
 
-    def _counted(self, namespace: str, claimed: Iterable[tuple[ClaimedDevices | None, str]], *, gpus: bool) -> Resolved:
-        """Return the sum of what claims request in the namespace, of a pod that also requests `gpus`."""
+    def _counted(
+        self,
+        namespace: str,
+        claimed: Iterable[tuple[ClaimedDevices | None, str]],
+        *,
+        gpus: bool,
+        allowed: tuple[str, ...] = (),
+    ) -> Resolved:
+        """Return the sum of what claims request in the namespace, of a pod that also requests `gpus`.
+
+        It was released with devices of the `allowed` classes, which it keeps whatever the table says now.
+        """
         amounts: dict[str, int] = {}
-        waits, missing = "", False
+        classes: dict[str, None] = {}
+        waits, missing, refused = "", False, ""
         for devices, why in claimed:
             waits, missing = waits or why, missing or devices is None
             if devices is None:
                 continue
+            classes |= dict.fromkeys(name for name, _ in (*devices.amounts, *devices.uncountable))
             for name, amount in devices.amounts:
                 resource = self._resource_of(name)
                 if resource:
                     amounts[resource] = amounts.get(resource, 0) + amount
-                elif self._is_refused(namespace, name):
-                    waits = waits or (
+                elif name not in allowed and self._is_refused(namespace, name):
+                    refused = refused or (
                         f"DeviceClass {name}, of which its claim requests devices, is not counted by the quota; an "
                         f"administrator can count it (QuotaPolicy, gpuResources: {CLASS_PREFIX}{name}), or allow it by "
                         "otherResources"
                     )
+                    waits = waits or refused
             for name, reason in devices.uncountable:
-                if self._resource_of(name) or self._is_refused(namespace, name):
-                    waits = waits or f"the devices of DeviceClass {name} that it claims cannot be counted: {reason}"
+                unlisted = not self._resource_of(name)
+                if unlisted and (name in allowed or not self._is_refused(namespace, name)):
+                    continue
+                waits = waits or f"the devices of DeviceClass {name} that it claims cannot be counted: {reason}"
+                refused = refused or (waits if unlisted else "")
         if amounts and gpus:
             waits = waits or (
                 f"it requests {labels.GPU_RESOURCE}, or a share of a GPU, and claims {next(iter(amounts))} as well; "
@@ -358,7 +397,8 @@ class DeviceClaims:
             )
         weights = dict(self._rules.rules.gpu_weights)
         counted = tuple(sorted(amounts.items()))
-        return Resolved(counted, tuple((name, weights[name]) for name, _ in counted), waits, missing)
+        rows = tuple((name, weights[name]) for name, _ in counted)
+        return Resolved(counted, rows, waits, missing, tuple(sorted(classes)), refused)
 
     def _devices_of(self, pod: PodView, claim: DeviceClaim) -> tuple[ClaimedDevices | None, str]:
         """Return what one of the pod's claims requests, None if it does not exist, and why it cannot be planned yet."""

@@ -1,4 +1,8 @@
-"""Removes the gate of pods whose claims request nothing that counts: kube-scheduler alone places them."""
+"""Removes the gate of pods whose claims request nothing that counts: kube-scheduler alone places them.
+
+Evicts released pods that have exchanged a claim for devices that are not counted, again and again while a disruption
+budget refuses it. Rejected: to delete them. The controller's account may delete only pods with GPUs of the quota.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
+    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
 
@@ -25,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class UncountedPods:
-    """Gated pods that count nothing."""
+    """Pods that count nothing."""
 
-    def __init__(self, claims: DeviceClaims, writer: Writer, written_pods: WrittenPods) -> None:
-        self._claims, self._writer, self._written_pods = claims, writer, written_pods
+    def __init__(self, claims: DeviceClaims, writer: Writer, written_pods: WrittenPods, recorder: Recorder) -> None:
+        self._claims, self._writer, self._written_pods, self._recorder = claims, writer, written_pods, recorder
         self._sent: set[str] = set()  # also those whose next attempt waits
         self._pauses: dict[str, Backoff] = {}
         self._pod = msgspec.json.Decoder(Pod)
@@ -42,6 +47,15 @@ class UncountedPods:
             self._sent.add(uid)
             self._writer.submit(requests.gate_removal(pod), partial(self._answered, uid), partial(self._failed, uid))
 
+    def stop_exchanged(self, uid: str) -> None:
+        """Evict a released pod that now claims devices that are not counted; once, and again after a refusal."""
+        found = self._claims.exchanged(uid)
+        if found is not None and uid not in self._sent:
+            pod, why = found
+            self._sent.add(uid)
+            self._recorder.record(pod.subject, "ClaimsExchanged", why, warning=True)
+            self._writer.submit(requests.eviction(pod), lambda _: self._sent.discard(uid), partial(self._failed, uid))
+
     def _answered(self, uid: str, answer: bytes) -> None:
         self._sent.discard(uid)
         self._pauses.pop(uid, None)
@@ -49,9 +63,10 @@ class UncountedPods:
 
     def _failed(self, uid: str, error: Exception) -> None:
         pause_s = self._pauses.setdefault(uid, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)).next_s()
-        log.warning("the gate of pod %s could not be removed, and is tried again in %g s: %s", uid, pause_s, error)
+        log.warning("pod %s could not be released or evicted; that is tried again in %g s: %s", uid, pause_s, error)
         asyncio.get_running_loop().call_later(pause_s, self._again, uid)
 
     def _again(self, uid: str) -> None:
         self._sent.discard(uid)
         self.let_through(uid)
+        self.stop_exchanged(uid)

@@ -15,7 +15,6 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import retry_fiel
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.conditions import with_condition
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus
     from kfp_gpuquota.engine.records import JobRecord
 
 
@@ -37,7 +37,13 @@ def job_status(book: ElasticJobStore, membership: JobMembership, uid: str, page_
     meta = state.object.metadata
     conditions = conditions_of(state, record, book.clock())
     if record is None:
-        status = ElasticJobStatus(message=state.refused, conditions=conditions, observed_generation=meta.generation)
+        status = msgspec.structs.replace(  # what it has done before is kept for the time after its correction
+            state.object.status,
+            message=state.refused,
+            reason="",
+            conditions=conditions,
+            observed_generation=meta.generation,
+        )
     else:
         status = status_of(
             state.object,

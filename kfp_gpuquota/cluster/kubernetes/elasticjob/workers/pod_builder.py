@@ -31,7 +31,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Pod, Po
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.api.resources import Resources as Amounts
@@ -113,7 +113,9 @@ def secret_digest(job_uid: str, settings: PodSettings) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: PodSettings) -> Body:
+def worker_pod(
+    job: ElasticJob, record: JobRecord, worker: Worker, settings: PodSettings, classes: Sequence[str] = ()
+) -> Body:
     """Return the worker's pod; `located` determines its node."""
     template: Body = msgspec.json.decode(job.spec.template)
     spec: Body = dict(template.get("spec") or {})
@@ -136,10 +138,11 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
     }
     if spec.get("initContainers"):
         spec["initContainers"] = [hidden_in_template(one) for one in spec["initContainers"]]
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": _metadata(template, job, record, worker), "spec": spec}
+    metadata = _metadata(template, job, record, worker, classes)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker) -> Body:
+def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker, classes: Sequence[str]) -> Body:
     given = template.get("metadata") or {}
     given_labels = given.get("labels") or {}
     index = {INDEX_ANNOTATION: str(worker.index)} if JOB_LABEL in given_labels else {}  # as clients of Jobs read it
@@ -162,6 +165,7 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
             **({labels.GPU_WEIGHTS: weights_text(weights)} if (weights := _weights(record)) else {}),
+            **({labels.CLAIMED: ",".join(classes)} if classes else {}),
             ISTIO_INJECT: "false",
         },
         "ownerReferences": [owner_of(job)],

@@ -28,12 +28,15 @@ from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.engine.records import with_status
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kfp_gpuquota.api import Worker
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
@@ -48,7 +51,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerPods:
-    """Pods of workers; `pods` are the existing ones by worker, and `killed` are workers that were killed."""
+    """Pods of workers; `pods` are the existing ones by worker, and `killed` are workers that were killed.
+
+    `classes(job)` are the DeviceClasses of the devices that the job's template claims.
+    """
 
     def __init__(
         self,
@@ -62,10 +68,12 @@ class WorkerPods:
         written_pods: WrittenPods,
         statuses: StatusRequests,
         events: JobPartEvents,
+        classes: Callable[[ElasticJob], Sequence[str]],
     ) -> None:
         self._book, self._writer, self._settings = book, writer, settings
         self._reservations, self._unpinned = reservations, unpinned
         self._written_pods, self._statuses, self._events = written_pods, statuses, events
+        self._classes = classes
         self._pod = msgspec.json.Decoder(Pod)
         self._secrets = JobSecrets(book, writer, settings, statuses)
         self._isolation = JobNetworkPolicies(book, writer, rules, statuses)
@@ -114,7 +122,7 @@ class WorkerPods:
         state, settings = self._book.runtime_states[uid], self._settings
         if settings.shards:
             settings = msgspec.structs.replace(settings, coordinator=settings.shards[state.shard])
-        body = pod_builder.worker_pod(state.object, job, worker, settings)
+        body = pod_builder.worker_pod(state.object, job, worker, settings, self._classes(state.object))
         pinned = job.spec.shared or self._unpinned.is_pinned(pod_builder.view_of(body, worker), worker.node)
         selector = pod_builder.selector_of(job.spec, self._book.nodes.get(worker.node))
         body = pod_builder.located(body, worker.node, pinned=pinned, selector=selector)
@@ -195,10 +203,15 @@ class WorkerPods:
         if self._reservations.gives_up(worker):
             self._events.pod_not_created(self._book.workers[worker].worker)
         elif pod is not None:
-            write = requests.deletion(pod.namespace, pod.name, pod.uid, grace_s)
-            self._writer.submit(write, lambda _: None, partial(self._not_deleted, worker, grace_s))
+            self._delete(pod, grace_s, partial(self.delete, worker, grace_s))
 
-    def _not_deleted(self, worker: str, grace_s: float, error: Exception) -> None:
-        if isinstance(error, ApiError) and error.status == 404:
-            return  # the watch reports it as well; 409 may be a transient conflict
-        asyncio.get_running_loop().call_later(DELETE_AGAIN_S, self.delete, worker, grace_s)
+    def delete_pod(self, pod: PodView, grace_s: float) -> None:
+        """Delete the pod of a worker that is in no record; retried until it succeeds."""
+        self._delete(pod, grace_s, partial(self.delete_pod, pod, grace_s))
+
+    def _delete(self, pod: PodView, grace_s: float, again: Callable[[], None]) -> None:
+        def failed(error: Exception) -> None:
+            if not (isinstance(error, ApiError) and error.status == 404):  # 409 may be a transient conflict
+                asyncio.get_running_loop().call_later(DELETE_AGAIN_S, again)
+
+        self._writer.submit(requests.deletion(pod.namespace, pod.name, pod.uid, grace_s), lambda _: None, failed)
