@@ -54,7 +54,7 @@ def template_of(job: ElasticJob) -> PodSpec:
 def claims_devices(job: ElasticJob) -> bool:
     """Return whether the job's pods claim devices."""
     try:
-        return bool(_template_of(job).resource_claims)
+        return bool(template_of(job).resource_claims)
     except InvalidFieldError:
         return False
 

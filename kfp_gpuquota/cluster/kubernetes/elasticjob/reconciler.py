@@ -290,9 +290,14 @@ class ElasticJobs:
         A template of claims that was deleted or exchanged meanwhile is then judged as by a controller that never
         stopped. Rejected: only with workers in the status, which is written after their pods.
         """
-        had = job.status.counted_resources
-        if job.metadata.uid in self.book.jobs or not had or self.pod_events.started:
-            return self._claimed(job, template, others)
+        had = job.status.counted_resources or {}
+        restored = job.metadata.uid not in self.book.jobs and not self.pod_events.started
+        if not restored or not had:
+            try:
+                return self._claimed(job, template, others)
+            except GpuQuotaError:
+                if not restored or not job.status.workers:
+                    raise
         weights = dict(self._rules.rules.gpu_weights)
         amounts = tuple(sorted((dict(others) | had).items()))
         return amounts, tuple((name, weights.get(name, WHOLE_GPU)) for name in sorted(had))
