@@ -1,7 +1,7 @@
 """Removes the gate of pods whose claims request nothing that counts: kube-scheduler alone places them.
 
-Evicts released pods that have exchanged a claim for devices that are not counted, again and again while a disruption
-budget refuses it. Rejected: to delete them. The controller's account may delete only pods with GPUs of the quota.
+Deletes released pods that have exchanged a claim for devices that are not counted. Rejected: to evict them. Their owner
+could keep the devices by a disruption budget, or by a long grace period.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
 
+GRACE_S: Final = 30.0  # Kubernetes' default
 FIRST_PAUSE_S: Final = 5.0
 LONGEST_PAUSE_S: Final = 300.0
 
@@ -48,13 +49,14 @@ class UncountedPods:
             self._writer.submit(requests.gate_removal(pod), partial(self._answered, uid), partial(self._failed, uid))
 
     def stop_exchanged(self, uid: str) -> None:
-        """Evict a released pod that now claims devices that are not counted; once, and again after a refusal."""
+        """Delete a released pod that now claims devices that are not counted; once, and again after a failure."""
         found = self._claims.exchanged(uid)
         if found is not None and uid not in self._sent:
             pod, why = found
             self._sent.add(uid)
             self._recorder.record(pod.subject, "ClaimsExchanged", why, warning=True)
-            self._writer.submit(requests.eviction(pod), lambda _: self._sent.discard(uid), partial(self._failed, uid))
+            deletion = requests.deletion(pod.namespace, pod.name, pod.uid, GRACE_S)
+            self._writer.submit(deletion, lambda _: self._sent.discard(uid), partial(self._failed, uid))
 
     def _answered(self, uid: str, answer: bytes) -> None:
         self._sent.discard(uid)
@@ -63,7 +65,7 @@ class UncountedPods:
 
     def _failed(self, uid: str, error: Exception) -> None:
         pause_s = self._pauses.setdefault(uid, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)).next_s()
-        log.warning("pod %s could not be released or evicted; that is tried again in %g s: %s", uid, pause_s, error)
+        log.warning("pod %s could not be released or deleted; that is tried again in %g s: %s", uid, pause_s, error)
         asyncio.get_running_loop().call_later(pause_s, self._again, uid)
 
     def _again(self, uid: str) -> None:
