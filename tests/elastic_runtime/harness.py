@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 JOB = "job"
 MOST_WORKERS = 24
-LIMITS = Limits(silence_s=5.0, unheard_s=15.0, isolated_s=15.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
+LIMITS = Limits(silence_s=8.0, unheard_s=15.0, isolated_s=15.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
 
 preload("tests.elastic_runtime.training", "elastic_runtime.loop.job", "torch.distributed", "torch._dynamo")
 

@@ -87,10 +87,7 @@ def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease 
 
     Raises InvalidFieldError for a job without GPUs.
     """
-    if not spec.gpus:
-        raise InvalidFieldError(
-            "gpus", 0, "on Kubernetes work without GPUs needs no quota", hint="use a Job: kubectl create job"
-        )
+    _check_gpus(spec)
     if spec.resource_claim_template:
         template = _with_claim(template, spec.resource_claim_template)
     asked: Json = {**as_written(spec), "template": template}
@@ -114,6 +111,7 @@ def pod_template(spec: JobSpec, image: str) -> Json:
 
     Raises UsageError without an image, InvalidFieldError for what pods do not have.
     """
+    _check_gpus(spec)
     if not image:
         raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
     check_no_runtime_env(spec.runtime_env, instead="use an image (-i) that has what the job needs")
@@ -137,6 +135,13 @@ def pod_template(spec: JobSpec, image: str) -> Json:
     if spec.tolerations:
         pod["tolerations"] = [msgspec.to_builtins(toleration) for toleration in spec.tolerations]
     return {"spec": pod}
+
+
+def _check_gpus(spec: JobSpec) -> None:
+    if not spec.gpus:
+        raise InvalidFieldError(
+            "gpus", 0, "on Kubernetes work without GPUs needs no quota", hint="use a Job: kubectl create job"
+        )
 
 
 def elastic_job_like(stored: ElasticJob, spec: JobSpec, image: str, *, request_id: str, now: float) -> Json:
