@@ -382,6 +382,8 @@ def test_workers_with_other_devices_than_their_job_counts_are_stopped(world: Con
     template = create_template(world, team, "one", request(GOLD))
     job = world.job(team, "train", worker_template(), gpus=1, minGpus=1, maxGpus=2)
     world.until(job, lambda job: job.get("status", {}).get("workers") == 2)
+    # A worker that is lost before it runs would be an expansion that failed, which is not tried again.
+    world.wait(lambda: [pod["status"].get("phase") for pod in world.pods(team).values()] == ["Running"] * 2, world.log)
     if restarted:
         world.kill()
     world.cluster.api.delete(template)

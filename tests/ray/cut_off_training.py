@@ -53,7 +53,7 @@ def main(directory: Path) -> None:
                 if job.applied:
                     applied.write(f"{job.step} {job.world_size}\n")
                 if not (directory / "go").exists():
-                    time.sleep(SLOW_S if job.step < PLENTY else 10 * SLOW_S)
+                    time.sleep(SLOW_S if job.step < PLENTY else 25 * SLOW_S)
     print("weight", model.weight.item(), "after", job.step)
 
 

@@ -355,11 +355,21 @@ class Bridge:
                 self._link.send(await self._read_by(host.actor, message))
                 return
         try:
-            self._link.send(await self._read_by(await self._hosts.agent(self._alive_id(message)), message))
+            self._link.send(await self._read_by_agent(message))
         except Exception as error:  # noqa: BLE001 (whatever it was is the answer)
             self._hosts.forget_agent(message.node_id)
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._link.send(messages.LogRead(number=message.number, why=why))
+
+    async def _read_by_agent(self, message: messages.ReadLog) -> messages.LogRead:
+        """Read by the node's agent; by a new one if that has died, as Ray tells only who asks it."""
+        from ray.exceptions import ActorDiedError  # noqa: PLC0415
+
+        try:
+            return await self._read_by(await self._hosts.agent(self._alive_id(message)), message)
+        except ActorDiedError:
+            self._hosts.forget_agent(message.node_id)
+            return await self._read_by(await self._hosts.agent(self._alive_id(message)), message)
 
     def _alive_id(self, message: messages.ReadLog) -> str:
         if message.node_id not in self._alive:
