@@ -52,7 +52,7 @@ def init_alone(backend: str) -> None:
 
 def inner_groups(grid: Grid, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return this rank's replica group, and the group of the ranks that hold the same part; all ranks call this."""
-    groups = [list(range(first, first + grid.shards)) for first in range(0, grid.ranks, grid.shards)]
+    groups = [grid.same_group(first) for first in range(0, grid.ranks, grid.shards)]
     replicas = [grid.same_shard(shard) for shard in range(grid.shards)]
     of_shards = [dist.new_group(ranks) for ranks in groups][grid.group_of(rank)]
     of_replicas = [dist.new_group(ranks) for ranks in replicas][grid.shard_of(rank)]

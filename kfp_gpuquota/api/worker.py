@@ -21,7 +21,7 @@ class WorkerPhase(StrEnum):
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a job.
 
-    `id` is unique for ever. `devices` are indices on `node`, `share` is the part of each that it holds. `other_gpus` is
+    `id` is never reused. `devices` are indices on `node`, `share` is the part of each that it holds. `other_gpus` is
     what other resources of it count as (other vendors' GPUs, claimed devices). `exit_code` follows the shell: 128 + N
     for signal N.
     """

@@ -2,7 +2,7 @@
 
 The work of a job is the time that it ran, so what was computed again after an eviction is part of it. That of an
 elastic job is the time that it would have run at its requested size, by the throughput that the simulation assumes. A
-job that runs has done what it will do. Jobs that have never run are left out: nobody knows their work.
+job that runs has done what it will do. Jobs that have never run are left out: their work is unknown.
 """
 
 from __future__ import annotations

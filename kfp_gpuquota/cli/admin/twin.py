@@ -66,8 +66,8 @@ def twin(
     changed = [changes.get(project.name, project) for project in projects]
     nodes = [msgspec.structs.replace(view.node, ready=True) for view in cluster.list_nodes()]
     other_nodes = [*_without(nodes, without_node or []), *_added(nodes, list(map(new_node, with_node or [])))]
-    past = _history(cluster.list_jobs("").jobs, nodes, projects, seconds_back(since))
     options = SimulationOptions(clock=time.perf_counter)
+    past = _history(cluster.list_jobs("").jobs, nodes, projects, seconds_back(since), options)
     results = [_replayed("today", past, nodes, replace(options, projects=tuple(projects)))]
     if static or (changed, other_nodes) != (projects, nodes):
         other = replace(options, projects=tuple(changed))
@@ -79,13 +79,14 @@ def twin(
     _say_left_out(past)
 
 
-def _history(jobs: Sequence[Job], nodes: Sequence[Node], projects: Sequence[Project], back_s: float) -> History:
-    from kfp_gpuquota.simulator import SimulationOptions, history  # noqa: PLC0415
+def _history(
+    jobs: Sequence[Job], nodes: Sequence[Node], projects: Sequence[Project], back_s: float, options: SimulationOptions
+) -> History:
+    from kfp_gpuquota.simulator import history  # noqa: PLC0415
 
     now = time.time()
     names = {project.name for project in projects}
-    throughput = SimulationOptions(clock=time.perf_counter).throughput
-    found = history(jobs, nodes, names, since=now - back_s, now=now, throughput=throughput)
+    found = history(jobs, nodes, names, since=now - back_s, now=now, throughput=options.throughput)
     if not found.jobs:
         raise NotFoundError("no job of this time has run yet; look further back with --since")
     return found

@@ -362,7 +362,7 @@ class Bridge:
             self._link.send(messages.LogRead(number=message.number, why=why))
 
     async def _read_by_agent(self, message: messages.ReadLog) -> messages.LogRead:
-        """Read by the node's agent; by a new one if that has died, as Ray tells only who asks it."""
+        """Read by the node's agent; by a new one if that has died, which only a call shows."""
         from ray.exceptions import ActorDiedError  # noqa: PLC0415
 
         try:
