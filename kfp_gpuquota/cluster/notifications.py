@@ -122,7 +122,7 @@ class Notifications:
             await sender.close()
 
     def _read(self) -> None:
-        """Read the folder, at most every `READ_EVERY_S`: a file that cannot be used leaves the others in effect."""
+        """Read the folder, at most every `READ_EVERY_S`: a file that cannot be used leaves all else in effect."""
         now = asyncio.get_running_loop().time()
         if now - self._read_at < READ_EVERY_S:
             return
@@ -134,6 +134,8 @@ class Notifications:
                         found[path.stem] = msgspec.json.decode(file.read(LARGEST_FILE), type=Webhook)
                 except (OSError, ValueError, msgspec.DecodeError) as error:  # which quote no value
                     problems[path.stem] = str(error)
+                    if path.stem in self._webhooks:  # half-written perhaps: what was read last stays in effect
+                        found[path.stem] = self._webhooks[path.stem]
         for name in problems.keys() - self._shown.keys():
             log.error("webhook %s cannot be used: %s", name, problems[name])
         for name in found.keys() - self._webhooks.keys():

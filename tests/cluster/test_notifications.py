@@ -168,6 +168,19 @@ async def test_a_file_that_cannot_be_used_is_named_without_its_address(
 
 
 @in_loop
+async def test_a_file_that_is_half_written_leaves_what_it_said_before_in_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "READ_EVERY_S", 0.0)
+    async with Receiver().serving() as receiver, notifying(tmp_path) as notifications_:
+        written(tmp_path, "all", receiver.url)
+        notifications_.notify(one("a"))
+        (tmp_path / "all.json").write_text('{"url": "htt')
+        notifications_.notify(one("b"))
+        assert ["Job a" in text or "Job b" in text for text in await receiver.texts(2)] == [True, True]
+
+
+@in_loop
 async def test_a_message_that_is_sent_again_goes_to_the_address_of_the_present_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
