@@ -110,7 +110,8 @@ class ShareView(msgspec.Struct, frozen=True, kw_only=True):
 class ResourceView(msgspec.Struct, frozen=True, kw_only=True):
     """A resource of a node of which each one counts as a number of GPUs, and what each pod holds of it.
 
-    What pods hold that the reader may not see is under the name "".
+    What pods hold that the reader may not see, or no pod, is under the name "". A pod with 0 shares what is counted for
+    another one.
     """
 
     name: str

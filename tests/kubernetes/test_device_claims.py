@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cli.display.descriptions import described_node
 from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import claimed_devices, selected_by, selects
-from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
+from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Allocations, PublishedDevices, Shown
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Node
 from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
@@ -22,7 +24,10 @@ from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
     CLASS_PREFIX,
     TEMPLATES,
     AllocatedDevice,
+    AllocatedDevices,
+    Allocation,
     Cel,
+    Consumer,
     DeviceClass,
     DeviceClassSpec,
     DeviceRequest,
@@ -30,7 +35,9 @@ from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
     DeviceTaint,
     ExactRequest,
     RequestedDevices,
+    ResourceClaim,
     ResourceClaimSpec,
+    ResourceClaimStatus,
     ResourcePool,
     ResourceSlice,
     ResourceSliceSpec,
@@ -43,14 +50,17 @@ from kfp_gpuquota.engine.records import Intent
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.detached import JOBS, PODS, POLICIES, detached
 from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, QUOTAS, batch_jobs_of, jobs_of
+from tests.kubernetes.test_web_page import text_of
 from tests.kubernetes.test_webhook import MANAGED
 from tests.kubernetes.users import connection_of
+from tests.kubernetes.web_page import bind, web_page
 from tests.polling import until
 from tools.devcluster import fake_nodes
 from tools.devcluster.api import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
     from tools.devcluster import DevCluster
@@ -269,6 +279,98 @@ def test_a_claim_that_is_exchanged_after_the_admission_is_counted_as_what_it_is(
     world.until_bound(f"{path}/a")
     world.wait(lambda: held(world, team) == 4, lambda: str(held(world, team)))
     world.remove(team)
+
+
+Used = dict[str, dict[str, int]]  # of each resource, the devices of each pod
+
+
+def allocated(world: Controlled) -> Used:
+    """The oracle: what kube-scheduler has allocated of the node's GPUs, by its own objects."""
+    api, found = world.cluster.api, {RESOURCE: Counter[str](), labels.GPU_RESOURCE: Counter[str]()}
+    (published,) = [
+        one["spec"] for one in api.items(f"{API}/resourceslices") if one["spec"].get("nodeName") == "claimed"
+    ]
+    kinds = {one["name"]: one["attributes"]["type"]["string"] for one in published["devices"]}
+    resources = {"gpu": RESOURCE, "nvidia": labels.GPU_RESOURCE}
+    for claim in api.items(f"{API}/resourceclaims"):
+        status = claim.get("status", {})
+        for one in status.get("allocation", {}).get("devices", {}).get("results", ()):
+            pods = [one["name"] for one in status.get("reservedFor", ())]
+            if resource := resources.get(kinds[one["device"]]):
+                found[resource].update({name: int(name == pods[0]) for name in pods} or {"": 1})
+    return {resource: dict(pods) for resource, pods in found.items()}
+
+
+def listed(client: KubernetesClient) -> Used:
+    """What `gpuquota list nodes` shows of the node."""
+    view = {view.node.name: view for view in client.list_nodes()}["claimed"]
+    devices = Counter(pod for pods in view.held.values() for pod in pods)
+    (row,) = [one for one in view.resources if one.name == RESOURCE]
+    assert row.count == 4
+    return {RESOURCE: row.held, labels.GPU_RESOURCE: dict(devices)}
+
+
+def test_lists_and_the_page_show_what_is_allocated(world: Controlled, tmp_path: Path) -> None:
+    """By claims, by a shared one, by an extended resource, by a job's worker, and outside of the quota."""
+    api = world.cluster.api
+    team, path = team_of(world, guaranteed=3)
+    free = world.team("claims-free", guaranteed=0)
+    client = KubernetesClient(connection_of(world.cluster.kubeconfig))
+    create_template(world, team, "one", request(GOLD))
+    create_claim(world, team, "shared", request(GOLD))
+    create_template(world, free, "any", request(BACKED))
+    for name in "ab":
+        api.create(path, claiming(name, claim="shared"))
+        world.until_bound(f"{path}/{name}")
+    api.create(path, claiming("c", limits={RESOURCE: "1"}))
+    world.until_bound(f"{path}/c")
+    world.until_phase(world.job(team, "train", worker_template(), gpus=1), "Running")
+    api.create(f"/api/v1/namespaces/{free}/pods", claiming("hidden", template="any"))
+    world.until_bound(f"/api/v1/namespaces/{free}/pods/hidden")
+    (worker,) = world.pods(team).keys() - set("abc")
+    expected = {RESOURCE: {"a": 1, "b": 0, "c": 1, worker: 1}, labels.GPU_RESOURCE: {"hidden": 1}}
+    assert allocated(world) == expected
+    assert listed(client) == expected
+    described = described_node({view.node.name: view for view in client.list_nodes()}["claimed"])
+    assert f"a (1), b (shared), c (1), {worker} (1)" in described
+    bind(world.cluster, "viewer", "view", team)
+    bind(world.cluster, "stranger", "view", free)
+    with web_page(world.cluster, tmp_path / "page.log") as page:
+        own, other = (text_of(page.user(name), "/nodes/claimed") for name in ("viewer", "stranger"))
+        assert "4 of 5 GPUs in use" in own
+        assert "3 of 4 in use" in own
+        assert f"b {team} · shared c {team} · 1 train {team} · 1" in own
+        assert "hidden" not in own
+        assert "used by others" in own
+        assert "4 of 5 GPUs in use" in other
+        assert "3 of 4 in use, 3 by others" in other
+        assert team not in other
+        assert "hidden" in other
+        api.delete(f"{path}/c", 0)
+        until(lambda: "2 of 4 in use" in text_of(page.user("viewer"), "/nodes/claimed"))
+    api.delete(f"/api/v1/namespaces/{free}/pods/hidden", 0)
+    for gone in (team, free):
+        world.remove(gone)
+    until(lambda: not any(allocated(world).values()))
+    assert not any(listed(client).values())
+
+
+def test_who_may_not_read_claims_sees_the_other_gpus(world: Controlled) -> None:
+    """Half of what is needed would show devices that are in use as idle."""
+    api, roles = world.cluster.api, "/apis/rbac.authorization.k8s.io/v1"
+    rules = [
+        {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]},
+        {"apiGroups": ["resource.k8s.io"], "resources": ["deviceclasses", "resourceslices"], "verbs": ["list"]},
+    ]
+    api.create(f"{roles}/clusterroles", {"metadata": {"name": "sees-nodes"}, "rules": rules})
+    account = {"kind": "ServiceAccount", "name": "default", "namespace": "default"}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "sees-nodes"}
+    binding = {"metadata": {"name": "sees-nodes"}, "subjects": [account], "roleRef": role}
+    api.create(f"{roles}/clusterrolebindings", binding)
+    client = KubernetesClient(connection_of(world.cluster.kubeconfig_of_service_account("default", "default")))
+    until(lambda: {view.node.name for view in client.list_nodes()} == {"fake-0"})
+    for kind in ("clusterrolebindings", "clusterroles"):
+        api.delete(f"{roles}/{kind}/sees-nodes")
 
 
 def test_devices_that_others_claim_are_not_planned(world: Controlled) -> None:
@@ -532,8 +634,25 @@ def test_a_class_selects_by_conjunctions_of_equalities(expression: str, selected
 
 
 def test_a_tainted_device_is_not_planned() -> None:
-    conditions = selected_by(device_class(f"device.driver == '{DRIVER}'"))
-    assert not selects(conditions, DRIVER, SlicedDevice("d", taints=(DeviceTaint("NoExecute"),)))
+    devices = PublishedDevices(lambda _node: None, lambda *_: None)
+    devices.set_counted([RESOURCE])
+    devices.put_class(device_class(SELECTORS[GOLD]))
+    gpu, taints = {"type": {"string": "gpu"}}, (DeviceTaint("NoExecute"),)
+    published = SlicedDevice("a", gpu), SlicedDevice("used", gpu, taints), SlicedDevice("idle", gpu, taints)
+    spec = ResourceSliceSpec(DRIVER, "node", ResourcePool("node", 1), published)
+    devices.put_slice(ResourceSlice(Metadata(name="s", uid="s"), spec))
+    assert devices.apply(Node(Metadata(name="node", uid="n"))).status.allocatable == {RESOURCE: "1"}
+    claims = Allocations(with_namespace=True)
+    claims.put(claim_with(("used", False), ("idle", True)))
+    assert devices.shown_on("node", claims) == {RESOURCE: Shown(2, {"a/x": 1})}, "one that is in use is shown"
+
+
+def claim_with(*devices: tuple[str, bool]) -> ResourceClaim:
+    """A claim of pod x, with these devices, each with administrative access or without."""
+    requests = RequestedDevices((DeviceRequest("r", ExactRequest(GOLD)),))
+    found = tuple(AllocatedDevice("r", DRIVER, "node", name, admin_access=admin) for name, admin in devices)
+    status = ResourceClaimStatus(Allocation(AllocatedDevices(found)), (Consumer("pods", "x"),))
+    return ResourceClaim(Metadata(name="c", namespace="a", uid="c"), ResourceClaimSpec(requests), status)
 
 
 def test_counts_are_bounded_and_alternatives_are_not_counted() -> None:

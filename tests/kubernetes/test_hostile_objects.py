@@ -83,7 +83,7 @@ LABELS = [
     labels.MANAGED,
     labels.SOURCE,
     labels.GPU_MEMORY,
-    labels.NOTEBOOK,
+    *sorted(labels.SESSIONS),
     POD_GROUP_LABEL,
     JOBSET_LABEL,
     LEADER_WORKER_LABEL,

@@ -14,6 +14,12 @@ from kfp_gpuquota.api import Reason, ReasonCode, Resize
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
+from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
+    CLASS_PREFIX,
+    DeviceClass,
+    ResourceClaim,
+    ResourceSlice,
+)
 from kfp_gpuquota.cluster.kubernetes.web import proxy_door
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
 from kfp_gpuquota.cluster.kubernetes.web.options import parsed
@@ -72,7 +78,7 @@ def test_an_ended_job_whose_size_never_changed_held_what_it_asked_for() -> None:
     assert pages.sizes_of(grown) == [(10.0, 2), (15.0, 3), (20.0, 0.0)]
 
 
-AMD = "amd.com/gpu"
+AMD, GOLD = "amd.com/gpu", f"{CLASS_PREFIX}gold"
 
 
 def node(name: str, gpus: int) -> Node:
@@ -94,15 +100,78 @@ def pod(chance: random.Random) -> Pod:
     )
 
 
+def published(chance: random.Random) -> ResourceSlice:
+    """The slice of a node, in one of two pools."""
+    name, pool = f"n-{chance.randrange(3)}", f"pool-{chance.randrange(2)}"
+    devices = [{"name": f"{name}-{number}"} for number in range(chance.randrange(3))]
+    spec = {"driver": "gold", "nodeName": name, "pool": {"name": pool, "generation": 1}, "devices": devices}
+    return convert({"metadata": {"name": name, "uid": name}, "spec": spec}, ResourceSlice)
+
+
+def claim(chance: random.Random) -> ResourceClaim:
+    """A claim of a pod, which has a device or none; several may have the same one."""
+    name, pod_ = f"c-{chance.randrange(6)}", f"p-{chance.randrange(12)}"
+    device = {
+        "request": "r",
+        "driver": "gold",
+        "pool": f"pool-{chance.randrange(2)}",
+        "device": f"n-{chance.randrange(3)}-0",
+    }
+    results = chance.choice([[], [device]])
+    status = {"allocation": {"devices": {"results": results}}, "reservedFor": [{"resource": "pods", "name": pod_}]}
+    return convert({"metadata": {"name": name, "namespace": "team", "uid": name}, "status": status}, ResourceClaim)
+
+
+class Devices:
+    """What a DRA driver publishes, and claims for it."""
+
+    def __init__(self) -> None:
+        self._slices: dict[str, ResourceSlice] = {}
+        self._claims: dict[str, ResourceClaim] = {}
+
+    def change(self, chance: random.Random, objects: Objects) -> None:
+        """Add, change or delete one object."""
+        match chance.randrange(5):
+            case 0:
+                name = f"n-{chance.randrange(3)}"
+                objects.devices.drop_slice(name)
+                self._slices.pop(name, None)
+            case 1:
+                name = f"c-{chance.randrange(6)}"
+                objects.drop_claim(name)
+                self._claims.pop(name, None)
+            case 2:
+                fresh = published(chance)
+                objects.devices.put_slice(fresh)
+                self._slices[fresh.metadata.uid] = fresh
+            case _:
+                asked = claim(chance)
+                objects.put_claim(asked)
+                self._claims[asked.metadata.uid] = asked
+
+    def put_all(self, objects: Objects) -> None:
+        """Add all of them."""
+        selectors = [{"cel": {"expression": "device.driver == 'gold'"}}]
+        body = {"metadata": {"name": "gold", "uid": "gold"}, "spec": {"selectors": selectors}}
+        objects.devices.put_class(convert(body, DeviceClass))
+        for one in self._slices.values():
+            objects.devices.put_slice(one)
+        for asked in self._claims.values():
+            objects.put_claim(asked)
+
+
 def test_nodes_that_are_converted_one_by_one_are_those_that_are_converted_at_once() -> None:
-    """Random changes of pods, nodes and the table of resources; a node that none concerns is the same object."""
+    """Random changes of pods, nodes, devices and the table; a node that none concerns is the same object."""
     chance = random.Random(3)
     objects, pods, nodes = Objects(), dict[str, Pod](), dict[str, Node]()
-    table = convert({"metadata": {"name": "default"}, "spec": {"gpuResources": [{"name": AMD}]}}, QuotaPolicyObject)
+    devices = Devices()
+    rows = [{"name": AMD}, {"name": GOLD}]
+    table = convert({"metadata": {"name": "default"}, "spec": {"gpuResources": rows}}, QuotaPolicyObject)
+    devices.put_all(objects)
     policy: QuotaPolicyObject | None = None
-    for _ in range(400):
+    for _ in range(600):
         before, touched = {view.node.name: view for view in objects.nodes()}, set[str]()
-        match chance.randrange(10):
+        match chance.randrange(12):
             case 0:
                 policy = None if policy else table
                 objects.put_policy(table) if policy else objects.drop_policy("")
@@ -121,6 +190,9 @@ def test_nodes_that_are_converted_one_by_one_are_those_that_are_converted_at_onc
                 name = f"p-{chance.randrange(12)}"
                 touched = {gone.spec.node_name} if (gone := pods.pop(name, None)) else set()
                 objects.drop_pod(name)
+            case 5 | 6 | 7 | 8:
+                devices.change(chance, objects)
+                touched = set(nodes)
             case _:
                 fresh = pod(chance)
                 old = pods.pop(fresh.metadata.uid, fresh)
@@ -132,6 +204,7 @@ def test_nodes_that_are_converted_one_by_one_are_those_that_are_converted_at_onc
             whole.put_node(each)
         for one in pods.values():
             whole.put_pod(one)
+        devices.put_all(whole)
         if policy:
             whole.put_policy(policy)
         found = objects.nodes()

@@ -1,7 +1,7 @@
-"""Jobs, JobSets and TrainJobs give way by their own `suspend`: no failure is counted, and a user's suspend stays.
+"""Jobs, JobSets, TrainJobs and AppWrappers give way by their `suspend`: no failure counts, and a user's suspend stays.
 
-Jobs are those of the real Job controller. The kinds of JobSet and Trainer are minimal schemas of our own, from their
-API documentation, and `trainer.py` plays their controllers.
+Jobs are those of the real Job controller. The kinds of JobSet, Trainer and AppWrapper are minimal schemas of our own,
+from their API documentation, and `trainer.py` plays their controllers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.detached import Unanswered, detached
 from tests.kubernetes.installation import batch_jobs_of
-from tests.kubernetes.trainer import Trainer, install_kinds, path_of
+from tests.kubernetes.trainer import AppWrappers, Trainer, install_kinds, path_of
 
 Object = dict[str, Any]
 BY_KIND = {kind.kind: kind for kind in KINDS}
@@ -148,6 +148,47 @@ def test_a_train_job_gives_way_under_its_own_name(controlled: Controlled, teams:
     api.delete(path)
 
 
+def test_an_app_wrapper_gives_way_as_a_whole(controlled: Controlled, teams: tuple[str, str]) -> None:
+    """An eviction would be a failed pod, after which it counts a retry and deletes all that it wraps."""
+    borrower, owner = teams
+    api = controlled.cluster.api
+    install_kinds(api)
+    wrappers = AppWrappers(api, borrower)
+    controlled.on_close.append(wrappers.close)
+    controlled.start()
+    jobs = [{"metadata": {"name": name}, "spec": job_spec(1)} for name in ("one", "two")]
+    body = {"apiVersion": "workload.codeflare.dev/v1beta2", "kind": "AppWrapper", "metadata": {"name": "all"}}
+    path = path_of("appwrappers", borrower, "all")
+    api.create(path_of("appwrappers", borrower), {**body, "spec": {"components": [{"template": job} for job in jobs]}})
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
+    controlled.until_bound(controlled.pod(owner, "back", gpus=2))
+    controlled.wait(lambda: len(controlled.waiting(borrower)) == 2, lambda: controlled.log()[-3000:])
+    controlled.wait(lambda: wrappers.phases == ["Running", "Suspending", "Suspended", "Running"])
+    controlled.wait(lambda: set(reasons(controlled, borrower, "AppWrapper")) == {"Suspended", "Resumed"})
+    assert not reasons(controlled, borrower, "Job")
+    assert labels.SUSPENDED not in str(api.get(path)["metadata"].get("labels"))
+    assert "Evicted" not in reasons(controlled, borrower, "Pod")
+    api.delete(path)
+
+
+def test_workspaces_are_sessions_and_stay_paused(controlled: Controlled) -> None:
+    """Kubeflow's notebooks v2 scale the StatefulSet of a Workspace: to 0 while it is paused, as by their culling."""
+    team, api = controlled.team("workspaces", guaranteed=1), controlled.cluster.api
+    controlled.add_nodes(1, 2)
+    controlled.start()
+    sets = f"/apis/apps/v1/namespaces/{team}/statefulsets"
+    for name in ("one", "two"):
+        written = {"notebooks.kubeflow.org/workspace-name": name, "statefulset": name}
+        template = {"metadata": {"labels": written}, "spec": pod_body("x")["spec"]}
+        spec = {"replicas": 1, "serviceName": name, "selector": {"matchLabels": written}, "template": template}
+        api.create(sets, {"metadata": {"name": name}, "spec": spec})
+    controlled.wait(lambda: len(controlled.bound(team)) == len(controlled.waiting(team)) == 1, controlled.log)
+    ((first,), (second,)) = controlled.bound(team), controlled.waiting(team)
+    api.patch(f"{sets}/{first.partition('-')[0]}", {"spec": {"replicas": 0}})
+    controlled.wait(lambda: controlled.bound(team) == {second}, controlled.log)
+    assert set(controlled.pods(team)) == {second}, "a paused workspace has no pod"
+
+
 # Without a cluster
 
 
@@ -166,6 +207,7 @@ def found(**more: Any) -> Suspendable:
         ({"metadata": {}, "spec": {"managedBy": "jobset.sigs.k8s.io/jobset-controller"}}, False),
         ({"metadata": {}, "spec": {"managedBy": "trainer.kubeflow.org/trainjob-controller"}}, False),
         ({"metadata": {}, "spec": {"runPolicy": {"managedBy": "kubeflow.org/training-operator"}}}, False),
+        ({"metadata": {}, "spec": {"managedBy": "workload.codeflare.dev/appwrapper"}}, False),
     ],
 )
 def test_what_another_controller_manages_is_left_to_it(body: Object, *, expected: bool) -> None:
@@ -174,7 +216,13 @@ def test_what_another_controller_manages_is_left_to_it(body: Object, *, expected
 
 @pytest.mark.parametrize(
     ("kind", "spec"),
-    [("Job", {"suspend": True}), ("TrainJob", {"suspend": True}), ("MPIJob", {"runPolicy": {"suspend": True}})],
+    [
+        ("Job", {"suspend": True}),
+        ("TrainJob", {"suspend": True}),
+        ("MPIJob", {"runPolicy": {"suspend": True}}),
+        ("JAXJob", {"runPolicy": {"suspend": True}}),
+        ("AppWrapper", {"suspend": True}),
+    ],
 )
 def test_a_kind_is_suspended_where_its_api_says(kind: str, spec: Object) -> None:
     body = suspension(BY_KIND[kind], found(), REASON).body
@@ -188,6 +236,8 @@ def test_an_object_with_conditions_of_any_form_is_read() -> None:
     assert not found(status={"conditions": None}).has_suspended
     assert not found(status={"conditions": [{"type": "Suspended", "status": "False"}]}).has_suspended
     assert found(status={"conditions": [{"type": "Suspended", "status": "True"}]}).has_suspended
+    assert found(status={"phase": "Suspended"}).has_suspended
+    assert not found(status={"phase": "Suspending"}).has_suspended
 
 
 class Asked(Unanswered):
@@ -226,6 +276,7 @@ LOOP = {**OTHER, "apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "j
         ({"metadata": {"ownerReferences": [OTHER]}}, ["eviction"]),  # which would undo it
         ({"metadata": {"ownerReferences": [LOOP]}}, ["eviction"]),
         ({"status": {"conditions": [{"type": "Complete", "status": "True"}]}}, ["eviction"]),
+        ({"status": {"phase": "Succeeded"}}, ["eviction"]),
         ({"spec": 7}, ["eviction"]),
     ],
 )  # fmt: skip

@@ -84,7 +84,8 @@ def test_an_admitted_pod_is_found_where_its_patch_sent_it() -> None:
 
 
 def test_notebooks_are_sessions_and_labels_that_cannot_be_are_left_out() -> None:
-    assert view_of({"schedulingGates": GATE}, labels={labels.NOTEBOOK: "nb"}).kind is Kind.BUILD
+    for name in labels.SESSIONS:
+        assert view_of({"schedulingGates": GATE}, labels={name: "nb"}).kind is Kind.BUILD
     odd = view_of({"schedulingGates": GATE}, labels={labels.PRIORITY: "high", labels.PREEMPTIBLE: "perhaps"})
     assert (odd.kind, odd.priority, odd.preemptible) == (Kind.TRAIN, None, None)
     assert pod_job(odd).effective_priority == 50

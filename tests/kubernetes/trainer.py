@@ -1,8 +1,10 @@
 """Doubles of Kubeflow Trainer and of JobSet: a TrainJob has a JobSet, and that a Job, which pass `suspend` on.
 
-The kinds are minimal schemas of our own, from the API documentation of Trainer v2 (trainer.kubeflow.org/v1alpha1) and
-JobSet (jobset.x-k8s.io/v1alpha2). Jobs are those of the real Job controller. As of the real kinds, the condition
-Suspended follows from the spec alone; here always before `suspend` is passed on, which is the worst order.
+And a double of AppWrapper's controller, which deletes what it wraps while it is suspended. The kinds are minimal
+schemas of our own, from the API documentation of Trainer v2 (trainer.kubeflow.org/v1alpha1), JobSet
+(jobset.x-k8s.io/v1alpha2) and AppWrapper (workload.codeflare.dev/v1beta2). Jobs are those of the real Job controller.
+As of the real kinds, the condition Suspended of TrainJob and JobSet follows from the spec alone; here always before
+`suspend` is passed on, which is the worst order.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ if TYPE_CHECKING:
     from tools.devcluster.api import Api
 
 Object = dict[str, Any]
-_VERSIONS = {"trainjobs": "trainer.kubeflow.org/v1alpha1", "jobsets": "jobset.x-k8s.io/v1alpha2", "jobs": "batch/v1"}
-_KINDS = {"trainjobs": "TrainJob", "jobsets": "JobSet"}
+_VERSIONS = {
+    "trainjobs": "trainer.kubeflow.org/v1alpha1",
+    "jobsets": "jobset.x-k8s.io/v1alpha2",
+    "jobs": "batch/v1",
+    "appwrappers": "workload.codeflare.dev/v1beta2",
+}
+_KINDS = {"trainjobs": "TrainJob", "jobsets": "JobSet", "appwrappers": "AppWrapper"}
 
 
 def path_of(plural: str, team: str, name: str = "") -> str:
@@ -27,7 +34,7 @@ def path_of(plural: str, team: str, name: str = "") -> str:
 
 
 def install_kinds(api: Api) -> None:
-    """Install TrainJob and JobSet, as far as they are looked at."""
+    """Install TrainJob, JobSet and AppWrapper, as far as they are looked at."""
     for plural, kind in _KINDS.items():
         group, _, version = _VERSIONS[plural].partition("/")
         schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
@@ -92,6 +99,47 @@ class Trainer(Repeating):
                 self.changed.append("suspend" if suspend else "resume")
             self._api.patch(path_of(below, self._team, name), {"spec": {"suspend": suspend}})
         return found
+
+
+class AppWrappers(Repeating):
+    """AppWrapper's controller, for wrappers of Jobs; `phases` are the phases that it has written."""
+
+    def __init__(self, api: Api, team: str) -> None:
+        self.phases: list[str] = []
+        super().__init__(api, team)
+
+    def _reconcile(self) -> None:
+        for wrapper in self._api.items(path_of("appwrappers", self._team)):
+            spec, phase = wrapper["spec"], wrapper.get("status", {}).get("phase", "Suspended")
+            wrapped = [one for one in self._api.items(path_of("jobs", self._team)) if _is_of(one, wrapper)]
+            if phase == "Suspending":
+                for one in wrapped:
+                    path = path_of("jobs", self._team, one["metadata"]["name"])
+                    self._api.delete(f"{path}?propagationPolicy=Foreground")
+                if not wrapped:
+                    self._enter(wrapper, "Suspended")
+            elif spec.get("suspend") and phase != "Suspended":
+                self._enter(wrapper, "Suspending")
+            elif not spec.get("suspend") and len(wrapped) < len(spec["components"]):
+                self._deploy(wrapper)
+            elif not spec.get("suspend") and phase != "Running":
+                self._enter(wrapper, "Running")
+
+    def _deploy(self, wrapper: Object) -> None:
+        name = wrapper["metadata"]["name"]
+        reference = {"apiVersion": _VERSIONS["appwrappers"], "kind": "AppWrapper", "name": name, "controller": True}
+        for component in wrapper["spec"]["components"]:
+            job = component["template"]
+            meta = {**job["metadata"], "ownerReferences": [{**reference, "uid": wrapper["metadata"]["uid"]}]}
+            template = {**job["spec"]["template"], "metadata": {"labels": {"workload.codeflare.dev/appwrapper": name}}}
+            self._api.create(
+                path_of("jobs", self._team), {"metadata": meta, "spec": {**job["spec"], "template": template}}
+            )
+
+    def _enter(self, wrapper: Object, phase: str) -> None:
+        self.phases.append(phase)
+        path = path_of("appwrappers", self._team, wrapper["metadata"]["name"])
+        self._api.patch(f"{path}/status", {"status": {"phase": phase}})
 
 
 def _is_of(found: Object, owner: Object) -> bool:

@@ -86,7 +86,7 @@ def described_node(view: NodeView) -> str:
             as_number(one.counts_as),
             one.count,
             one.in_use,
-            ", ".join(f"{pod} ({amount})" for pod, amount in sorted(one.held.items())),
+            ", ".join(f"{pod or 'no pod'} ({amount or 'shared'})" for pod, amount in sorted(one.held.items())),
         )
         for one in view.resources
     ]

@@ -86,7 +86,8 @@ def project_of(board: Board, worker: str) -> str:
 def card(board: Board, view: NodeView, idle: Mapping[tuple[str, int], float], base: str) -> Markup:
     """Return what is shown of each of a node's GPUs."""
     href = gpu_map.address(base, view.node.name)
-    return render("node.html", view=view, gpus=gpus(board, view, idle), base=base, address=href)
+    found, job_of = gpus(board, view, idle), board.facts.holders.get
+    return render("node.html", view=view, gpus=found, base=base, address=href, job_of=job_of)
 
 
 def gpus(board: Board, view: NodeView, idle: Mapping[tuple[str, int], float]) -> list[Gpu]:

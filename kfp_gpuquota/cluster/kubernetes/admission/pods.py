@@ -278,7 +278,7 @@ def _check_request(
             "an annotation requests a share of a GPU as well",
             hint="leave out one of the two",
         )
-    usual = Kind.BUILD if labels.NOTEBOOK in written else Kind.TRAIN
+    usual = Kind.TRAIN if labels.SESSIONS.isdisjoint(written) else Kind.BUILD
     kind = _one_of(written, labels.KIND, tuple(Kind), usual)
     preemptible = _one_of(written, labels.PREEMPTIBLE, ("true", "false"), None)
     spec = JobSpec(

@@ -60,13 +60,17 @@ def claimed_devices(spec: ResourceClaimSpec, allocated: Collection[AllocatedDevi
         else:
             uncountable.update(_alternatives(request))
     if allocated:
-        classes = dict(_classes(spec))
+        classes = classes_of(spec)
         amounts = dict(Counter(classes.get(one.request, "") for one in allocated if not one.admin_access))
     return ClaimedDevices(tuple(sorted(amounts.items())), tuple(sorted(uncountable.items())))
 
 
+def classes_of(spec: ResourceClaimSpec) -> dict[str, str]:
+    """Return the DeviceClass of each request, by the name that an allocated device has for it."""
+    return dict(_classes(spec))
+
+
 def _classes(spec: ResourceClaimSpec) -> Iterator[tuple[str, str]]:
-    """Yield the DeviceClass of each request, by the name that an allocated device has for it."""
     for request in spec.devices.requests:
         if request.exactly is not None:
             yield request.name, request.exactly.device_class_name
@@ -129,11 +133,14 @@ def _value(found: re.Match[str]) -> str | bool | int:
     return int(found["number"]) if found["number"] is not None else _text(found, "text")
 
 
+def is_tainted(device: SlicedDevice) -> bool:
+    """Return whether no further claim gets the device."""
+    return any(taint.effect in _HARD for taint in device.taints)
+
+
 def selects(conditions: Selected, driver: str, device: SlicedDevice) -> bool:
     """Return whether a driver's device is of the class, as far as its conditions are understood."""
-    if conditions.approximate and not conditions.driver:
-        return False
-    if conditions.driver not in {"", driver} or any(taint.effect in _HARD for taint in device.taints):
+    if (conditions.approximate and not conditions.driver) or conditions.driver not in {"", driver}:
         return False
     return all(_attribute(device, driver, domain, name) == value for domain, name, value in conditions.attributes)
 

@@ -284,8 +284,7 @@ def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
 
 def _options(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields from the pod's labels; invalid values are left out, since admission has refused them."""
-    notebook = labels.NOTEBOOK in given
-    kind = given.get(labels.KIND, Kind.BUILD if notebook else Kind.TRAIN)
+    kind = given.get(labels.KIND, Kind.TRAIN if labels.SESSIONS.isdisjoint(given) else Kind.BUILD)
     priority, preemptible = given.get(labels.PRIORITY, ""), given.get(labels.PREEMPTIBLE, "")
     return {
         "kind": Kind.BUILD if kind == Kind.BUILD else Kind.TRAIN,

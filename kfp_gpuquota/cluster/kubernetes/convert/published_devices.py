@@ -7,31 +7,127 @@ added: those of QuotaPolicy's table, and nvidia.com/gpu.
 Only slices of one node are read, of the newest generation of their pool. Devices that several nodes can reach are left
 to kube-scheduler. If two classes that count select the same devices, the plan may send pods of both to them;
 kube-scheduler then binds only some, and the others count against the quota until they are bound (unpinned.py).
+
+What lists of nodes show (`shown_on`) is what kube-scheduler has allocated (ResourceClaims), and not what pods request:
+a device is in use while it is allocated, to whatever class and also outside the quota. A class has one row there, by
+the first of its names that counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import Selected, selected_by, selects
+from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import (
+    Selected,
+    classes_of,
+    is_tainted,
+    selected_by,
+    selects,
+)
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.objects.device_types import CLASS_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
-    from kfp_gpuquota.cluster.kubernetes.objects.device_types import DeviceClass, ResourceSlice, ResourceSliceSpec
+    from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
+        DeviceClass,
+        ResourceClaim,
+        ResourceSlice,
+        ResourceSliceSpec,
+        SlicedDevice,
+    )
+
+K = TypeVar("K")
+Pool = tuple[str, str]  # driver and name
+
+
+class DeviceId(NamedTuple):
+    """The name of a device in the cluster."""
+
+    driver: str
+    pool: str
+    name: str
 
 
 class _Class(NamedTuple):
     name: str
     conditions: Selected
     extended: str
+
+
+class _Use(NamedTuple):
+    """A device's allocation to a claim: the DeviceClass that was requested, and the pods with that claim."""
+
+    device_class: str
+    holders: tuple[str, ...]
+
+
+class Allocations:
+    """The devices that claims have. Pods are named "namespace/name", or without their namespace."""
+
+    def __init__(self, *, with_namespace: bool) -> None:
+        self._with_namespace = with_namespace
+        self._claims: dict[str, dict[DeviceId, _Use]] = {}  # by uid
+        self._uses: dict[DeviceId, dict[str, _Use]] = {}  # of each device, by the claim's uid
+
+    def put(self, claim: ResourceClaim) -> set[Pool]:
+        """Add or update a claim; return the pools whose devices are used differently now."""
+        classes, meta = classes_of(claim.spec), claim.metadata
+        pods = (one.name for one in claim.status.reserved_for if one.resource == "pods")
+        prefix = f"{meta.namespace}/" if self._with_namespace else ""
+        holders = tuple(f"{prefix}{name}" for name in pods)
+        found = {
+            DeviceId(one.driver, one.pool, one.device): _Use(classes.get(one.request, ""), holders)
+            for one in claim.results
+            if not one.admin_access
+        }
+        return set() if self._claims.get(meta.uid, {}) == found else self._replace(meta.uid, found)
+
+    def drop(self, uid: str) -> set[Pool]:
+        """Remove a deleted claim; return the pools of its devices."""
+        return self._replace(uid, {})
+
+    def of(self, device: DeviceId) -> tuple[_Use, ...]:
+        """Return the allocations of a device, in the order of its claims' uids: several of one that allows that."""
+        return tuple(use for _, use in sorted(self._uses.get(device, {}).items()))
+
+    def _replace(self, uid: str, found: dict[DeviceId, _Use]) -> set[Pool]:
+        before = self._claims.pop(uid, {})
+        for device in before:
+            uses = self._uses[device]
+            del uses[uid]
+            if not uses:
+                del self._uses[device]
+        for device, use in found.items():
+            self._uses.setdefault(device, {})[uid] = use
+        if found:
+            self._claims[uid] = found
+        return {(device.driver, device.pool) for device in (*before, *found)}
+
+
+@dataclass
+class Shown:
+    """The number of a node's devices of one resource, and what each pod holds of them.
+
+    A device that several pods share counts for the first one, and 0 for the others; "" is an allocation without a pod.
+    """
+
+    count: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+
+    def add(self, uses: Collection[_Use]) -> None:
+        """Add a device with its allocations."""
+        self.count += 1
+        holders = list(dict.fromkeys(holder for use in uses for holder in use.holders or ("",)))
+        for number, holder in enumerate(holders):
+            self.held[holder] = self.held.get(holder, 0) + (number == 0)
 
 
 class PublishedDevices:
@@ -46,7 +142,13 @@ class PublishedDevices:
         self._classes: dict[str, _Class] = {}  # by uid
         self._slices: dict[str, ResourceSliceSpec] = {}  # by uid
         self._of_node: dict[str, dict[str, None]] = {}  # uids of its slices
+        self._of_pool: dict[Pool, dict[str, None]] = {}
         self._nodes: dict[str, Node] = {}  # as their kubelets report them
+
+    @property
+    def count_any(self) -> bool:
+        """Return whether the devices of any class count."""
+        return bool(self._counted_classes())
 
     def set_counted(self, names: Collection[str]) -> None:
         """Set the names of the resources that count as GPUs."""
@@ -62,11 +164,29 @@ class PublishedDevices:
         amounts = self._amounts(name) if name in self._of_node else {}
         if not amounts:
             return node
-        given = {
-            name: amount for name, amount in node.status.allocatable.items() if amount != "0" or name not in amounts
-        }
-        allocatable = {name: str(amount) for name, amount in amounts.items()} | given
-        return msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, allocatable=allocatable))
+        return with_amounts(node, amounts)
+
+    def shown_on(self, node: str, allocations: Allocations) -> dict[str, Shown]:
+        """Return the node's devices and who holds them, by the resource that counts."""
+        found: dict[str, Shown] = {}
+        for one, device in self._devices(node):
+            uses = allocations.of(DeviceId(one.driver, one.pool.name, device.name))
+            if is_tainted(device) and not uses:
+                continue
+            requested = {use.device_class for use in uses}
+            rows = {
+                names[0]
+                for of, names in self._counted_classes()
+                if of.name in requested or selects(of.conditions, one.driver, device)
+            }
+            for name in rows:
+                found.setdefault(name, Shown()).add(uses)
+        return found
+
+    def nodes_with(self, pools: Collection[Pool]) -> set[str]:
+        """Return the nodes that have slices of any of these pools."""
+        uids = (uid for pool in pools for uid in self._of_pool.get(pool, ()))
+        return {name for uid in uids if (name := self._slices[uid].node_name)}
 
     def drop_node(self, uid: str) -> None:
         """Remove a deleted node."""
@@ -79,19 +199,24 @@ class PublishedDevices:
         before = self._slices.get(uid)
         if before == spec:
             return
+        if before is not None:
+            self._leave(uid, before)
         self._slices[uid] = spec
         if spec.node_name:
             self._of_node.setdefault(spec.node_name, {})[uid] = None
+        self._of_pool.setdefault((spec.driver, spec.pool.name), {})[uid] = None
         self._update((spec.node_name,))
 
     def drop_slice(self, uid: str) -> None:
         """Remove a deleted slice."""
-        spec = self._slices.pop(uid, None)
-        if spec is not None and (slices := self._of_node.get(spec.node_name)) is not None:
-            slices.pop(uid, None)
-            if not slices:
-                del self._of_node[spec.node_name]
+        if (spec := self._slices.pop(uid, None)) is not None:
+            self._leave(uid, spec)
             self._update((spec.node_name,))
+
+    def _leave(self, uid: str, spec: ResourceSliceSpec) -> None:
+        """Remove a slice from those of its node and pool."""
+        _remove(self._of_node, spec.node_name, uid)
+        _remove(self._of_pool, (spec.driver, spec.pool.name), uid)
 
     def put_class(self, device_class: DeviceClass) -> None:
         """Add or update a DeviceClass."""
@@ -122,24 +247,44 @@ class PublishedDevices:
 
     def _amounts(self, node: str) -> dict[str, int]:
         """Return the number of the node's devices by the name of each resource that counts."""
-        counted = [(one, names) for one in self._classes.values() if (names := self._names_of(one))]
-        slices = [self._slices[uid] for uid in self._of_node[node]]
-        newest: dict[tuple[str, str], int] = {}
+        counted = self._counted_classes()
+        found: Counter[str] = Counter()
+        for one, device in self._devices(node):
+            if not is_tainted(device):
+                selecting = (names for of, names in counted if selects(of.conditions, one.driver, device))
+                found.update({name for names in selecting for name in names})
+        return dict(found)
+
+    def _devices(self, node: str) -> Iterator[tuple[ResourceSliceSpec, SlicedDevice]]:
+        """Yield the node's devices, each with its slice, of the newest generation of each pool."""
+        slices = [self._slices[uid] for uid in self._of_node.get(node, ())]
+        newest: dict[Pool, int] = {}
         for one in slices:
             pool = one.driver, one.pool.name
             newest[pool] = max(newest.get(pool, 0), one.pool.generation)
-        found: Counter[str] = Counter()
         for one in slices:
             if one.pool.generation == newest[one.driver, one.pool.name]:
                 for device in one.devices:
-                    found.update(
-                        name
-                        for device_class, names in counted
-                        if selects(device_class.conditions, one.driver, device)
-                        for name in names
-                    )
-        return dict(found)
+                    yield one, device
+
+    def _counted_classes(self) -> list[tuple[_Class, tuple[str, ...]]]:
+        """Return the classes that count, with the names by which they do."""
+        return [(one, names) for one in self._classes.values() if (names := self._names_of(one))]
 
     def _names_of(self, one: _Class) -> tuple[str, ...]:
         implicit = f"{CLASS_PREFIX}{one.name}"
         return tuple(name for name in (implicit, one.extended) if name in self._counted)
+
+
+def with_amounts(node: Node, amounts: Mapping[str, int]) -> Node:
+    """Return the node with these amounts of resources, except of those that a device plugin has announced."""
+    given = {name: amount for name, amount in node.status.allocatable.items() if amount != "0" or name not in amounts}
+    allocatable = {name: str(amount) for name, amount in amounts.items()} | given
+    return msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, allocatable=allocatable))
+
+
+def _remove(uids_of: dict[K, dict[str, None]], key: K, uid: str) -> None:
+    found = uids_of.get(key, {})
+    found.pop(uid, None)
+    if not found:
+        uids_of.pop(key, None)

@@ -117,9 +117,12 @@ class ResourceClaimSpec(Struct, frozen=True):
 
 
 class AllocatedDevice(Struct, frozen=True):
-    """A device that was allocated to a request: "NAME", or "NAME/ALTERNATIVE"."""
+    """A device of a driver's pool that was allocated to a request: "NAME", or "NAME/ALTERNATIVE"."""
 
     request: str = ""
+    driver: str = ""
+    pool: str = ""
+    device: str = ""
     admin_access: bool = False
 
 
@@ -135,10 +138,18 @@ class Allocation(Struct, frozen=True):
     devices: AllocatedDevices = AllocatedDevices()
 
 
+class Consumer(Struct, frozen=True):
+    """An object that a claim is reserved for: a pod, if `resource` is "pods"."""
+
+    resource: str = ""
+    name: str = ""
+
+
 class ResourceClaimStatus(Struct, frozen=True):
     """The status of a claim."""
 
     allocation: Allocation | None = None
+    reserved_for: tuple[Consumer, ...] = ()
 
 
 class ResourceClaim(Struct, frozen=True):

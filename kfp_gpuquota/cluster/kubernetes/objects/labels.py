@@ -54,6 +54,8 @@ SIMULATED: Final = f"{GROUP}/simulated-gpus"
 DEBUG_STATE: Final = "/debug/state"
 """The non-resource URL of what the planner sees."""
 NOTEBOOK: Final = "notebook-name"
+SESSIONS: Final = frozenset({NOTEBOOK, "notebooks.kubeflow.org/workspace-name"})
+"""Labels of the pods of Kubeflow's Notebooks and Workspaces (notebooks v2), which are build sessions."""
 
 # On Jobs that are run as ElasticJobs, and on the ElasticJob.
 MIN_NODES: Final = f"{GROUP}/min-nodes"

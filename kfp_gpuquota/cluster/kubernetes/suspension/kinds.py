@@ -6,11 +6,13 @@
 | JobSet (jobset.x-k8s.io/v1alpha2) | spec | its Jobs |
 | TrainJob (trainer.kubeflow.org/v1alpha1) | spec | the Jobs of its JobSet |
 | MPIJob (kubeflow.org/v2beta1) | spec.runPolicy | itself, and a Job for the launcher |
-| PyTorchJob (kubeflow.org/v1) | spec.runPolicy | itself |
+| PyTorchJob and the other kinds of the training operator (kubeflow.org/v1) | spec.runPolicy | itself |
+| AppWrapper (workload.codeflare.dev/v1beta2) | spec | what it wraps, or itself |
 
-The status of all of them has a condition `Suspended`. A Job's controller sets it after it has deleted the pods, those
-of JobSet and TrainJob as soon as they have read the spec, possibly before a Job below was suspended. So whether pods
-have ended is read of the pods (`Kind.owns`).
+The status of all of them has a condition `Suspended`, that of an AppWrapper a phase. A Job's controller sets it after
+it has deleted the pods, those of JobSet and TrainJob as soon as they have read the spec, possibly before a Job below
+was suspended. So whether pods have ended is read of the pods (`Kind.owns`). An AppWrapper deletes what it wraps, and
+creates it again.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
 KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 _KUEUE: Final = "kueue.x-k8s.io/"
-_UPSTREAM: Final = re.compile(r"([a-z-]+[.])*(kubernetes[.]io|k8s[.]io|kubeflow[.]org)/")
-"""Managers (`managedBy`) that are the kinds' own controllers, which report the condition `Suspended`."""
+_UPSTREAM: Final = re.compile(r"([a-z-]+[.])*(kubernetes[.]io|k8s[.]io|kubeflow[.]org|codeflare[.]dev)/")
+"""Managers (`managedBy`) that are the kinds' own controllers, which report that they have suspended."""
 
 
 class Kind(NamedTuple):
@@ -72,7 +74,11 @@ KINDS: Final = (
     Kind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets", name_label=JOBSET_LABEL),
     Kind("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs", name_label=JOBSET_LABEL),
     Kind("kubeflow.org/v2beta1", "MPIJob", "mpijobs", within_policy=True, name_label=_TRAINING_LABEL),
-    Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs", within_policy=True, name_label=_TRAINING_LABEL),
+    *(
+        Kind("kubeflow.org/v1", kind, f"{kind.lower()}s", within_policy=True, name_label=_TRAINING_LABEL)
+        for kind in ("PyTorchJob", "TFJob", "XGBoostJob", "PaddleJob", "JAXJob", "MPIJob")
+    ),
+    Kind("workload.codeflare.dev/v1beta2", "AppWrapper", "appwrappers", name_label="workload.codeflare.dev/appwrapper"),
 )
 _BY_NAME: Final = {(kind.api_version, kind.kind): kind for kind in KINDS}
 _NAMES: Final = frozenset(f"{kind.api_version.partition('/')[0]}/{kind.kind}" for kind in KINDS)
@@ -94,6 +100,7 @@ class _Spec(Struct, frozen=True):
 
 class _Status(Struct, frozen=True):
     conditions: tuple[Condition, ...] | None = None
+    phase: str = ""
 
 
 class Suspendable(Struct, frozen=True):
@@ -112,12 +119,12 @@ class Suspendable(Struct, frozen=True):
     @property
     def has_suspended(self) -> bool:
         """Return whether its controller has read that it is to be suspended."""
-        return any_is_true(self.status.conditions, {"Suspended"})
+        return self.status.phase == "Suspended" or any_is_true(self.status.conditions, {"Suspended"})
 
     @property
     def has_finished(self) -> bool:
         """Return whether it has completed or failed: its controller suspends and resumes nothing any more."""
-        return any_is_true(self.status.conditions, _FINISHED)
+        return self.status.phase in _FINISHED or any_is_true(self.status.conditions, _FINISHED)
 
     @property
     def by_controller(self) -> bool:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, paths
+from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Allocations, PublishedDevices
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, device_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.errors import (
@@ -20,9 +21,12 @@ from kfp_gpuquota.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.wire import MembersChange, NodeView, ProjectView
+    from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Shown
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 T = TypeVar("T")
@@ -133,14 +137,39 @@ class ProjectCalls:
             raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
 
     def list_nodes(self) -> tuple[NodeView, ...]:
-        """Return all nodes with GPUs, and the pods that hold their devices."""
+        """Return all nodes with GPUs, and the pods that hold their devices.
+
+        Those of DRA drivers are left out for a user who may not read ResourceSlices, ResourceClaims and DeviceClasses.
+        """
         from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
 
         nodes = self._items("/api/v1/nodes", core_types.Node)
         pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
         table = self.gpu_resources()
-        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods), table) for node in nodes)
+        published = self._published({labels.GPU_RESOURCE, *(row.name for row in table)})
+        shown = (
+            views.node_view(
+                node, pods, gpu_ledger.views_of(node.metadata.name, pods), table, published(node.metadata.name)
+            )
+            for node in nodes
+        )
         return tuple(sorted((view for view in shown if view.has_gpus), key=lambda view: view.node.name))
+
+    def _published(self, counted: set[str]) -> Callable[[str], Mapping[str, Shown]]:
+        """Return a function of a node's name that returns the devices that DRA drivers publish there, by resource."""
+        devices, allocations = PublishedDevices(lambda _node: None, lambda *_: None), Allocations(with_namespace=False)
+        devices.set_counted(counted)
+        try:
+            for device_class in self._items(device_types.CLASSES, device_types.DeviceClass):
+                devices.put_class(device_class)
+            if devices.count_any:
+                for claim in self._items(device_types.CLAIMS, device_types.ResourceClaim):
+                    allocations.put(claim)
+                for found in self._items(device_types.SLICES, device_types.ResourceSlice):
+                    devices.put_slice(found)
+        except (NotFoundError, UnauthorizedError):
+            return lambda _name: {}
+        return lambda name: devices.shown_on(name, allocations)
 
     def gpu_resources(self) -> tuple[custom_types.GpuResource, ...]:
         """Return the resources that count as GPUs; none without a QuotaPolicy, or if it may not be read."""

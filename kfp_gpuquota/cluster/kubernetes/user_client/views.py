@@ -5,6 +5,7 @@ A job is converted to an object, and an object with its pods to the job that a c
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +23,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import job_spec_of
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as, type_label
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.published_devices import with_amounts
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, resource_requests_of, whole_number
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import (
     expected_start_of,
@@ -37,10 +39,11 @@ from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import JobSpec, Project
     from kfp_gpuquota.api.wire import Lease, ShareView
+    from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Shown
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobStatus, GpuQuota, GpuResource
 
@@ -338,33 +341,59 @@ def project_view(quota: GpuQuota) -> ProjectView:
 
 
 def node_view(
-    node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = (), table: Iterable[GpuResource] = ()
+    node: Node,
+    pods: Iterable[Pod],
+    shares: Sequence[ShareView] = (),
+    table: Iterable[GpuResource] = (),
+    published: Mapping[str, Shown] | None = None,
 ) -> NodeView:
     """Return a node and the pods that hold its devices, and what counts as GPUs by `table`, also outside the quota.
 
-    The devices of those are recorded by the kubelet only: the first unassigned ones are shown for them.
+    The devices of those are recorded by the kubelet only: the first unassigned ones are shown for them. `published` are
+    the devices that DRA drivers publish, by resource, with the pods that kube-scheduler has allocated them to.
     """
+    by_driver = {name: one for name, one in (published or {}).items() if _is_absent(node, name)}
+    node = with_amounts(node, {name: one.count for name, one in by_driver.items()})
     here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and holds_devices(pod)]
     shown, held = plain_node(nodes.node_of(node)), dict[int, tuple[str, ...]]()
     for pod in here:
         for device in devices_of(pod):
             held[device] = (*held.get(device, ()), pod.metadata.name)
-    for pod in here:
-        foreign = 0 if devices_of(pod) else gpus_of(pod.spec)
+    for holder, number in _foreign(here, held, by_driver.get(labels.GPU_RESOURCE)):
         free = [device.index for device in shown.devices if device.index not in held]
-        held.update((index, (pod.metadata.name,)) for index in free[:foreign])
-    resources = tuple(_resource_view(row, node, here) for row in table if row.name in node.status.allocatable)
+        held.update((index, (holder,) if holder else ()) for index in free[:number])
+    rows = (row for row in table if row.name in node.status.allocatable)
+    resources = tuple(_resource_view(row, node, here, by_driver.get(row.name)) for row in rows)
     return NodeView(node=shown, held=held, used=_used(held, shares), shares=tuple(shares), resources=resources)
 
 
-def _resource_view(row: GpuResource, node: Node, pods: Iterable[Pod]) -> ResourceView:
-    requested = ((pod.metadata.name, dict(resource_requests_of(pod.spec).others).get(row.name, 0)) for pod in pods)
+def _is_absent(node: Node, resource: str) -> bool:
+    """Return whether no device plugin has announced the resource: else kube-scheduler counts that one's devices."""
+    return node.status.allocatable.get(resource, "0") == "0"
+
+
+def _foreign(
+    pods: Iterable[Pod], held: Mapping[int, Sequence[str]], published: Shown | None
+) -> Iterator[tuple[str, int]]:
+    """Yield the pods that hold devices, and how many, of which it is not recorded which ones they are."""
+    if published is None:
+        yield from ((pod.metadata.name, gpus_of(pod.spec)) for pod in pods if not devices_of(pod))
+        return
+    recorded = Counter(holder for holders in held.values() for holder in holders)
+    yield from ((holder, max(0, number - recorded[holder])) for holder, number in published.held.items())
+
+
+def _resource_view(row: GpuResource, node: Node, pods: Iterable[Pod], published: Shown | None) -> ResourceView:
+    held: dict[str, int] = dict(published.held) if published is not None else {}
+    for pod in pods if published is None else ():
+        if amount := dict(resource_requests_of(pod.spec).others).get(row.name, 0):
+            held[pod.metadata.name] = held.get(pod.metadata.name, 0) + amount
     return ResourceView(
         name=row.name,
         count=whole_number(node.status.allocatable[row.name]),
         counts_as=counts_as(row),
         type=node.metadata.labels.get(type_label(row), ""),
-        held={name: amount for name, amount in requested if amount},
+        held=held,
     )
 
 

@@ -17,11 +17,13 @@ from msgspec.structs import replace
 from kfp_gpuquota.api.history import Report
 from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector, version_of
+from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Allocations, PublishedDevices
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
-from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
+from kfp_gpuquota.cluster.kubernetes.objects import device_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota, GpuResource, QuotaPolicyObject
+from kfp_gpuquota.cluster.kubernetes.objects.device_types import DeviceClass, ResourceClaim, ResourceSlice
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, RoleBinding
@@ -29,11 +31,12 @@ from kfp_gpuquota.cluster.kubernetes.web.usage_history import UsageHistory
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import NodeView, ProjectView
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Pool, Shown
 
 MAX_REPORTS: Final = 400
 O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
@@ -68,6 +71,8 @@ class Objects:
         self._view_of: dict[str, NodeView] = {}  # of each node by its name, until it or a pod on it changes
         self._node_views: tuple[int, tuple[NodeView, ...]] = (-1, ())
         self._table: tuple[GpuResource, ...] = ()  # resources that count as GPUs
+        self.devices = PublishedDevices(lambda node: self._node_changed(node.metadata.name), lambda *_: None)
+        self._allocations = Allocations(with_namespace=True)
         self._versions = {"nodes": 0, "quotas": 0}
         self._changed = asyncio.Event()
         self.idle_since: dict[tuple[str, int], float] = {}  # when the last pod left a device of a node
@@ -78,10 +83,12 @@ class Objects:
     def watches(self, connection: Connection) -> tuple[Watch, ...]:
         """Return the watches of all kinds."""
 
-        def of(path: str, kind: type[O], put: Callable[[O], None], drop: Callable[[str], None]) -> Reflector[O]:
-            return Reflector(connection, path, kind, changed=put, deleted=drop)
+        def of(
+            path: str, kind: type[O], put: Callable[[O], None], drop: Callable[[str], None], *, optional: bool = False
+        ) -> Reflector[O]:
+            return Reflector(connection, path, kind, changed=put, deleted=drop, optional=optional)
 
-        bindings = self.bindings
+        bindings, devices = self.bindings, self.devices
         return (
             of(paths.JOBS, ElasticJob, self.put_job, self.drop_job),
             of(paths.QUOTAS, GpuQuota, self.put_quota, self.drop_quota),
@@ -89,6 +96,10 @@ class Objects:
             of(paths.QUOTA_POLICIES, QuotaPolicyObject, self.put_policy, self.drop_policy),
             of("/api/v1/pods", Pod, self.put_pod, self.drop_pod),
             of("/apis/rbac.authorization.k8s.io/v1/rolebindings", RoleBinding, bindings.put, bindings.drop),
+            # an older API server does not have these, and an older role may not read them
+            of(device_types.CLASSES, DeviceClass, devices.put_class, devices.drop_class, optional=True),
+            of(device_types.SLICES, ResourceSlice, devices.put_slice, devices.drop_slice, optional=True),
+            of(device_types.CLAIMS, ResourceClaim, self.put_claim, self.drop_claim, optional=True),
         )
 
     async def changed(self, after: int, timeout_s: float) -> None:
@@ -226,12 +237,13 @@ class Objects:
         """Take a new or changed node; its heartbeats change nothing that is shown."""
         before = self._nodes.get(node.metadata.uid)
         self._nodes[node.metadata.uid] = node
+        self.devices.apply(node)
         if before is None or _shown(before) != _shown(node):
-            self._view_of.pop(node.metadata.name, None)
-            self._changes("nodes")
+            self._node_changed(node.metadata.name)
 
     def drop_node(self, uid: str) -> None:
         """Forget a node."""
+        self.devices.drop_node(uid)
         if (node := self._nodes.pop(uid, None)) is not None:
             self._view_of.pop(node.metadata.name, None)
             self.idle_since = {
@@ -241,15 +253,19 @@ class Objects:
 
     def put_policy(self, policy: QuotaPolicyObject) -> None:
         """Take the resources that count as GPUs."""
-        self._table = policy.spec.gpu_resources or ()
-        self._view_of.clear()
-        self._changes("nodes")
+        self._set_table(policy.spec.gpu_resources or ())
 
     def drop_policy(self, _uid: str) -> None:
         """Forget the table of a deleted policy."""
-        self._table = ()
-        self._view_of.clear()
-        self._changes("nodes")
+        self._set_table(())
+
+    def put_claim(self, claim: ResourceClaim) -> None:
+        """Take a new or changed claim for devices."""
+        self._allocated(self._allocations.put(claim))
+
+    def drop_claim(self, uid: str) -> None:
+        """Forget a deleted claim."""
+        self._allocated(self._allocations.drop(uid))
 
     def put_quota(self, quota: GpuQuota) -> None:
         """Take a new or changed quota."""
@@ -279,8 +295,23 @@ class Objects:
     def _view_of_node(self, node: Node) -> NodeView:
         name = node.metadata.name
         if name not in self._view_of:
-            self._view_of[name] = _node_view(node, list(self._pods_on.get(name, {}).values()), self._table)
+            published = self.devices.shown_on(name, self._allocations)
+            self._view_of[name] = _node_view(node, list(self._pods_on.get(name, {}).values()), self._table, published)
         return self._view_of[name]
+
+    def _set_table(self, table: tuple[GpuResource, ...]) -> None:
+        self._table = table
+        self.devices.set_counted([row.name for row in table])
+        self._view_of.clear()
+        self._changes("nodes")
+
+    def _allocated(self, pools: Collection[Pool]) -> None:
+        for name in self.devices.nodes_with(pools):
+            self._node_changed(name)
+
+    def _node_changed(self, name: str) -> None:
+        self._view_of.pop(name, None)
+        self._changes("nodes")
 
     def _report(self, uid: str, job: ElasticJob) -> None:
         """Note a report of the training; of too many every second one is kept."""
@@ -343,10 +374,10 @@ def _shown(node: Node) -> object:
     return node.spec, node.metadata.labels, node.status.allocatable, conditions
 
 
-def _node_view(node: Node, pods: list[Pod], table: Sequence[GpuResource]) -> NodeView:
+def _node_view(node: Node, pods: list[Pod], table: Sequence[GpuResource], published: Mapping[str, Shown]) -> NodeView:
     """Return the view, in which holders are named "namespace/name"."""
     named = [_with_full_name(pod) for pod in pods]
-    return views.node_view(node, named, gpu_ledger.views_of(node.metadata.name, pods), table)
+    return views.node_view(node, named, gpu_ledger.views_of(node.metadata.name, pods), table, published)
 
 
 def _with_full_name(pod: Pod) -> Pod:

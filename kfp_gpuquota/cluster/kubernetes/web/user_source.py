@@ -389,7 +389,8 @@ class UserSource:
         held: dict[str, int] = {}
         for holder, amount in resource.held.items():
             shown = holder if self._sees(holder.partition("/")[0]) else ""
-            held[shown] = held.get(shown, 0) + amount
+            if shown or amount:
+                held[shown] = held.get(shown, 0) + amount
         return msgspec.structs.replace(resource, held=held)
 
 
