@@ -107,3 +107,15 @@ def publish(api: Api, address: str, port: int, nodes: list[str]) -> None:
     with suppress(ApiError):
         api.delete(f"{path}/{SERVICE}")
     api.create(path, endpoint_slice(address, port, nodes))
+
+
+def install_notebooks(api: Api) -> None:
+    """Install a minimal schema of Kubeflow's Notebooks of our own; a test plays their controller."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    served = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    names = {"kind": "Notebook", "plural": "notebooks"}
+    spec = {"group": "kubeflow.org", "scope": "Namespaced", "names": names, "versions": [served]}
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/notebooks.kubeflow.org"
+    kind = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
+    api.apply(path, {**kind, "metadata": {"name": "notebooks.kubeflow.org"}, "spec": spec})
+    api.until_served("/apis/kubeflow.org/v1/notebooks")

@@ -35,7 +35,15 @@ from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.detached import Unanswered
-from tests.kubernetes.gpu_exporter import NAMESPACE, SERVICE, GpuExporter, endpoint_slice, own_address, publish
+from tests.kubernetes.gpu_exporter import (
+    NAMESPACE,
+    SERVICE,
+    GpuExporter,
+    endpoint_slice,
+    install_notebooks,
+    own_address,
+    publish,
+)
 from tests.kubernetes.installation import QUOTAS, batch_jobs_of
 from tests.kubernetes.test_suspended_owners import job_path, job_spec
 
@@ -434,7 +442,7 @@ def test_a_killed_controller_continues_to_count_and_a_notebook_is_stopped_as_kub
     controlled: Controlled, exporter: GpuExporter, policy: Any
 ) -> None:
     team, api = controlled.team("team", guaranteed=4), controlled.cluster.api
-    install_notebooks(controlled)
+    install_notebooks(api)
     controlled.start()
     notebooks = f"/apis/kubeflow.org/v1/namespaces/{team}/notebooks"
     made = {"apiVersion": "kubeflow.org/v1", "kind": "Notebook", "metadata": {"name": "nb"}, "spec": {}}
@@ -463,18 +471,6 @@ def test_a_killed_controller_continues_to_count_and_a_notebook_is_stopped_as_kub
 
 def notes_of(found: Object) -> dict[str, str]:
     return dict(found["metadata"].get("annotations") or {})
-
-
-def install_notebooks(controlled: Controlled) -> None:
-    """Install a minimal schema of Notebooks of our own; the test plays Kubeflow's controller."""
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    served = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-    names = {"kind": "Notebook", "plural": "notebooks"}
-    spec = {"group": "kubeflow.org", "scope": "Namespaced", "names": names, "versions": [served]}
-    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/notebooks.kubeflow.org"
-    kind = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
-    controlled.cluster.api.apply(path, {**kind, "metadata": {"name": "notebooks.kubeflow.org"}, "spec": spec})
-    controlled.cluster.api.until_served("/apis/kubeflow.org/v1/notebooks")
 
 
 @pytest.mark.slow
