@@ -98,7 +98,11 @@ class WorkloadPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def applies_to(self, spec: JobSpec) -> bool:
         """Return whether the policy applies to this workload."""
-        return self.project in {None, spec.project} and self.kind in {None, spec.kind}
+        return self.is_of(spec.project, spec.kind)
+
+    def is_of(self, project: str, kind: Kind) -> bool:
+        """Return whether the policy applies to workloads of this kind of the project."""
+        return self.project in {None, project} and self.kind in {None, kind}
 
     @property
     def weight(self) -> tuple[bool, bool, str]:
@@ -145,9 +149,9 @@ def admit(spec: JobSpec, policies: Iterable[WorkloadPolicy]) -> Admitted:
     return Admitted(spec, set_by)
 
 
-def idle_rule_of(spec: JobSpec, policies: Iterable[WorkloadPolicy]) -> WorkloadPolicy | None:
-    """Return the policy whose idle rule applies to a job: the most special one that has any."""
-    found = (policy for policy in policies if policy.idle is not None and policy.applies_to(spec))
+def idle_rule_of(project: str, kind: Kind, policies: Iterable[WorkloadPolicy]) -> WorkloadPolicy | None:
+    """Return the policy whose idle rule applies to a project's jobs of a kind: the most special one that has any."""
+    found = (policy for policy in policies if policy.idle is not None and policy.is_of(project, kind))
     return min(found, key=lambda policy: policy.weight, default=None)
 
 

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api import JobSpec, Kind, Phase, ReasonCode
+from kfp_gpuquota.api import Kind, Phase, ReasonCode
 from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy, idle_rule_of
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from kfp_gpuquota.cluster.local.unused_jobs import fewest
 from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
-from kfp_gpuquota.engine.unused_gpus import LONGEST_GAP_S, Observed, UnusedGpus
+from kfp_gpuquota.engine.unused_gpus import LONGEST_GAP_S, Observed, UnusedGpus, fewest
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.fractions.activity import SIMULATED_FILE, SimulatedActivity
 from tests.conftest import running_cluster
@@ -109,7 +108,7 @@ def test_the_most_special_policy_has_the_rule() -> None:
     ]
     named = []
     for project, kind in (("a", Kind.BUILD), ("b", Kind.BUILD), ("b", Kind.TRAIN)):
-        found = idle_rule_of(JobSpec(name="x", project=project, command=("x",), kind=kind), policies)
+        found = idle_rule_of(project, kind, policies)
         named.append(found and found.name)
     assert named == ["of-a", "sessions", "all"]
 

@@ -9,6 +9,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
+from tests.kubernetes.gpu_exporter import install_notebooks
 from tests.kubernetes.installation import (
     CONTROLLER,
     KEYS,
@@ -248,7 +249,7 @@ def test_it_deletes_only_elastic_jobs_that_are_to_be_forgotten(
 def test_of_elastic_jobs_it_creates_and_changes_those_of_jobs_that_it_runs(
     kubeflow_cluster: DevCluster, controller: Api, team: str
 ) -> None:
-    only = "the controller creates and changes ElasticJobs of the Jobs that it runs, and no others"
+    only = "the controller creates and changes ElasticJobs of the Jobs that it runs, and of others only suspends them"
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "1", "controller": True}
     owned = job("j")
     assert only in denied(controller.create, jobs_of(team), owned)
@@ -259,9 +260,38 @@ def test_of_elastic_jobs_it_creates_and_changes_those_of_jobs_that_it_runs(
     controller.patch(f"{jobs_of(team)}/j", {"spec": {"suspend": True}})
     assert only in denied(controller.patch, f"{jobs_of(team)}/j", {"metadata": {"ownerReferences": []}})
     kubeflow_cluster.api.create(jobs_of(team), job("users"))
-    assert only in denied(controller.patch, f"{jobs_of(team)}/users", {"spec": {"suspend": True}})
+    for more in ({"priority": 3}, {"template": {"spec": {"containers": [{"name": "main", "image": "evil"}]}}}):
+        assert only in denied(controller.patch, f"{jobs_of(team)}/users", {"spec": {"suspend": True, **more}})
+    for meta in ({"labels": {"app": "x"}}, {"annotations": {"app": "x"}}, {"finalizers": ["example.com/x"]}):
+        assert only in denied(controller.patch, f"{jobs_of(team)}/users", {"metadata": meta})
+    why = {"metadata": {"annotations": {labels.SUSPENDED: "its GPUs had been unused"}}}
+    controller.patch(f"{jobs_of(team)}/users", {**why, "spec": {"suspend": True}})
+    assert only in denied(controller.patch, f"{jobs_of(team)}/users", {"spec": {"suspend": False}})
     taken = {"metadata": {"ownerReferences": [{**owner, "name": "users"}]}, "spec": {"suspend": True}}
     assert only in denied(controller.patch, f"{jobs_of(team)}/users", taken)
+
+
+def test_of_a_notebook_it_changes_only_that_it_is_stopped(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    install_notebooks(kubeflow_cluster.api)
+    notebooks = f"/apis/kubeflow.org/v1/namespaces/{team}/notebooks"
+    meta = {"name": "nb", "annotations": {"mine": "x"}}
+    made = {"apiVersion": "kubeflow.org/v1", "kind": "Notebook", "metadata": meta, "spec": {"template": {}}}
+    kubeflow_cluster.api.create(notebooks, made)
+    for change in (
+        {"spec": {"template": {"spec": {"serviceAccountName": "admin"}}}},
+        {"metadata": {"annotations": {"mine": "y"}}},
+        {"metadata": {"annotations": {"mine": None}}},
+        {"metadata": {"labels": {"app": "x"}}},
+        {"metadata": {"finalizers": ["example.com/x"]}},
+    ):
+        assert "of a Notebook only that it is stopped" in denied(controller.patch, f"{notebooks}/nb", change), change
+    notes = {"kubeflow-resource-stopped": "2026-01-01T00:00:00Z", labels.SUSPENDED: "its GPUs had been unused"}
+    controller.patch(f"{notebooks}/nb", {"metadata": {"annotations": notes}})
+    again = {"metadata": {"annotations": {"kubeflow-resource-stopped": None}}}
+    assert "only that it is stopped" in denied(controller.patch, f"{notebooks}/nb", again)
+    kubeflow_cluster.api.delete(f"{notebooks}/nb")
 
 
 def test_it_writes_the_status_of_jobs_that_it_runs_and_those_have_the_label(

@@ -90,7 +90,7 @@ def test_every_expression_of_the_policies_is_well_typed(kubeflow_cluster: DevClu
     path = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
     names = [one["metadata"]["name"] for one in kubeflow_cluster.api.items(path)]
     of_a_component = "gpuquota-web-page-jobs"  # other tests of this cluster may have added it
-    assert len([name for name in names if name.startswith("gpuquota-") and name != of_a_component]) == 19
+    assert len([name for name in names if name.startswith("gpuquota-") and name != of_a_component]) == 20
     for name in names:
         checked = kubeflow_cluster.api.until(f"{path}/{name}", lambda one: "typeChecking" in one.get("status", {}))
         assert not checked["status"]["typeChecking"].get("expressionWarnings"), name

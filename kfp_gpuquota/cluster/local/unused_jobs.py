@@ -7,8 +7,7 @@ several jobs share is used by all of them when one uses it: what each did is not
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
@@ -17,13 +16,13 @@ from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.local.workers.sharing import device_name, simulated_directory
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.records import Intent, with_status
-from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
+from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus, fewest
 from kfp_gpuquota.errors import StateFileError
 from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 INTERVAL_S: Final = 5.0
 """A driver keeps the samples of about 20 s."""
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -85,7 +83,8 @@ class UnusedJobs:
     def _observed(self, policies: Iterable[WorkloadPolicy]) -> dict[str, Observed]:
         """Return the running jobs to which a policy applies, with what their GPUs did since the last time."""
         jobs = (job for job in self._state.jobs.values() if _runs(job))
-        ruled = {job.uid: found for job in jobs if (found := idle_rule_of(job.spec, policies)) is not None}
+        rules = ((job.uid, idle_rule_of(job.spec.project, job.spec.kind, policies)) for job in jobs)
+        ruled = {uid: found for uid, found in rules if found is not None}
         used = self._measured() if ruled else {}
         return {uid: Observed(self._uses(uid, used), policy.idle, policy.name) for uid, policy in ruled.items()}
 
@@ -156,31 +155,6 @@ class UnusedJobs:
 
 def _runs(job: JobRecord) -> bool:
     return job.status.phase is Phase.RUNNING and job.intent is Intent.RUN and not job.completing
-
-
-def fewest(
-    ones: Sequence[T], starts_without: Callable[[Sequence[T]], tuple[str, ...]]
-) -> tuple[Sequence[T], tuple[str, ...]]:
-    """Return the first of these whose absence starts anything, without those of them that it does not take, and what.
-
-    Each question costs a plan: one where nothing would start, else as many as halving takes.
-    """
-    if not starts_without(ones):
-        return (), ()
-    count = bisect_left(range(1, len(ones)), x=True, key=lambda count: bool(starts_without(ones[:count]))) + 1
-    starts = starts_without(ones[:count])
-
-    def pruned(kept: Sequence[T], first: int, end: int) -> Sequence[T]:
-        """Return these without as many as possible of those at these places of `ones`, halved until they are one."""
-        fewer = [*kept[: len(kept) - (count - first)], *ones[end:count]]
-        if first == end or starts_without(fewer) == starts:
-            return fewer
-        if end - first == 1:
-            return kept
-        middle = (first + end) // 2
-        return pruned(pruned(kept, first, middle), middle, end)
-
-    return pruned(ones[:count], 0, count - 1), starts
 
 
 def _warning(one: Warned) -> Reason:

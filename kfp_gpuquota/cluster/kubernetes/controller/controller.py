@@ -59,9 +59,13 @@ from kfp_gpuquota.cluster.kubernetes.quota.deleted_quotas import record_deletion
 from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
+from kfp_gpuquota.cluster.kubernetes.suspension.suspending import SUSPENDED_UNUSED
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import Exporters
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import UNUSED, UnusedWorkloads
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.expected_starts import run_times
 from kfp_gpuquota.engine.notifications import Notification, Notified
@@ -83,7 +87,13 @@ if TYPE_CHECKING:
 
 QUOTAS_LOOKED_AT_S: Final = 1.0
 FOREIGN_S: Final = 2.0  # how long the first plan waits for a page of these
-PREEMPTED: Final = frozenset({"Evicted", "Suspended"})  # reasons of events
+NOTIFIED: Final = {
+    "Evicted": Notified.PREEMPTED,
+    "Suspended": Notified.PREEMPTED,
+    UNUSED: Notified.UNUSED,
+    SUSPENDED_UNUSED: Notified.UNUSED,
+}
+"""By the reason of an event. ElasticJobs notify of all but their suspension for unused GPUs themselves."""
 NOT_READY: Final = "not_ready"  # a kind of decision: GPUs released because pods did not start
 
 log = logging.getLogger(__name__)
@@ -192,17 +202,7 @@ class Controller:
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.managed_jobs = ManagedJobs(self._writer, self.events)
-        own = watches.own_kinds(snapshot, self._quota_changed, self._quota_deleted, self.rules, self.managed_jobs)
-        self.devices = PublishedDevices(
-            lambda node: snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
-        )
-        self._uncounted = UncountedPods(self.claims, self._writer, self.pods, self.events)
-        others = watches.cluster_kinds(snapshot, self.volumes, self.limits, self.devices)
-        devices = watches.device_kinds(self.claims, self.devices)
-        foreign = watches.foreign_kinds(self.profiles, self.ray)
-        suspended = watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running))
-        namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
-        self.reflectors = [self.pods, *own, *others, *devices, *foreign, *suspended, namespaces]
+        self.policies = CurrentPolicies()
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
@@ -214,6 +214,33 @@ class Controller:
             self.ray,
             self.unpinned,
         )
+        self.unused = UnusedWorkloads(
+            Exporters(connection, self._now, snapshot.quotas.__contains__),
+            self.rules,
+            self.policies,
+            snapshot.plain,
+            self.elastic,
+            self.actions,
+            self._writer,
+            self.events,
+            self._planner,
+            state=self.current_state,
+            quota_changed=self._team_measured,
+            now=self._now,
+        )
+        own = watches.own_kinds(
+            snapshot, self._quota_changed, self._quota_deleted, self.rules, self.managed_jobs, self.policies
+        )
+        self.devices = PublishedDevices(
+            lambda node: snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
+        )
+        self._uncounted = UncountedPods(self.claims, self._writer, self.pods, self.events)
+        others = watches.cluster_kinds(snapshot, self.volumes, self.limits, self.devices)
+        devices = watches.device_kinds(self.claims, self.devices)
+        foreign = watches.foreign_kinds(self.profiles, self.ray, self.unused)
+        suspended = watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running))
+        namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
+        self.reflectors = [self.pods, *own, *others, *devices, *foreign, *suspended, namespaces]
         self._limits = LimitEnforcement(cluster.emit, self.rules)
         self.gangs = Gangs(snapshot.pods, self.put_pod, self._owner_unread, self._writer, self.claims.counted_in)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self.events, self.gangs, snapshot.unseen, self.claims)
@@ -231,7 +258,9 @@ class Controller:
             self.unpinned,
         )
         conditions: dict[str, tuple[core_types.Condition, ...]] = {}
-        self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
+        self._quota_status = StatusWriter(
+            self._writer, lambda name: quota_status(snapshot, name, conditions, self.unused.stored_of(name))
+        )
         self._rules_changed()
         self.ready = False
 
@@ -253,6 +282,7 @@ class Controller:
                 self._writer.submit(quota_policy.default_policy(), lambda _: None, lambda _: None)
             self.ready = True
             self.wake()
+            watching.append(group.create_task(self.unused.run()))
             await self.plans.failed.wait()
             for task in watching:
                 task.cancel()
@@ -287,19 +317,17 @@ class Controller:
         for job in self.snapshot.plain.jobs:
             self.actions.watch_rest(job)
         self.reservations.start()
+        self.unused.restore(self.snapshot.quotas.values())
         self.profiles.start()
         self.default_quotas.start()
         self.managed_jobs.start()
 
     def _event_recorded(self, subject: Subject, reason: str, message: str) -> None:
-        """Notify of pods, and owners of pods, that release their GPUs for others; ElasticJobs notify themselves."""
-        if reason in PREEMPTED:
+        """Notify of pods, and owners of pods, that release their GPUs for others, or do not use them."""
+        what = NOTIFIED.get(reason)
+        if what is not None and (subject.kind, reason) != ("ElasticJob", UNUSED):
             of = (subject.namespace, subject.name, subject.uid)
-            self._notify(
-                Notification(
-                    Notified.PREEMPTED, *of, user="", labels={}, why=message, at=self._now(), kind=subject.kind
-                )
-            )
+            self._notify(Notification(what, *of, user="", labels={}, why=message, at=self._now(), kind=subject.kind))
 
     def _pod_deleted(self, uid: str) -> None:
         self.claims.drop(uid)
@@ -427,6 +455,9 @@ class Controller:
     def gpu_changed(self, holder: str, why: str) -> None:
         """Replace a sharer whose GPU is no longer reserved; its next pod gets the reserved one."""
         self._recovery.gpu_changed(holder, why)
+
+    def _team_measured(self, team: str) -> None:
+        self._quota_status.changed(team)
 
     # As `EvictionContext`
 

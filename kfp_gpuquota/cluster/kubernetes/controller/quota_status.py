@@ -17,10 +17,19 @@ from kfp_gpuquota.cluster.kubernetes.quota.promises import promises_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import UnusedWorkload
 
 
-def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Condition, ...]]) -> Built | None:
-    """Return a GpuQuota's status; None if it was deleted. `conditions` are the previous conditions, by name."""
+def quota_status(
+    snapshot: Snapshot,
+    name: str,
+    conditions: dict[str, tuple[Condition, ...]],
+    unused: tuple[UnusedWorkload, ...] = (),
+) -> Built | None:
+    """Return a GpuQuota's status; None if it was deleted. `conditions` are the previous conditions, by name.
+
+    `unused` is what is counted of the team's workloads whose GPUs are unused.
+    """
     quota = snapshot.quotas.get(name)
     if quota is None:
         conditions.pop(name, None)
@@ -44,6 +53,7 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         conditions=known,
         promises=promises_of(snapshot.state, name),
         usage=snapshot.borrowed.of(name),
+        unused=unused,
     )
     body = {
         "apiVersion": labels.API_VERSION,
@@ -52,7 +62,14 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
         "status": {"gpus": 0, "borrowed": 0, "waiting": 0, **msgspec.to_builtins(status)},
     }
     path = paths.quota(name)
-    return Built(path, name, body, (accepted.status, accepted.message, stopped.message, status.promises))
+    return Built(
+        path, name, body, (accepted.status, accepted.message, stopped.message, status.promises, _warnings(unused))
+    )
+
+
+def _warnings(unused: tuple[UnusedWorkload, ...]) -> tuple[tuple[str, float | None], ...]:
+    """Return the warnings that hold: a controller that is killed after one must find it."""
+    return tuple((one.uid, one.warned_at) for one in unused if one.warned_at is not None)
 
 
 def _active(snapshot: Snapshot, name: str) -> Condition:

@@ -31,6 +31,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import (
     Subject,
 )
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import KINDS, Suspendable
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import NOTEBOOKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
     from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
+    from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
     from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
+    from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import UnusedWorkloads
 
 
 def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:
@@ -87,7 +90,9 @@ def _items(given: dict[str, Any], name: str) -> list[Any]:
 
 
 PROFILES: Final = "/apis/kubeflow.org/v1/profiles"
-FOREIGN_KINDS: Final = frozenset({PROFILES, ray_types.CLUSTERS, ray_types.JOBS, *(kind.path for kind in KINDS)})
+FOREIGN_KINDS: Final = frozenset(
+    {PROFILES, NOTEBOOKS, ray_types.CLUSTERS, ray_types.JOBS, *(kind.path for kind in KINDS)}
+)
 LOOKED_FOR_S: Final = 2.0  # pause between requests for a kind that a quota depends on and that is not installed
 _NAMES: Final = {
     "PolicyObject": "WorkloadPolicy",
@@ -121,6 +126,7 @@ class Watches:
         quota_deleted: Callable[[str], None],
         rules: CurrentRules,
         managed: ManagedJobs,
+        policies: CurrentPolicies,
     ) -> list[Reflector[Any]]:
         """Return the watches of this project's kinds, and of Jobs that are run as ElasticJobs."""
 
@@ -137,6 +143,7 @@ class Watches:
             self._watch(paths.QUOTAS, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
             self._watch(paths.JOBS, custom_types.ElasticJob, job_changed, job_deleted, **awaited),
             self._watch(paths.QUOTA_POLICIES, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
+            self._watch(paths.WORKLOAD_POLICIES, custom_types.PolicyObject, policies.put, policies.drop, optional=True),
             self._watch(PATH, ManagedJob, managed.put_job, managed.drop_job, optional=True, selector=SELECTOR),
         ]
 
@@ -181,13 +188,14 @@ class Watches:
         )
         return [self._watch(*one, optional=True) for one in watched]
 
-    def foreign_kinds(self, profiles: Profiles, ray: RayUnits) -> list[Reflector[Any]]:
+    def foreign_kinds(self, profiles: Profiles, ray: RayUnits, unused: UnusedWorkloads) -> list[Reflector[Any]]:
         """Return the watches of other projects' kinds, which need not be installed."""
         profile, found = core_types.Profile, (profiles.put_profile, profiles.drop_profile)
         return [
             self._watch(PROFILES, profile, *found, optional=True, not_installed_s=LOOKED_FOR_S),
             self._watch(ray_types.CLUSTERS, ray_types.RayCluster, ray.put_cluster, ray.drop_cluster, optional=True),
             self._watch(ray_types.JOBS, ray_types.RayJob, ray.put_job, ray.drop_job, optional=True),
+            self._watch(NOTEBOOKS, core_types.Notebook, unused.put_notebook, unused.drop_notebook, optional=True),
         ]
 
     def suspended_owners(self, resuming: Resuming) -> list[Reflector[Any]]:

@@ -20,6 +20,8 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.api.project import check_run_time
 from kfp_gpuquota.api.resources import WHOLE_GPU, counted_amounts
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.convert.elastic_jobs import claims_devices, uncounted
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
@@ -32,6 +34,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import ElasticJobTimers
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_timeout import Readiness
+from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.conditions import any_is_true
 from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.decisions import Decisions
@@ -98,7 +101,7 @@ class ElasticJobs:
         epoch: int = 0,
         page_url: str = "",
     ) -> None:
-        self._claimed = counted
+        self._claimed, self._writer = counted, writer
         self.book, self._settings, self._page_url = book, settings, page_url
         self._limits, self._volumes, self._rules, self._projects = limits, volumes, rules, projects
         self.statuses = statuses = StatusWriter(writer, self._status)
@@ -329,11 +332,23 @@ class ElasticJobs:
             return
         self._resubmit(uid)
         job, suspend = self.book.jobs[uid], self.book.runtime_states[uid].object.spec.suspend
+        why = (self.book.runtime_states[uid].object.metadata.annotations or {}).get(labels.SUSPENDED, "")
         if suspend and not job.suspended and not job.over:
-            self.decisions.stop(job, Intent.SUSPEND, requests.SUSPENDED)
+            unused = Reason(code=ReasonCode.GPUS_UNUSED, message=why)
+            self.decisions.stop(job, Intent.SUSPEND, unused if why else requests.SUSPENDED)
         elif job.suspended and not suspend:
             with self.decisions.decide() as recorder:
                 recorder.resume(job)
+        if why and not suspend:
+            self._forget_suspension(uid)
+
+    def _forget_suspension(self, uid: str) -> None:
+        """Remove why the controller has suspended the job: its user has resumed it."""
+        meta = self.book.runtime_states[uid].object.metadata
+        body = {"metadata": {"uid": meta.uid, "annotations": {labels.SUSPENDED: None}}}
+        path, about = paths.job(meta.namespace, meta.name), f"{meta.namespace}/{meta.name}"
+        write = Write(verb="PATCH", path=path, about=about, body=body, content_type=MERGE_PATCH)
+        self._writer.submit(write, lambda _: None, lambda _: None)
 
     def _resubmit(self, uid: str) -> None:
         """Apply a changed specification; a waiting job is submitted again with it, and keeps its age."""

@@ -425,6 +425,12 @@ class Profile(Struct, frozen=True):
     spec: ProfileSpec = ProfileSpec()
 
 
+class Notebook(Struct, frozen=True):
+    """A Kubeflow Notebook, of which the annotations are read."""
+
+    metadata: Metadata
+
+
 class LeaseSpec(Struct, frozen=True):
     """The specification of a Lease: its holder and duration."""
 

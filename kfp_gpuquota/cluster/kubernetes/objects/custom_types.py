@@ -56,10 +56,26 @@ class OverQuotaUsage(Struct, frozen=True):
     pool: str = ""
 
 
+class UnusedWorkload(Struct, frozen=True):
+    """A workload whose GPUs are unused `since` then, were last measured at `observedAt`; its owner was warned at
+    `warnedAt` by the rule of the `policy`. Times are in seconds since 1970.
+    """
+
+    uid: str
+    since: float
+    observed_at: float
+    name: str = ""
+    warned_at: float | None = None
+    policy: str = ""
+    warn_after_seconds: float | None = None
+    preempt_after_seconds: float | None = None
+    suspend_after_seconds: float | None = None
+
+
 class GpuQuotaStatus(Struct, frozen=True):
     """The status of a GpuQuota: GPUs that the team holds, borrows and requests, and what its jobs are promised.
 
-    `usage` is what it has borrowed, if that counts.
+    `usage` is what it has borrowed, if that counts, `unused` what is counted of workloads whose GPUs are unused.
     """
 
     gpus: float = 0
@@ -69,6 +85,7 @@ class GpuQuotaStatus(Struct, frozen=True):
     conditions: tuple[Condition, ...] = ()
     promises: tuple[Promise, ...] = ()
     usage: tuple[OverQuotaUsage, ...] = ()
+    unused: tuple[UnusedWorkload, ...] = ()
 
 
 class GpuQuota(Struct, frozen=True):
@@ -295,6 +312,13 @@ class GpuResource(Struct, frozen=True):
     type_label: str | None = None
 
 
+class GpuUse(Struct, frozen=True):
+    """The Service of dcgm-exporter, as NAMESPACE/NAME, and how often it is asked whether GPUs are used."""
+
+    exporter: str = ""
+    interval_seconds: float = 30.0
+
+
 class QuotaPolicySpec(Struct, frozen=True):
     """The specification of a QuotaPolicy. Values are checked when it is converted to ClusterRules (quota_policy.py)."""
 
@@ -313,6 +337,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     moves: bool = True
     reserve_after_seconds: float = 1800.0
     usage_half_life_seconds: float | None = None
+    gpu_use: GpuUse | None = None
 
 
 class QuotaPolicyObject(Struct, frozen=True):
@@ -323,16 +348,20 @@ class QuotaPolicyObject(Struct, frozen=True):
 
 
 class PolicySpec(Struct, frozen=True):
-    """The project and kind that a WorkloadPolicy applies to, and its rules: {default, most, forced}."""
+    """The project and kind that a WorkloadPolicy applies to, and its rules: {default, most, forced}.
+
+    `idle` has the times after which owners of unused GPUs are warned, and their workloads suspended.
+    """
 
     project: str | None = None
     kind: str | None = None
     gpu_fraction_limit: dict[str, Any] | None = None
     gpu_memory_limit: dict[str, Any] | None = None
+    idle: dict[str, Any] | None = None
 
 
 class PolicyObject(Struct, frozen=True):
-    """A WorkloadPolicy: limits and defaults for shared GPUs."""
+    """A WorkloadPolicy: limits and defaults for shared GPUs, and what follows if GPUs are unused."""
 
     metadata: Metadata
     spec: PolicySpec = PolicySpec()

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.cluster.kubernetes.suspension.suspending import Suspending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
@@ -107,6 +107,10 @@ class PodActions:
                 bounded = reason.code in _RECLAIMS
                 if not self._suspending.stop(member.view, reason.message, bounded=bounded):
                     self._evict(member.view, reason.message, bounded=bounded)
+
+    def suspend_owner(self, pods: Sequence[PodView], reason: str, not_suspended: Callable[[str], None]) -> None:
+        """Suspend the owner of these pods until a user resumes it; call `not_suspended` with why it cannot be."""
+        self._suspending.suspend_for_good(pods, reason, not_suspended)
 
     def _evict(self, pod: PodView, why: str, *, bounded: bool, requested_at: float | None = None) -> None:
         """Evict a pod; one of a suspended owner, unless it has ended, and without an event if it is ending."""

@@ -7,6 +7,7 @@
 | reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` protects borrowed GPUs from being reclaimed | 45 |
 | unmanaged | the handling of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
+| gpuUse.exporter, intervalSeconds | the Service of dcgm-exporter, and how often it is asked whether the GPUs of pods are used, for the `idle` rules of WorkloadPolicies | nothing is measured; 30 |
 | sharing | the most workers that share a GPU, and the part of its memory that is the driver's | 16, 0.02 |
 | moves | jobs within the guarantee make room by moving others | true |
 | reserveAfterSeconds | after how long a job within the guarantee is served first, and what it needs is kept for it | 1800 |
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.node import SharingRules
+from kfp_gpuquota.api.request_paths import is_object_name
 from kfp_gpuquota.api.resources import WHOLE_GPU, Resources
 from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_RUNTIME_S, MAX_SECONDS, check_range
@@ -47,7 +49,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
-    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource, PolicyPool, QuotaPolicyObject
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import (
+        GpuResource,
+        GpuUse,
+        PolicyPool,
+        QuotaPolicyObject,
+    )
 
 NAME: Final = "default"
 EXEMPT_PREFIXES: Final = ("kube-", "gpuquota-")
@@ -56,6 +63,9 @@ RECLAIM_SLACK_S: Final = 15.0
 
 MIN_WEIGHT: Final = 0.001
 """The fewest GPUs that one unit of another resource may count as."""
+
+MAX_INTERVAL_S: Final = 300.0
+"""Between two looks at the use of GPUs: rules on unused GPUs count minutes."""
 
 MIN_HALF_LIFE_S: Final = 60.0
 """Shares change with time alone: while jobs wait there are plans in each sixteenth of the half-life."""
@@ -115,6 +125,39 @@ class ReclaimRules(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class GpuUseRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The Service whose endpoints report on each node whether GPUs are used, and how often they are asked."""
+
+    exporter: str
+    interval_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        parts = self.exporter.split("/")
+        if len(parts) != 2 or not all(map(is_object_name, parts)):
+            raise InvalidFieldError(
+                "gpuUse.exporter",
+                self.exporter,
+                "it must be the namespace and the name of a Service",
+                hint="for example gpu-operator/nvidia-dcgm-exporter",
+            )
+        check_range("gpuUse.intervalSeconds", self.interval_s, 1, MAX_INTERVAL_S, "s")
+
+    @property
+    def namespace(self) -> str:
+        """Return the namespace of the Service."""
+        return self.exporter.partition("/")[0]
+
+    @property
+    def service(self) -> str:
+        """Return the name of the Service."""
+        return self.exporter.partition("/")[2]
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Return for how long a workload may not be measured, or no controller lead, without being counted again."""
+        return 5 * self.interval_s + 10
+
+
 class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     """The rules of a cluster."""
 
@@ -133,6 +176,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     usage_half_life_s: float | None = None
     gpu_weights: Resources = ()
     other_resources: frozenset[str] = frozenset()
+    gpu_use: GpuUseRules | None = None
 
     def __post_init__(self) -> None:
         check_range("reserveAfterSeconds", self.reserve_after_s, 0, MAX_SECONDS, "s")
@@ -201,9 +245,14 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             usage_half_life_s=spec.usage_half_life_seconds,
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
             other_resources=frozenset(spec.other_resources or ()),
+            gpu_use=_gpu_use(spec.gpu_use),
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
+
+
+def _gpu_use(given: GpuUse | None) -> GpuUseRules | None:
+    return None if given is None else GpuUseRules(exporter=given.exporter, interval_s=given.interval_seconds)
 
 
 def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kfp_gpuquota.api import Kind
-from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
+from kfp_gpuquota.api.policy import IdleRule, MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
 
+
+_IDLE: Final = {
+    "warnAfterSeconds": "warn_after_s",
+    "preemptAfterSeconds": "preempt_after_s",
+    "suspendAfterSeconds": "suspend_after_s",
+}
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +41,23 @@ def policy_of(stored: PolicyObject) -> WorkloadPolicy:
             gpu_memory_limit_mib=None
             if size is None
             else MemoryRule(**{name: parse_mib(f"gpuMemoryLimit.{name}", str(text)) for name, text in size.items()}),
+            idle=None if spec.idle is None else IdleRule(**{_IDLE[name]: at for name, at in spec.idle.items()}),
         )
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
+    except (msgspec.ValidationError, TypeError, ValueError, KeyError) as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
 
 
 def policy_body(policy: WorkloadPolicy) -> dict[str, Any]:
-    """Return the object of a policy. Raises InvalidFieldError for a rule that only the embedded cluster carries out."""
-    if policy.idle is not None:
-        rule = "no controller measures what GPUs do: only the embedded cluster has this rule"
-        raise InvalidFieldError("idle", policy.name, rule, hint="Kubeflow culls idle notebooks by itself")
+    """Return the object of a policy."""
     spec: dict[str, Any] = {"project": policy.project, "kind": policy.kind}
     if policy.gpu_fraction_limit is not None:
         spec["gpuFractionLimit"] = msgspec.to_builtins(policy.gpu_fraction_limit)
     if policy.gpu_memory_limit_mib is not None:
         sizes = msgspec.to_builtins(policy.gpu_memory_limit_mib)
         spec["gpuMemoryLimit"] = {name: f"{mib}Mi" for name, mib in sizes.items()}
+    if policy.idle is not None:
+        times = {name: getattr(policy.idle, field) for name, field in _IDLE.items()}
+        spec["idle"] = {name: at for name, at in times.items() if at is not None}
     given = {name: value for name, value in spec.items() if value is not None}
     return {
         "apiVersion": labels.API_VERSION,

@@ -156,11 +156,14 @@ def kind_of(owner: OwnerReference) -> Kind | None:
     return _BY_NAME.get((owner.api_version, owner.kind)) if is_object_name(owner.name) else None
 
 
-def suspension(kind: Kind, found: Suspendable, reason: str | None) -> Write:
-    """Return the patch that suspends the object for `reason`, or resumes it (None), unless it has changed since."""
+def suspension(kind: Kind, found: Suspendable, reason: str | None, *, resumes: bool = True) -> Write:
+    """Return the patch that suspends the object for `reason`, or resumes it (None), unless it has changed since.
+
+    Without `resumes` it has no label by which the controller resumes it.
+    """
     suspend = {"suspend": reason is not None}
     spec = {"runPolicy": suspend} if kind.within_policy else suspend
-    return _marking(kind, found, reason, Lane.ADMIT if reason is None else Lane.RELEASE, spec=spec)
+    return _marking(kind, found, reason, Lane.ADMIT if reason is None else Lane.RELEASE, resumes=resumes, spec=spec)
 
 
 def without_marks(kind: Kind, found: Suspendable) -> Write:
@@ -168,14 +171,16 @@ def without_marks(kind: Kind, found: Suspendable) -> Write:
     return _marking(kind, found, None, Lane.OTHER)
 
 
-def _marking(kind: Kind, found: Suspendable, reason: str | None, lane: Lane, **more: object) -> Write:
+def _marking(
+    kind: Kind, found: Suspendable, reason: str | None, lane: Lane, *, resumes: bool = True, **more: object
+) -> Write:
     """Return the patch of `more` with our marks, or without them, unless the object has changed since."""
     meta = found.metadata
     body: dict[str, Any] = {
         "metadata": {
             "uid": meta.uid,
             "resourceVersion": meta.resource_version,
-            "labels": {labels.SUSPENDED: None if reason is None else "true"},
+            "labels": {labels.SUSPENDED: None if reason is None or not resumes else "true"},
             "annotations": {labels.SUSPENDED: reason},
         },
         **more,

@@ -35,7 +35,7 @@ from kfp_gpuquota.cluster.kubernetes.suspension.kinds import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.suspension.kinds import Kind
 
 ENDED_WITHIN_S: Final = 20.0
+SUSPENDED_UNUSED: Final = "SuspendedUnused"  # a reason of events
 MAX_OWNERS: Final = 4  # above a pod: TrainJob, JobSet, Job, and one more
 MAX_CONFLICTS: Final = 5
 _LOOK_UP_S: Final = 2.0
@@ -59,12 +60,16 @@ class Eviction(Protocol):
 
 @dataclass(slots=True)
 class _Stop:
-    """The pods of one owner that a plan stops. `seen` are the uids of the owners that were read."""
+    """The pods of one owner that a plan stops. `seen` are the uids of the owners that were read.
+
+    With `not_suspended` no plan stops them: their owner stays suspended until a user resumes it, and nobody is evicted.
+    """
 
     pods: dict[str, PodView]
     reason: str
     bounded: bool
     at: float
+    not_suspended: Callable[[str], None] | None = None
     seen: list[str] = field(default_factory=list)
     conflicts: int = 0
 
@@ -94,14 +99,19 @@ class Suspending:
             return False
         if not self._stops:
             asyncio.get_running_loop().call_soon(self._suspend_all)
-        stop = self._stops.setdefault(_owner_key(pod), _Stop({}, reason, bounded, time.time()))
+        stop = self._stops.setdefault(owner_key(pod), _Stop({}, reason, bounded, time.time()))
         stop.pods[pod.uid] = pod
         stop.bounded |= bounded
         return True
 
+    def suspend_for_good(self, pods: Sequence[PodView], reason: str, not_suspended: Callable[[str], None]) -> None:
+        """Suspend the owner of these pods until a user resumes it; call `not_suspended` with why it cannot be."""
+        stop = _Stop({pod.uid: pod for pod in pods}, reason, bounded=False, at=time.time(), not_suspended=not_suspended)
+        self._read(stop, None, join(pods_path(pods[0].namespace), pods[0].name), pods[0].namespace)
+
     def _suspend_all(self) -> None:
         stops, self._stops = self._stops, {}
-        kept = {_owner_key(pod) for pod in self._holding()}
+        kept = {owner_key(pod) for pod in self._holding()}
         for key, stop in stops.items():
             if key in kept:
                 self._evict(stop)
@@ -123,7 +133,7 @@ class Suspending:
             self._failed(stop, error)
             return
         if kind is not None and found.metadata.uid != stop.seen[-1]:
-            self._evict(stop)  # another object has the name of the pod's owner
+            self._evict(stop, "another object has the name of its owner")
             return
         owner = found.owner
         if owner is not None and len(stop.seen) < MAX_OWNERS and (above := kind_of(owner)) is not None:
@@ -131,7 +141,7 @@ class Suspending:
             namespace = found.metadata.namespace
             self._read(stop, above, above.path_of(namespace, owner.name), namespace)
         elif kind is None or owner is not None or found.managed_elsewhere:
-            self._evict(stop)
+            self._evict(stop, "another controller manages its owner, or the owner is of a kind that is not suspended")
         else:
             self._suspend(stop, kind, found)
 
@@ -139,18 +149,22 @@ class Suspending:
         if found.suspended:
             self._watch(stop)
             return
-        if found.has_finished or any(kind.owns(found.metadata, pod) for pod in self._holding()):
-            self._evict(stop)
+        others = (pod for pod in self._holding() if pod.uid not in stop.pods)
+        if found.has_finished or any(kind.owns(found.metadata, pod) for pod in others):
+            self._evict(stop, "it has finished, or has pods that are used")
             return
-        write = suspension(kind, found, stop.reason)
+        write = suspension(kind, found, stop.reason, resumes=stop.not_suspended is None)
         self._writer.submit(
             write, partial(self._suspended, stop, kind, found), partial(self._refused, stop, kind, found)
         )
 
     def _suspended(self, stop: _Stop, kind: Kind, found: Suspendable, _answer: bytes) -> None:
-        self._count(len(stop.pods))
         meta = found.metadata
         subject = Subject(kind.kind, meta.name, meta.namespace, meta.uid, kind.api_version)
+        if stop.not_suspended is not None:
+            self._events.record(subject, SUSPENDED_UNUSED, f"{stop.reason}; it is suspended until a user resumes it")
+            return
+        self._count(len(stop.pods))
         self._events.record(subject, "Suspended", f"{stop.reason}; its new pods wait for their turn")
         self._watch(stop)
 
@@ -163,19 +177,25 @@ class Suspending:
             self._failed(stop, error)
 
     def _failed(self, stop: _Stop, error: Exception) -> None:
-        log.warning("pods are evicted, since their owner cannot be suspended: %s", error)
-        self._evict(stop)
+        log.warning("the owner of pods cannot be suspended: %s", error)
+        if stop.not_suspended is None:
+            self._evict(stop)  # else it is requested again
 
     def _watch(self, stop: _Stop) -> None:
         """Evict the pods that the owner's controller does not end in time."""
-        asyncio.get_running_loop().call_later(ENDED_WITHIN_S, self._evict, stop)
+        if stop.not_suspended is None:
+            asyncio.get_running_loop().call_later(ENDED_WITHIN_S, self._evict, stop)
 
-    def _evict(self, stop: _Stop) -> None:
+    def _evict(self, stop: _Stop, why: str = "") -> None:
+        """Evict the pods, as far as a plan stops them."""
+        if stop.not_suspended is not None:
+            stop.not_suspended(why)
+            return
         for pod in stop.pods.values():
             self._evict_pod(pod, stop.reason, bounded=stop.bounded, requested_at=stop.at)
 
 
-def _owner_key(pod: PodView) -> tuple[str, str]:
+def owner_key(pod: PodView) -> tuple[str, str]:
     """Return the namespace and the owner whose pods are suspended together: all Jobs of a JobSet are one."""
     jobset = pod.owner.group if pod.owner is not None and pod.owner.kind == "JobSet" else ""
     return pod.namespace, jobset or pod.controller_uid

@@ -326,7 +326,8 @@ class KubernetesClient(ProjectCalls):
 
     def _set_suspended(self, project: str, name: str, *, suspended: bool) -> Job:
         self._not_over(project, name)
-        self.calls.patch(paths.job(project, name), {"spec": {"suspend": suspended}})
+        why = {} if suspended else {"metadata": {"annotations": {labels.SUSPENDED: None}}}
+        self.calls.patch(paths.job(project, name), {**why, "spec": {"suspend": suspended}})
         return self.get_job(project, name)
 
     def _not_over(self, project: str, name: str) -> custom_types.ElasticJob:

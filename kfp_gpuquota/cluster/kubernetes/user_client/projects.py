@@ -120,7 +120,10 @@ class ProjectCalls:
         return tuple(sorted(shown, key=lambda policy: policy.name))
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Create or replace a policy."""
+        """Create or replace a policy. Raises InvalidFieldError for a rule on unused GPUs that nothing measures."""
+        if policy.idle is not None and not self._measures_use():
+            rule = "nothing measures whether GPUs are used: gpuUse.exporter of the QuotaPolicy names no Service"
+            raise InvalidFieldError("idle", policy.name, rule, hint="name that of dcgm-exporter there first")
         path, wanted = join(paths.WORKLOAD_POLICIES, policy.name), workload_policies.policy_body(policy)
         try:
             self.calls.create(paths.WORKLOAD_POLICIES, wanted)
@@ -170,6 +173,16 @@ class ProjectCalls:
         except (NotFoundError, UnauthorizedError):
             return lambda _name: {}
         return lambda name: devices.shown_on(name, allocations)
+
+    def _measures_use(self) -> bool:
+        """Return whether the QuotaPolicy names exporters, or may not be read."""
+        try:
+            policy = self.calls.read(join(paths.QUOTA_POLICIES, "default"), custom_types.QuotaPolicyObject)
+        except NotFoundError:
+            return False
+        except UnauthorizedError:
+            return True
+        return policy.spec.gpu_use is not None
 
     def gpu_resources(self) -> tuple[custom_types.GpuResource, ...]:
         """Return the resources that count as GPUs; none without a QuotaPolicy, or if it may not be read."""

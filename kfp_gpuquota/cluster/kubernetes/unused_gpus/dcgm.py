@@ -1,0 +1,91 @@
+"""Reads what NVIDIA's dcgm-exporter serves in Prometheus' text format: whose a GPU is, and whether it is used. Pure.
+
+    DCGM_FI_DEV_GPU_UTIL{gpu="0",UUID="GPU-1",Hostname="n0",container="main",namespace="team-a",pod="nb-0"} 0
+
+A value that is no number, or out of its range (DCGM has such values for "unknown"), makes that GPU one that is not
+measured. So does a lack of the energy counter: a served value has no time, and that the counter of a GPU changes, idle
+or not, is what shows that its values are new.
+"""
+
+from __future__ import annotations
+
+import re
+from math import inf
+from typing import Final, NamedTuple
+
+MAX_BYTES: Final = 4 << 20
+MAX_SAMPLES: Final = 8192
+"""Of the metrics that are read: 16 GPUs have less than 200, time slices for each of their pods again."""
+
+BUSY: Final = {"DCGM_FI_DEV_GPU_UTIL": 100.0, "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0}
+"""The metrics of a GPU's work, one of which is needed, with their largest values."""
+USES: Final = {
+    **BUSY,
+    "DCGM_FI_DEV_MEM_COPY_UTIL": 100.0,
+    "DCGM_FI_DEV_ENC_UTIL": 100.0,
+    "DCGM_FI_DEV_DEC_UTIL": 100.0,
+}
+ENERGY: Final = "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION"
+
+_LINE: Final = re.compile(rf"^({'|'.join([*USES, ENERGY])})\{{([^\n]*)\}} ([^ \n]+)(?: [0-9]+)?$", re.MULTILINE)
+_LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\["\\n])*)"(?:,|$)')
+
+
+class Reading(NamedTuple):
+    """One GPU: whether it is used (None: unknown), and its energy counter in mJ (None: it has none)."""
+
+    used: bool | None
+    energy: float | None
+
+
+Readings = dict[tuple[str, str], dict[str, Reading]]
+"""GPUs by pod (namespace and name), and by their UUID, with that of the MIG instance."""
+
+
+def readings_in(body: bytes) -> Readings:
+    """Return the GPUs of pods in an exporter's answer. Raises ValueError for one that is none, or too large."""
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"its answer is larger than {MAX_BYTES >> 20} MiB")
+    found: dict[tuple[tuple[str, str], str], dict[str, float]] = {}
+    for count, line in enumerate(_LINE.finditer(body.decode())):
+        if count >= MAX_SAMPLES:
+            raise ValueError(f"its answer has more than {MAX_SAMPLES} values of GPUs")
+        name, text, value = line.groups()
+        labels = _labels(text)
+        pod, gpu = (labels.get("namespace", ""), labels.get("pod", "")), labels.get("UUID", "")
+        if all(pod) and gpu:
+            values = found.setdefault((pod, f"{gpu}/{labels.get('GPU_I_ID', '')}"), {})
+            values[name] = max(_number(value, USES.get(name, inf)), values.get(name, 0.0))
+    readings: Readings = {}
+    for (pod, gpu), values in found.items():
+        readings.setdefault(pod, {})[gpu] = _reading(values)
+    return readings
+
+
+def _reading(values: dict[str, float]) -> Reading:
+    uses = [value for name, value in values.items() if name in USES]
+    energy = values.get(ENERGY)
+    if any(0 < value < inf for value in uses):
+        return Reading(used=True, energy=energy)
+    known = any(name in values for name in BUSY) and inf not in uses
+    return Reading(used=False if known else None, energy=None if energy == inf else energy)
+
+
+def _labels(text: str) -> dict[str, str]:
+    """Return the labels of a sample; {} unless the whole text is labels, each once."""
+    labels, at = dict[str, str](), 0
+    while at < len(text):
+        found = _LABEL.match(text, at)
+        if found is None or found[1] in labels:
+            return {}
+        labels[found[1]], at = found[2], found.end()
+    return labels
+
+
+def _number(text: str, largest: float) -> float:
+    """Return a sample's value; infinity for one that is unknown."""
+    try:
+        value = float(text)
+    except ValueError:
+        return inf
+    return value if 0 <= value <= largest else inf
