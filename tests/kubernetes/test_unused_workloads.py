@@ -331,7 +331,7 @@ def test_a_stored_warning_with_an_invalid_rule_does_not_hold() -> None:
 
 def test_pods_of_one_owner_are_suspended_together_and_only_a_notebooks_own_pod_stops_it() -> None:
     owned = {"controller_uid": "job", "controller_kind": "batch/Job"}
-    notebook = {"labels": {labels.NOTEBOOK: "nb"}, "kind": Kind.BUILD, "controller_uid": "set"}
+    notebook: Object = {"labels": {labels.NOTEBOOK: "nb"}, "kind": Kind.BUILD, "controller_uid": "set"}
     pods = [
         view("x-0", **owned),
         view("x-1", **owned),
