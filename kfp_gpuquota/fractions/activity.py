@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kfp_gpuquota.fractions.processes import read
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 SIMULATED_FILE = "used_percent"
@@ -56,6 +56,11 @@ class NvmlActivity:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
             self._handles = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Return the UUIDs of all GPUs of this machine, in the order of its bus."""
+        return tuple(self._handles)
+
     def used(self) -> dict[str, bool]:
         """Return of each measured GPU whether a kernel ran or memory was read or written."""
         found: dict[str, bool] = {}
@@ -75,6 +80,24 @@ class NvmlActivity:
             raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_FOUND)
         self._read_until[uuid, kind] = max(sample.timeStamp for sample in new)
         return any(sample.sampleValue.uiVal > 0 for sample in new)
+
+
+def use_of(visible: str, devices: Sequence[str], used: Mapping[str, bool], *, bus_order: bool) -> bool | None:
+    """Return whether a GPU of these CUDA_VISIBLE_DEVICES was used; None if one was not measured, or may be another.
+
+    `devices` are all of the machine in the order of its bus, to which numbers refer only with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID (`bus_order`). Without it they are certainly unused only if all of the machine are.
+    """
+    if devices and all(used.get(device) is False for device in devices):
+        return False if visible else None
+    found: list[bool | None] = []
+    for part in filter(None, visible.split(",")):
+        if part.isdecimal():
+            named = devices[int(part) : int(part) + 1] if bus_order else ()
+        else:
+            named = [device for device in devices if device.startswith(part)]
+        found.append(used.get(named[0]) if len(named) == 1 else None)
+    return None if not found or None in found else any(found)
 
 
 def _is_number(text: str) -> bool:

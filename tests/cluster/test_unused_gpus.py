@@ -14,7 +14,7 @@ from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
 from kfp_gpuquota.engine.unused_gpus import LONGEST_GAP_S, Observed, UnusedGpus, fewest
 from kfp_gpuquota.errors import InvalidFieldError
-from kfp_gpuquota.fractions.activity import SIMULATED_FILE, SimulatedActivity
+from kfp_gpuquota.fractions.activity import SIMULATED_FILE, SimulatedActivity, use_of
 from tests.conftest import running_cluster
 
 if TYPE_CHECKING:
@@ -119,6 +119,30 @@ def test_the_most_special_policy_has_the_rule() -> None:
 def test_a_device_is_measured_only_by_a_percentage(tmp_path: Path, text: str, expected: dict[str, bool]) -> None:
     (tmp_path / SIMULATED_FILE).write_text(text)
     assert SimulatedActivity({"d": tmp_path, "none": tmp_path / "none"}).used() == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "used", "bus_order", "expected"),
+    [
+        ("0,1", (False, False, False), False, False),
+        ("", (False, False, False), True, None),
+        ("1", (True, False, False), False, None),  # number 1 may be any of the three
+        ("1", (True, False, False), True, False),
+        ("0,1", (True, False, False), True, True),
+        ("1,2", (True, False, None), True, None),
+        ("9", (True, False, False), True, None),
+        ("GPU-b", (True, False, False), False, False),
+        ("GPU-", (True, False, False), False, None),
+        ("none", (True, False, False), True, None),
+        ("0", (), True, None),
+    ],
+)
+def test_the_gpus_of_a_worker_are_known_by_uuid_or_in_the_order_of_the_bus(
+    visible: str, used: tuple[bool | None, ...], bus_order: bool, expected: bool | None
+) -> None:
+    devices = tuple(f"GPU-{name}" for name in "abc"[: len(used)])
+    measured = {device: use for device, use in zip(devices, used, strict=True) if use is not None}
+    assert use_of(visible, devices, measured, bus_order=bus_order) is expected
 
 
 def test_an_unused_session_is_suspended_with_its_reason_and_a_training_that_uses_its_gpu_is_not(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api import Kind
+from kfp_gpuquota.api import Kind, Progress
 from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -24,6 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import policy_body,
 from kfp_gpuquota.cluster.kubernetes.unused_gpus import exporters as exporters_module
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.dcgm import MAX_BYTES, MAX_SAMPLES, Reading, readings_in
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import Exporters
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import LAST_ACTIVITY, NOTEBOOKS
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     MOST_STORED,
     Stop,
@@ -31,10 +33,11 @@ from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     plain_workloads,
     stored,
 )
+from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import Controlled, pod_body
-from tests.kubernetes.detached import Unanswered
+from tests.kubernetes.detached import JOBS, POLICIES, Detached, Unanswered, detached
 from tests.kubernetes.gpu_exporter import (
     NAMESPACE,
     SERVICE,
@@ -48,7 +51,7 @@ from tests.kubernetes.installation import QUOTAS, batch_jobs_of
 from tests.kubernetes.test_suspended_owners import job_path, job_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Object = dict[str, Any]
 RULES = GpuUseRules(exporter=f"{NAMESPACE}/{SERVICE}")
@@ -327,8 +330,8 @@ def test_a_stored_warning_with_an_invalid_rule_does_not_hold() -> None:
 
 
 def test_pods_of_one_owner_are_suspended_together_and_only_a_notebooks_own_pod_stops_it() -> None:
-    owned: dict[str, Any] = {"controller_uid": "job", "controller_kind": "batch/Job"}
-    notebook: dict[str, Any] = {"labels": {labels.NOTEBOOK: "nb"}, "kind": Kind.BUILD, "controller_uid": "set"}
+    owned = {"controller_uid": "job", "controller_kind": "batch/Job"}
+    notebook: Object = {"labels": {labels.NOTEBOOK: "nb"}, "kind": Kind.BUILD, "controller_uid": "set"}
     pods = [
         view("x-0", **owned),
         view("x-1", **owned),
@@ -357,6 +360,105 @@ def test_a_policy_is_the_same_after_it_was_an_object() -> None:
 def test_a_source_that_is_no_service_is_refused(name: str) -> None:
     with pytest.raises(InvalidFieldError, match="namespace and the name of a Service"):
         GpuUseRules(exporter=name)
+
+
+# A whole controller, at a clock of the test's
+
+
+class Answering(Slices):
+    """Accepts writes, too."""
+
+    def answer(self, verb: str, path: str, body: object) -> bytes:
+        """Answer as an API server does, without keeping anything."""
+        return b"{}" if verb != "GET" else super().answer(verb, path, body)
+
+    def patches_of(self, plural: str) -> list[Any]:
+        """Return the bodies of the patches of objects of a kind."""
+        return [body for verb, path, body in self.asked if verb == "PATCH" and f"/{plural}/" in path]
+
+
+async def watched(
+    exporter: GpuExporter, now: list[float], seconds: float, during: Callable[[Detached], None]
+) -> Answering:
+    """Run a controller with a notebook and an ElasticJob for so long, and call `during` before each look."""
+    connection = Answering(endpoint_slice("127.0.0.1", exporter.port, ["n0"]))
+    async with detached(clock=lambda: now[0]) as running:
+        controller = running.controller
+        controller._writer._connection = controller.unused._exporters._connection = connection
+        running.see(POLICIES, {"metadata": {"name": "default", "uid": "qp"}, "spec": {"gpuUse": SOURCE}})
+        rule = policy_body(WorkloadPolicy(name="idle", idle=RULE))
+        running.see(WORKLOAD_POLICIES, {**rule, "metadata": {"name": "idle", "uid": "wp"}})
+        running.node("n0")
+        running.team("a")
+        meta = {"name": "nb", "namespace": "a", "uid": "nb", "annotations": {}}
+        running.see(NOTEBOOKS, {"metadata": meta})
+        owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "nb", "uid": "set", "controller": True}
+        running.pod("a", "nb-0", node="n0", metadata={"labels": {labels.NOTEBOOK: "nb"}, "ownerReferences": [owner]})
+        running.see(JOBS, {"metadata": {"name": "j", "namespace": "a", "uid": "j"}, "spec": SPEC, "status": RUNNING})
+        owner = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": "j", "uid": "j", "controller": True}
+        notes = {"annotations": {labels.DEVICES: "1"}, "ownerReferences": [owner]}
+        marks = {labels.JOB: "j", labels.WORKER: "0", labels.ATTEMPT: "1"}
+        running.pod("a", "j-0", node="n0", metadata={"labels": marks, **notes})
+        await running.start()
+        for _ in range(int(seconds / RULES.interval_s)):
+            now[0] += RULES.interval_s
+            during(running)
+            await controller.unused.look()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        return connection
+
+
+SOURCE = {"exporter": f"{NAMESPACE}/{SERVICE}", "intervalSeconds": RULES.interval_s}
+SPEC = {"gpus": 1, "template": {"spec": {"containers": [{"name": "main", "image": "none"}]}}}
+RUNNING = {
+    "phase": "Running",
+    "attempt": 1,
+    "nextIndex": 1,
+    "gpus": 1,
+    "workers": 1,
+    "generation": 1,
+    "trainingGpus": 1,
+}
+IDLE = {("a", "nb-0"): ["0"], ("a", "j-0"): ["0"]}
+
+
+def test_a_notebook_and_an_elastic_job_are_suspended_once_their_time_is_over() -> None:
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        now = [1_000_000.0]
+        connection = asyncio.run(watched(exporter, now, 480, lambda _: None))
+        assert connection.patches_of("notebooks") == []
+        connection = asyncio.run(watched(exporter, [1_000_000.0], 600, lambda _: None))
+    (notebook, *_) = connection.patches_of("notebooks")
+    assert notebook["metadata"]["uid"] == "nb"
+    assert set(notebook["metadata"]["annotations"]) == {"kubeflow-resource-stopped", labels.SUSPENDED}
+    (job, *_) = [body for body in connection.patches_of("elasticjobs") if "spec" in body]
+    assert (job["spec"], job["metadata"]["uid"]) == ({"suspend": True}, "j")
+
+
+def test_a_training_that_advances_and_a_notebook_in_use_are_left_alone_whatever_their_gpus_do() -> None:
+    def advance(running: Detached) -> None:
+        controller, now = running.controller, running.controller._now()
+        job = controller.elastic.book.jobs["j"]
+        controller.elastic.book.record(with_status(job, progress=Progress(step=int(now))))
+        active = {LAST_ACTIVITY: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 100))}
+        running.see(NOTEBOOKS, {"metadata": {"name": "nb", "namespace": "a", "uid": "nb", "annotations": active}})
+
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        connection = asyncio.run(watched(exporter, [1_000_000.0], 1200, advance))
+    assert connection.patches_of("notebooks") == []
+    assert not [body for body in connection.patches_of("elasticjobs") if "spec" in body]
+
+
+def test_no_exporter_is_asked_without_a_rule_and_none_without_a_source() -> None:
+    def without(path: str, uid: str) -> Callable[[Detached], None]:
+        return lambda running: running.see(path, {"metadata": {"name": "default", "uid": uid}, "spec": {}}, "DELETED")
+
+    for path, uid in ((WORKLOAD_POLICIES, "wp"), (POLICIES, "qp")):
+        with GpuExporter(dict(IDLE)).serving() as exporter:
+            connection = asyncio.run(watched(exporter, [1_000_000.0], 120, without(path, uid)))
+        assert exporter.asked == 0
+        assert not [path for verb, path, _ in connection.asked if verb == "GET"]
 
 
 # On a real API server

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.fractions.activity import SIMULATED_FILE
 from tests.conftest import processes_of
 from tests.polling import until
 from tests.ray.conftest import SILENCE_S, log_of, wait_for_nodes
@@ -197,3 +199,22 @@ def test_a_worker_is_replaced_only_after_its_lost_node_has_ended_it(
     assert after.status.reason is not None
     assert starts(tmp_path / "starts") == 1
     wait_for_nodes(cluster, 2)
+
+
+@pytest.mark.slow
+def test_an_unused_session_is_suspended_and_one_that_uses_its_gpu_is_not(cluster: EmbeddedCluster) -> None:
+    """Each worker's actor measures: here a simulated use, since the nodes have no GPUs."""
+    rule = IdleRule(warn_after_s=1, suspend_after_s=2)
+    cluster.client.set_policy(WorkloadPolicy(name="unused", idle=rule))
+    try:
+        for name, used in (("unused", "0"), ("busy", "35")):
+            cluster.submit(name, kind="build")
+            (worker,) = cluster.wait_for_phase(name, "Running").status.workers
+            (directory,) = (path.parent for path in cluster.home.root.glob(f"nodes/**/{worker.id}/spec.json"))
+            (directory / SIMULATED_FILE).write_text(used)
+        suspended = cluster.wait_for_phase("unused", "Suspended")
+        assert suspended.status.reason is not None
+        assert suspended.status.reason.message.startswith("its GPUs had been unused since ")
+        assert cluster.job("busy").status.phase == "Running"
+    finally:
+        cluster.client.delete_policy("unused")

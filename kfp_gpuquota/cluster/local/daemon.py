@@ -111,9 +111,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         if runtime is not None:
             await stack.enter_async_context(runtime.serving(driver, driver.membership))
         cluster = LocalCluster(home, store, state, driver, shape)
-        if runtime is None:  # nothing measures the GPUs of Ray's nodes
-            unused = UnusedJobs(home, store, state, driver.decisions, asyncio.get_running_loop())
-            stack.callback(unused.close)
+        unused = UnusedJobs(home, store, state, driver.decisions, asyncio.get_running_loop(), elsewhere=runtime)
+        stack.callback(unused.close)
         audit = AuditLog(home.audit_file)
         stack.callback(audit.close)
         problem = runtime.problem if runtime is not None else str

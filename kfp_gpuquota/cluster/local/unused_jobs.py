@@ -1,13 +1,14 @@
 """Warns owners of jobs whose GPUs are unused, and suspends these jobs, as policies say: engine/unused_gpus.py decides.
 
-It runs in the daemon, and measures only while a policy asks for it and a job runs to which it applies. A device that
-several jobs share is used by all of them when one uses it: what each did is not measured.
+It runs in the daemon, and on Ray asks the actors of the workers. It measures only while a policy asks for it and a job
+runs to which it applies. A device that several jobs share is used by all of them when one uses it: what each did is not
+measured.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
@@ -22,7 +23,7 @@ from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -37,11 +38,24 @@ if TYPE_CHECKING:
 INTERVAL_S: Final = 5.0
 """A driver keeps the samples of about 20 s."""
 
+UNREPORTED_S: Final = 15.0
+"""For how long a worker elsewhere may report nothing: a driver keeps its samples longer, so its next report has all."""
+
 log = logging.getLogger(__name__)
 
 
+class WorkersUse(Protocol):
+    """Measures what workers on other machines use."""
+
+    def used(self, workers: Collection[str], /) -> Mapping[str, bool]:
+        """Return whether these workers used their GPUs, as far as that was reported since the last call."""
+
+
 class UnusedJobs:
-    """One per daemon; `store` has the policies. `activity` is by default that of this machine's devices."""
+    """One per daemon; `store` has the policies. `activity` is by default that of this machine's devices.
+
+    `elsewhere` measures workers on other machines, in place of devices.
+    """
 
     def __init__(
         self,
@@ -51,10 +65,13 @@ class UnusedJobs:
         decisions: Decisions,
         loop: asyncio.AbstractEventLoop,
         activity: DeviceActivity | None = None,
+        *,
+        elsewhere: WorkersUse | None = None,
     ) -> None:
         self._home, self._store, self._state = home, store, state
         self._decisions, self._loop = decisions, loop
-        self._unused, self._activity = UnusedGpus(), activity
+        self._unused = UnusedGpus(unmeasured_s=0.0 if elsewhere is None else UNREPORTED_S)
+        self._activity, self._elsewhere = activity, elsewhere
         self._next: asyncio.Handle = loop.call_soon(self._look)
 
     def close(self) -> None:
@@ -85,10 +102,13 @@ class UnusedJobs:
         jobs = (job for job in self._state.jobs.values() if _runs(job))
         rules = ((job.uid, idle_rule_of(job.spec.project, job.spec.kind, policies)) for job in jobs)
         ruled = {uid: found for uid, found in rules if found is not None}
-        used = self._measured() if ruled else {}
+        used = self._measured(ruled) if ruled else {}
         return {uid: Observed(self._uses(uid, used), policy.idle, policy.name) for uid, policy in ruled.items()}
 
-    def _measured(self) -> Mapping[str, bool]:
+    def _measured(self, uids: Iterable[str]) -> Mapping[str, bool]:
+        """Return what was used, by device, or by worker if these are elsewhere."""
+        if self._elsewhere is not None:
+            return self._elsewhere.used([record.worker.id for uid in uids for record in self._state.alive_of(uid)])
         if self._activity is None:
             simulated = {
                 device_name(node, device): simulated_directory(self._home, node.name, device.index)
@@ -105,7 +125,12 @@ class UnusedJobs:
         return None if not found or None in found else any(found)
 
     def _devices_of(self, uid: str) -> list[str]:
-        """Return the names of the job's devices; a node that is not there any more has devices that nobody measures."""
+        """Return the names of the job's devices; a node that is not there any more has devices that nobody measures.
+
+        Of workers elsewhere each is measured as a whole.
+        """
+        if self._elsewhere is not None:
+            return [record.worker.id for record in self._state.alive_of(uid)]
         names: list[str] = []
         for record in self._state.alive_of(uid):
             node = self._state.nodes.get(record.worker.node)

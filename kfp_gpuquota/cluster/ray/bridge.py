@@ -31,6 +31,7 @@ OLDEST_RAY: Final = (2, 49)
 REACH_S: Final = 3.0
 NODES_EVERY_S: Final = 0.5
 NODES_WITHIN_S: Final = 30.0
+MEASURED_WITHIN_S: Final = 4.0
 CLAIM_EVERY_S: Final = 5.0
 RETRY_S: Final = 1.0
 _MIB: Final = 1 << 20
@@ -229,6 +230,8 @@ class Bridge:
                 case messages.EndWorkers():
                     self._hosts.drop_all(message.workers)
                     self._run(self._end_workers(message))
+                case messages.MeasureUse():
+                    self._run(self._measure(message.workers))
 
     # Workers
 
@@ -345,6 +348,17 @@ class Bridge:
     async def _stop_now(self, actor: Any, worker: str) -> None:
         await actor.stop.remote(worker, kill=self._stopping.get(worker, False))
 
+    async def _measure(self, workers: Sequence[str]) -> None:
+        """Ask the workers' actors; one that does not know, or is of a release that cannot, reports nothing."""
+        await asyncio.gather(*map(self._measure_one, workers), return_exceptions=True)
+
+    async def _measure_one(self, worker: str) -> None:
+        host = self._hosts.of(worker)
+        if host is not None and host.ready:
+            used = await asyncio.wait_for(_result(host.actor.used.remote(worker)), MEASURED_WITHIN_S)
+            if used is not None:
+                self._link.send(messages.UseMeasured(worker=worker, used=used))
+
     # Files
 
     async def _read_log(self, message: messages.ReadLog) -> None:
@@ -428,6 +442,10 @@ class Bridge:
             draining=node_id in draining,
             labels={name: value for name, value in labels.items() if name != messages.NODE_ID},
         )
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
 
 
 def _end(worker: str, code: int, lost: str, error: str | None) -> messages.FromBridge:

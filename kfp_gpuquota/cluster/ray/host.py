@@ -27,6 +27,7 @@ from kfp_gpuquota.cluster.local.workers.runtime import read_from
 from kfp_gpuquota.cluster.ray import runtime_environments
 from kfp_gpuquota.cluster.ray.messages import Task
 from kfp_gpuquota.errors import StateFileError
+from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity, use_of
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ RENEWALS: Final = 6
 ABANDONED_S: Final = 300.0
 """An actor without a worker ends when no bridge has called it for so long."""
 GPUS_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+ORDER_VARIABLE: Final = "CUDA_DEVICE_ORDER"
 
 NEVER: Final = "never"
 RUNNING: Final = "running"
@@ -61,6 +63,7 @@ class WorkerHost:
         self._begun: dict[str, asyncio.Future[str]] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._called_at = time.monotonic()
+        self._activity: NvmlActivity | None = None
 
     async def hello(self, epoch: int) -> dict[str, Any]:
         """Obey this bridge from now on, and no earlier one; returns what the actor is and has."""
@@ -105,6 +108,19 @@ class WorkerHost:
         for found in (self._ends, self._directories, self._lost):
             found.pop(worker, None)
         return error
+
+    async def used(self, worker: str) -> bool | None:
+        """Return whether a GPU of the worker was used since the last call; None if that is not known."""
+        directory = self._directories.get(worker)
+        if directory is None or not self._gpus:
+            return None
+        if self._activity is None:
+            self._activity = await asyncio.to_thread(NvmlActivity)
+        if not self._activity.devices:
+            return SimulatedActivity({worker: directory}).used().get(worker)
+        measured = await asyncio.to_thread(self._activity.used)
+        in_order = os.environ.get(ORDER_VARIABLE, "") == "PCI_BUS_ID"
+        return use_of(_assigned(directory), self._activity.devices, measured, bus_order=in_order)
 
     async def stop(self, worker: str, *, kill: bool) -> None:
         """SIGKILL now, or SIGTERM and SIGKILL after the worker's grace period."""

@@ -97,7 +97,13 @@ class EndWorkers(_Tagged, frozen=True):
     workers: tuple[str, ...]
 
 
-ToBridge = Follow | Signal | Forget | ReadLog | RemoveFiles | ListWorkers | EndWorkers
+class MeasureUse(_Tagged, frozen=True):
+    """Answer with UseMeasured of each of these workers whose actor knows whether it used its GPUs."""
+
+    workers: tuple[str, ...]
+
+
+ToBridge = Follow | Signal | Forget | ReadLog | RemoveFiles | ListWorkers | EndWorkers | MeasureUse
 
 
 # From the bridge
@@ -184,6 +190,13 @@ class WorkersFound(_Tagged, frozen=True):
     workers: tuple[str, ...]
 
 
+class UseMeasured(_Tagged, frozen=True):
+    """Whether a GPU of the worker was used since its actor was last asked."""
+
+    worker: str
+    used: bool
+
+
 class LogRead(_Tagged, frozen=True):
     """A piece of a log; `why` where it cannot be read."""
 
@@ -203,6 +216,7 @@ FromBridge = (
     | WorkerNotStarted
     | WorkerLost
     | WorkersFound
+    | UseMeasured
     | LogRead
 )
 

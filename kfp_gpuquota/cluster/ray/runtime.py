@@ -39,7 +39,7 @@ from kfp_gpuquota.cluster.ray.workers import checkpoints_of, node_home, task_of
 from kfp_gpuquota.errors import ClusterStartError, InvalidFieldError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Iterable
+    from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.cluster.local.driver import Settings
@@ -97,6 +97,7 @@ class RayRuntime:
         self._numbers = itertools.count(1)
         self._logs: dict[int, asyncio.Future[messages.LogRead]] = {}
         self._tried = asyncio.Event()
+        self._use: dict[str, bool] = {}
         self._failure = ""
         self._heard = 0.0  # when the nodes were last read, on the monotonic clock
         self._running: asyncio.Task[None] | None = None
@@ -238,6 +239,12 @@ class RayRuntime:
         self._send(messages.RemoveFiles(str(self._there.job(uid))))
         self._send(messages.RemoveFiles(checkpoints_of(self._config, self._home, uid)))
 
+    def used(self, workers: Collection[str]) -> Mapping[str, bool]:
+        """Return whether these workers used their GPUs, as reported since the last call, and ask their actors again."""
+        found, self._use = self._use, {}
+        self._send(messages.MeasureUse(tuple(workers)))
+        return found
+
     # To the bridge
 
     def _follow(self, job: JobRecord, worker: Worker, *, start: bool) -> None:
@@ -329,6 +336,8 @@ class RayRuntime:
                 self._on_nodes()
             case messages.WorkersFound():
                 self._on_found(message)
+            case messages.UseMeasured():
+                self._use[message.worker] = message.used or self._use.get(message.worker, False)
             case messages.LogRead():
                 if (answer := self._logs.get(message.number)) and not answer.done():
                     answer.set_result(message)

@@ -204,8 +204,9 @@ class UnusedWorkloads:
         """Record the warning that holds as the job's reason, and that none does (also one of an earlier controller)."""
         for uid, job in list(self._elastic.book.jobs.items()):
             one = self._unused.warned.get(uid)
-            if runs(job) and one is None and job.status.gpus_unused:
-                self._elastic.book.record(with_status(job, reason=None))
+            wanted = None if one is None else _announcement(one)
+            if runs(job) and job.status.reason != wanted and (one is not None or job.status.gpus_unused):
+                self._elastic.book.record(with_status(job, reason=wanted))
 
     def _note_counted(self, ruled: Mapping[str, tuple[Workload, WorkloadPolicy]]) -> None:
         """Have the status written of the teams of whose workloads something is counted, or was."""
@@ -327,10 +328,12 @@ def _activity(meta: Metadata, now: float) -> float:
     return min(now, at.timestamp()) if at.tzinfo is not None else 0.0
 
 
+def _announcement(warned: Warned) -> Reason:
+    return requests.gpus_unused(warned.policy, warned.since, warned.suspended_at, preemptible_at=warned.preemptible_at)
+
+
 def _warning(one: Workload, warned: Warned) -> Reason:
-    reason = requests.gpus_unused(
-        warned.policy, warned.since, warned.suspended_at, preemptible_at=warned.preemptible_at
-    )
+    reason = _announcement(warned)
     if one.stop is not Stop.NEVER:
         return reason
     text = f"{reason.message.partition(';')[0]}; delete what is not needed: others wait for GPUs"

@@ -93,7 +93,11 @@ def runs(job: JobRecord) -> bool:
 
 def stored(counted: Mapping[str, Counted], names: Mapping[str, str], now: float) -> tuple[UnusedWorkload, ...]:
     """Return what is counted of one team's workloads, for its status; `names` are their names."""
-    lasting = [(one.since, uid, one) for uid, one in counted.items() if now - one.since >= STORED_AFTER_S]
+    lasting = [
+        (one.since, uid, one)
+        for uid, one in counted.items()
+        if one.warned is not None or now - one.since >= STORED_AFTER_S
+    ]
     oldest = sorted(lasting, key=lambda each: (each[2].warned is None, *each[:2]))[:MOST_STORED]
     return tuple(_stored(uid, names.get(uid, ""), one) for _, uid, one in oldest)
 
