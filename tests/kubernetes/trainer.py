@@ -36,28 +36,35 @@ def path_of(plural: str, team: str, name: str = "") -> str:
 def install_kinds(api: Api) -> None:
     """Install TrainJob, JobSet and AppWrapper, as far as they are looked at."""
     for plural, kind in _KINDS.items():
-        group, _, version = _VERSIONS[plural].partition("/")
-        schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-        served = {
-            "name": version,
-            "served": True,
-            "storage": True,
-            "schema": {"openAPIV3Schema": schema},
-            "subresources": {"status": {}},
-        }
-        definition = {
-            "apiVersion": "apiextensions.k8s.io/v1",
-            "kind": "CustomResourceDefinition",
-            "metadata": {"name": f"{plural}.{group}"},
-            "spec": {
-                "group": group,
-                "scope": "Namespaced",
-                "names": {"kind": kind, "plural": plural},
-                "versions": [served],
-            },
-        }
-        api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{plural}.{group}", definition)
+        install_kind(api, _VERSIONS[plural], kind)
         api.until_served(path_of(plural, "default"))
+
+
+def install_kind(api: Api, api_version: str, kind: str, *, scope: str = "Namespaced") -> str:
+    """Install a kind that takes any fields; return the path of its definition."""
+    (group, _, version), plural = api_version.partition("/"), f"{kind.lower()}{'es' if kind.endswith('s') else 's'}"
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    served = {
+        "name": version,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}},
+    }
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": scope,
+            "names": {"kind": kind, "plural": plural},
+            "versions": [served],
+        },
+    }
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{plural}.{group}"
+    api.apply(path, definition)
+    return path
 
 
 class Trainer(Repeating):
