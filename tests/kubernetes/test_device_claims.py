@@ -45,6 +45,10 @@ from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
     SubRequest,
 )
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
+from kfp_gpuquota.cluster.kubernetes.operations.doctor.checks_cluster import gpus
+from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Reader
+from kfp_gpuquota.cluster.kubernetes.operations.policy_check import examine
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.engine.records import Intent
 from tests.kubernetes.controlled import Controlled
@@ -353,6 +357,18 @@ def test_lists_and_the_page_show_what_is_allocated(world: Controlled, tmp_path: 
         world.remove(gone)
     until(lambda: not any(allocated(world).values()))
     assert not any(listed(client).values())
+
+
+def test_doctor_and_policy_check_count_published_devices(world: Controlled) -> None:
+    """A cluster whose GPUs are all published by DRA drivers had "no node has GPUs"."""
+    calls = Calls(connection_of(world.cluster.kubeconfig))
+    facts = Reader(calls).read()
+    facts.nodes = [node for node in facts.nodes if node["metadata"]["name"] == "claimed"]
+    assert "5 GPUs on 1 nodes" in [one.message for one in gpus(facts)]
+    policy = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}, "spec": TABLE}
+    assert not [one for one in examine(policy, calls) if "no node has it" in one.message]
+    other = {**policy, "spec": {"gpuResources": [{"name": f"{CLASS_PREFIX}none"}]}}
+    assert [one for one in examine(other, calls) if "no node has it" in one.message]
 
 
 def test_who_may_not_read_claims_sees_the_other_gpus(world: Controlled) -> None:

@@ -20,7 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.suspension.resuming import Resuming
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.detached import Unanswered, detached
 from tests.kubernetes.installation import batch_jobs_of
-from tests.kubernetes.trainer import AppWrappers, Trainer, install_kinds, path_of
+from tests.kubernetes.trainer import AppWrappers, Trainer, TrainingOperator, install_kinds, path_of
 
 Object = dict[str, Any]
 BY_KIND = {kind.kind: kind for kind in KINDS}
@@ -167,6 +167,28 @@ def test_an_app_wrapper_gives_way_as_a_whole(controlled: Controlled, teams: tupl
     controlled.wait(lambda: set(reasons(controlled, borrower, "AppWrapper")) == {"Suspended", "Resumed"})
     assert not reasons(controlled, borrower, "Job")
     assert labels.SUSPENDED not in str(api.get(path)["metadata"].get("labels"))
+    assert "Evicted" not in reasons(controlled, borrower, "Pod")
+    api.delete(path)
+
+
+def test_a_job_of_the_training_operator_gives_way_as_a_gang(controlled: Controlled, teams: tuple[str, str]) -> None:
+    borrower, owner = teams
+    api = controlled.cluster.api
+    install_kinds(api)
+    operator = TrainingOperator(api, borrower)
+    controlled.on_close.append(operator.close)
+    controlled.start()
+    replicas = {"replicas": 1, "template": {"spec": {**pod_body("x")["spec"], "restartPolicy": "Never"}}}
+    body = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob", "metadata": {"name": "train"}}
+    path = path_of("tfjobs", borrower, "train")
+    api.create(
+        path_of("tfjobs", borrower), {**body, "spec": {"tfReplicaSpecs": {"Chief": replicas, "Worker": replicas}}}
+    )
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
+    controlled.until_bound(controlled.pod(owner, "back", gpus=2))
+    controlled.wait(lambda: len(controlled.waiting(borrower)) == 2, lambda: controlled.log()[-3000:])
+    controlled.wait(lambda: set(reasons(controlled, borrower, "TFJob")) == {"Suspended", "Resumed"})
+    assert not api.get(path)["spec"]["runPolicy"]["suspend"]
     assert "Evicted" not in reasons(controlled, borrower, "Pod")
     api.delete(path)
 

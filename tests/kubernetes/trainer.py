@@ -1,8 +1,9 @@
 """Doubles of Kubeflow Trainer and of JobSet: a TrainJob has a JobSet, and that a Job, which pass `suspend` on.
 
-And a double of AppWrapper's controller, which deletes what it wraps while it is suspended. The kinds are minimal
-schemas of our own, from the API documentation of Trainer v2 (trainer.kubeflow.org/v1alpha1), JobSet
-(jobset.x-k8s.io/v1alpha2) and AppWrapper (workload.codeflare.dev/v1beta2). Jobs are those of the real Job controller.
+And a double of AppWrapper's controller, which deletes what it wraps while it is suspended, and of the training
+operator for TFJobs. The kinds are minimal schemas of our own, from the API documentation of Trainer v2
+(trainer.kubeflow.org/v1alpha1), JobSet (jobset.x-k8s.io/v1alpha2), AppWrapper (workload.codeflare.dev/v1beta2) and the
+training operator (kubeflow.org/v1). Jobs are those of the real Job controller.
 As of the real kinds, the condition Suspended of TrainJob and JobSet follows from the spec alone; here always before
 `suspend` is passed on, which is the worst order.
 """
@@ -15,6 +16,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_LABEL
 from tests.kubernetes.kuberay import Repeating
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tools.devcluster.api import Api
 
 Object = dict[str, Any]
@@ -23,8 +26,9 @@ _VERSIONS = {
     "jobsets": "jobset.x-k8s.io/v1alpha2",
     "jobs": "batch/v1",
     "appwrappers": "workload.codeflare.dev/v1beta2",
+    "tfjobs": "kubeflow.org/v1",
 }
-_KINDS = {"trainjobs": "TrainJob", "jobsets": "JobSet", "appwrappers": "AppWrapper"}
+_KINDS = {"trainjobs": "TrainJob", "jobsets": "JobSet", "appwrappers": "AppWrapper", "tfjobs": "TFJob"}
 
 
 def path_of(plural: str, team: str, name: str = "") -> str:
@@ -34,30 +38,37 @@ def path_of(plural: str, team: str, name: str = "") -> str:
 
 
 def install_kinds(api: Api) -> None:
-    """Install TrainJob, JobSet and AppWrapper, as far as they are looked at."""
+    """Install these kinds, as far as they are looked at."""
     for plural, kind in _KINDS.items():
-        group, _, version = _VERSIONS[plural].partition("/")
-        schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-        served = {
-            "name": version,
-            "served": True,
-            "storage": True,
-            "schema": {"openAPIV3Schema": schema},
-            "subresources": {"status": {}},
-        }
-        definition = {
-            "apiVersion": "apiextensions.k8s.io/v1",
-            "kind": "CustomResourceDefinition",
-            "metadata": {"name": f"{plural}.{group}"},
-            "spec": {
-                "group": group,
-                "scope": "Namespaced",
-                "names": {"kind": kind, "plural": plural},
-                "versions": [served],
-            },
-        }
-        api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{plural}.{group}", definition)
+        install_kind(api, _VERSIONS[plural], kind)
         api.until_served(path_of(plural, "default"))
+
+
+def install_kind(api: Api, api_version: str, kind: str, *, scope: str = "Namespaced") -> str:
+    """Install a kind that takes any fields; return the path of its definition."""
+    (group, _, version), plural = api_version.partition("/"), f"{kind.lower()}{'es' if kind.endswith('s') else 's'}"
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    served = {
+        "name": version,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}},
+    }
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": scope,
+            "names": {"kind": kind, "plural": plural},
+            "versions": [served],
+        },
+    }
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{plural}.{group}"
+    api.apply(path, definition)
+    return path
 
 
 class Trainer(Repeating):
@@ -140,6 +151,41 @@ class AppWrappers(Repeating):
         self.phases.append(phase)
         path = path_of("appwrappers", self._team, wrapper["metadata"]["name"])
         self._api.patch(f"{path}/status", {"status": {"phase": phase}})
+
+
+class TrainingOperator(Repeating):
+    """The controller of TFJobs, which creates and deletes the pods itself."""
+
+    def _reconcile(self) -> None:
+        for job in self._api.items(path_of("tfjobs", self._team)):
+            suspend = job["spec"].get("runPolicy", {}).get("suspend", False)
+            pods, path = f"/api/v1/namespaces/{self._team}/pods", path_of("tfjobs", self._team, job["metadata"]["name"])
+            found = {one["metadata"]["name"] for one in self._api.items(pods) if _is_of(one, job)}
+            if suspend:
+                for name in found:
+                    self._api.delete(f"{pods}/{name}", 0)
+            else:
+                for body in _pods_of(job):
+                    if body["metadata"]["name"] not in found:
+                        self._api.create(pods, body)
+            if _has_suspended(job) != suspend:
+                condition = {"type": "Suspended", "status": str(suspend), "reason": "x", "message": ""}
+                self._api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
+
+
+def _pods_of(job: Object) -> Iterator[Object]:
+    meta = job["metadata"]
+    reference = {"apiVersion": _VERSIONS["tfjobs"], "kind": "TFJob", "name": meta["name"], "uid": meta["uid"]}
+    for role, replicas in job["spec"]["tfReplicaSpecs"].items():
+        for index in range(replicas["replicas"]):
+            yield {
+                "metadata": {
+                    "name": f"{meta['name']}-{role.lower()}-{index}",
+                    "labels": {"training.kubeflow.org/job-name": meta["name"]},
+                    "ownerReferences": [{**reference, "controller": True}],
+                },
+                "spec": replicas["template"]["spec"],
+            }
 
 
 def _is_of(found: Object, owner: Object) -> bool:

@@ -161,7 +161,7 @@ class PublishedDevices:
         """Return the node with the published devices."""
         name = node.metadata.name
         self._nodes[name] = node
-        amounts = self._amounts(name) if name in self._of_node else {}
+        amounts = self.amounts(name)
         if not amounts:
             return node
         return with_amounts(node, amounts)
@@ -245,7 +245,7 @@ class PublishedDevices:
             if name in self._nodes:
                 self._put_node(self._nodes[name])
 
-    def _amounts(self, node: str) -> dict[str, int]:
+    def amounts(self, node: str) -> dict[str, int]:
         """Return the number of the node's devices by the name of each resource that counts."""
         counted = self._counted_classes()
         found: Counter[str] = Counter()

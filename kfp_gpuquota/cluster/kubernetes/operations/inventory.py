@@ -15,8 +15,9 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
     from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 Json = dict[str, Any]
@@ -98,6 +99,16 @@ def is_alive(pod: Json) -> bool:
 def is_running(pod: Json) -> bool:
     """Return whether the pod holds resources of a node."""
     return bool(pod["spec"].get("nodeName")) and is_alive(pod)
+
+
+def add_devices(nodes: Iterable[Json], devices: PublishedDevices) -> None:
+    """Add the devices of DRA drivers to what nodes have, of which their kubelets have announced none."""
+    for node in nodes:
+        for part in ("capacity", "allocatable"):
+            announced = node.setdefault("status", {}).get(part) or {}
+            found = {name: str(amount) for name, amount in devices.amounts(name_of(node)).items()}
+            more = {name: amount for name, amount in found.items() if announced.get(name, "0") == "0"}
+            node["status"][part] = {**announced, **more}
 
 
 class Inventory:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +24,8 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObje
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import schema_of_kind
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import NAME, Unmanaged, rules_of
-from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UsageError
+from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
+from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,6 +155,9 @@ def _value(spec: Json, name: str, schema: Json) -> object:
 def _in_cluster(policy: Json, rules: ClusterRules, calls: Calls) -> Iterator[Finding]:
     found = inventory.Inventory(calls)
     nodes, namespaces = found.listed(inventory.NODES), found.listed(inventory.NAMESPACE_KIND)
+    counted = {labels.GPU_RESOURCE, *(name for name, _ in rules.gpu_weights)}
+    with suppress(NotFoundError, UnauthorizedError):  # an older API server has no such kinds
+        inventory.add_devices(nodes, ProjectCalls(calls).published_devices(counted))
     yield from _resources(policy, nodes)
     yield from _pools(rules, nodes)
     there = {inventory.name_of(one) for one in namespaces}

@@ -21,7 +21,7 @@ from kfp_gpuquota.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -160,16 +160,12 @@ class ProjectCalls:
 
     def _published(self, counted: set[str]) -> Callable[[str], Mapping[str, Shown]]:
         """Return a function of a node's name that returns the devices that DRA drivers publish there, by resource."""
-        devices, allocations = PublishedDevices(lambda _node: None, lambda *_: None), Allocations(with_namespace=False)
-        devices.set_counted(counted)
+        allocations = Allocations(with_namespace=False)
         try:
-            for device_class in self._items(device_types.CLASSES, device_types.DeviceClass):
-                devices.put_class(device_class)
+            devices = self.published_devices(counted)
             if devices.count_any:
                 for claim in self._items(device_types.CLAIMS, device_types.ResourceClaim):
                     allocations.put(claim)
-                for found in self._items(device_types.SLICES, device_types.ResourceSlice):
-                    devices.put_slice(found)
         except (NotFoundError, UnauthorizedError):
             return lambda _name: {}
         return lambda name: devices.shown_on(name, allocations)
@@ -183,6 +179,17 @@ class ProjectCalls:
         except UnauthorizedError:
             return True
         return policy.spec.gpu_use is not None
+
+    def published_devices(self, counted: Collection[str]) -> PublishedDevices:
+        """Return the devices of DRA drivers. Raises NotFoundError and UnauthorizedError."""
+        devices = PublishedDevices(lambda _node: None, lambda *_: None)
+        devices.set_counted(counted)
+        for device_class in self._items(device_types.CLASSES, device_types.DeviceClass):
+            devices.put_class(device_class)
+        if devices.count_any:
+            for found in self._items(device_types.SLICES, device_types.ResourceSlice):
+                devices.put_slice(found)
+        return devices
 
     def gpu_resources(self) -> tuple[custom_types.GpuResource, ...]:
         """Return the resources that count as GPUs; none without a QuotaPolicy, or if it may not be read."""

@@ -20,6 +20,7 @@ from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory, Kind
+from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Reader:
         facts.version = self._version()
         for name, kind in KINDS.items():
             self._try(kind.plural, partial(self._list, name, kind))
+        self._try("resourceslices", self._add_devices)
         for kind in inventory.WORKLOADS:
             self._try(kind.plural, partial(self._list_programs, kind))
         for one in facts.programs:
@@ -165,6 +167,11 @@ class Reader:
 
     def _list(self, name: str, kind: Kind) -> None:
         setattr(self._facts, name, self._inventory.listed(kind))
+
+    def _add_devices(self) -> None:
+        rows = (row for rule in self._facts.rules for row in rule.get("spec", {}).get("gpuResources") or ())
+        counted = {labels.GPU_RESOURCE, *(row["name"] for row in rows)}
+        inventory.add_devices(self._facts.nodes, ProjectCalls(self._calls).published_devices(counted))
 
     def _list_programs(self, kind: Kind) -> None:
         self._facts.programs += self._inventory.ours(kind)
