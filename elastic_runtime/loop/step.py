@@ -52,7 +52,7 @@ class Observer(Protocol):
 _CHECKSUM_OF_PASS = (11, 7)
 """By whether it is its iteration's last: workers in different passes of a step do not add up to one checksum."""
 _UNMEASURED = (
-    "{} excludes noise_scale=True (and scale_lr='adascale'), which compare the mean gradients of parts of the batch, in "
+    "{} excludes noise_scale=True (and scale_lr='adascale'), which compare the mean gradients of parts of a batch, in "
     "one backward pass each; leave that option out, or call job.backward with a mean, once in each iteration"
 )
 _RETRYABLE = OPEN | {StepState.COMPUTED, StepState.REPEATED}
