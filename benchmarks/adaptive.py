@@ -3,8 +3,8 @@
 In one process: a worker is a micro-batch here, and the noise is measured over micro-batches wherever they are computed
 (tests/elastic_runtime/test_gradient_noise.py shows that two real workers measure what two micro-batches do).
 
-- Regression: inputs of unit covariance, targets with noise, and a learning rate of 0. The covariance of a sample's
-  gradient, and so the noise scale, is then known. `noise_error`: the largest relative error at 1, 2, 4 and 8 workers (one
+- Regression: inputs of unit covariance, targets with noise, a learning rate of 0. Then the covariance of one sample's
+  gradient is known, and with it the noise scale. `noise_error`: the largest relative error at 1, 2, 4 and 8 workers (one
   worker computes its share in two micro-batches).
 - scikit-learn's digits, a small CNN, SGD with momentum: with a fixed batch; and with a batch that follows a size which
   cycles from 1 to 8 workers, one epoch each, by `scale_lr="adascale"` for as many scaled steps, and by
@@ -18,27 +18,29 @@ import argparse
 import math
 import statistics
 import sys
+from collections.abc import Callable  # noqa: TC003  (a dataclass's field)
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from common import print_conditions, print_result
 from sklearn.datasets import load_digits
 from sklearn.model_selection import StratifiedKFold
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
-from common import print_conditions, print_result
 from elastic_runtime.plan.batch_sizes import GlobalBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from elastic_runtime.loop.job import Job
 
 SIZES = (1, 2, 4, 8)
 LARGEST = 8
 SHARE = 64
-EPOCHS = 10
+EPOCHS = 16
 LR = 0.1
 
 
@@ -56,6 +58,7 @@ class Rows(Dataset[Any]):
 
 
 def loader_of(batch: int, *tensors: torch.Tensor) -> DataLoader[Any]:
+    """Return a loader over these rows."""
     return DataLoader(Rows(*tensors), batch_size=batch, shuffle=True, collate_fn=lambda rows: rows)
 
 
@@ -79,7 +82,7 @@ def measured_noise(workers: int, seed: int, *, features: int = 16, share: int = 
     )
     model = nn.Linear(features, 1, bias=False)
     nn.init.zeros_(model.weight)
-    model, optimizer, loader = job.prepare(
+    model, optimizer, _ = job.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.0), loader_of(share * workers, x, y)
     )
     for inputs, targets in job.steps(steps):
@@ -93,19 +96,24 @@ def measured_noise(workers: int, seed: int, *, features: int = 16, share: int = 
 # Accuracy
 
 
+@dataclass(frozen=True)
 class CyclingBatch(GlobalBatch):
-    """The batch of a job whose size is another one in each epoch, from 1 to 8 workers."""
+    """The batch of a job whose size is another one in each epoch, from 1 to 8 workers. `epoch()`: the present one."""
 
-    def __init__(self, rule: str, epoch: Callable[[], int]) -> None:
-        super().__init__(SHARE, SHARE, (1, LARGEST * SHARE), rule)
-        object.__setattr__(self, "epoch", epoch)
+    epoch: Callable[[], int] = int
 
     def at(self, world_size: int) -> int:  # noqa: ARG002
-        return self.per_worker * (1 + self.epoch() % LARGEST)  # type: ignore[attr-defined]
+        """Return the samples of a step in this epoch."""
+        return self.per_worker * (1 + self.epoch() % LARGEST)
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 10))
+    """Return the model."""
+    first, second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+    return nn.Sequential(
+        *(first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+    )
 
 
 def accuracy(
@@ -116,7 +124,9 @@ def accuracy(
     scaled: dict[str, Any] = {} if rule == "fixed" else {"scale_batch": (1, LARGEST * SHARE), "scale_lr": rule}
     job = elastic_runtime.init(global_batch_size=SHARE, max_batch_per_gpu=SHARE, seed=seed, progress=False, **scaled)
     if rule != "fixed":
-        job._batch = lambda _loader: CyclingBatch(rule, lambda: job._prepared.position.epoch if job._session else 0)  # type: ignore[method-assign]  # noqa: SLF001
+        bounds = (SHARE, LARGEST * SHARE)
+        batch = CyclingBatch(SHARE, SHARE, bounds, rule, lambda: job.position.epoch if job._session else 0)  # noqa: SLF001
+        setattr(job, "_batch", lambda _loader: batch)  # noqa: B010
     steps = epochs * math.ceil(len(train[0]) / SHARE)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -130,7 +140,7 @@ def accuracy(
 def run(
     job: Job, rule: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, schedule: Any, *length: int
 ) -> None:
-    """Train. `length`: epochs and steps of the fixed batch. With linear scaling a schedule counts samples, not steps."""
+    """Train. `length`: epochs and steps of the fixed batch. Linear scaling has a schedule that counts samples."""
     epochs, steps = length
 
     def iterate(inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -168,6 +178,7 @@ def interval(differences: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Measure, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folds", type=int, default=1, help="of 5; the bar is for all of them")
     parser.add_argument("--seeds", type=int, default=2, help="for each fold; the bar is for 10")

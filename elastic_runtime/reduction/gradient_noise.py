@@ -28,10 +28,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WINDOW = 300.0
-"""The degrees of freedom (n - 1 in a step of n parts) over which the averages are taken."""
-LEAST = 20.0
-"""Those before which nothing is known."""
+LEAST, MOST = 20.0, 1000.0
+"""The shortest and the longest window of the averages, in degrees of freedom (n - 1 in a step of n parts)."""
+RECENT = 0.25
+"""The window in between, as a part of all so far: gradients change fast at first, and more and more slowly later."""
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -99,7 +99,7 @@ def _square(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 class Averages:
     """What the steps so far have shown. `variance`: of tr(S), and `signal`: of |g|^2, both with the same weights.
 
-    `freedom`: the degrees of freedom in them. `scaled_steps`: the sum of the gains.
+    `freedom`: the degrees of freedom of all steps; below LEAST nothing is known. `scaled_steps`: the sum of the gains.
     """
 
     variance: float = 0.0
@@ -129,12 +129,13 @@ class Averages:
         if freedom < 1:
             return self
         variance = (of_parts - of_whole) * batch / freedom
-        kept = math.exp(-freedom / WINDOW)
+        total = self.freedom + freedom
+        kept = math.exp(-freedom / min(max(LEAST, RECENT * total), MOST))
         return replace(
             self,
             variance=kept * self.variance + (1 - kept) * variance,
             signal=kept * self.signal + (1 - kept) * (of_whole - variance / batch),
-            freedom=kept * self.freedom + freedom,
+            freedom=total,
         )
 
 
@@ -190,6 +191,6 @@ class GradientNoise:
         """Return what counts so far."""
         return asdict(self._counted)
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from this state; None: of a training that did not measure it."""
-        self._counted, self._current = Averages(**(state or {})), None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from this state."""
+        self._counted, self._current = Averages(**state), None

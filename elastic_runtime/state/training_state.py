@@ -41,16 +41,6 @@ class Transient(Protocol):
         """Load these values."""
 
 
-class Noise(Protocol):
-    """What was measured of the gradients' noise."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what counts so far."""
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from this state; None: nothing was measured."""
-
-
 @dataclass(frozen=True)
 class Totals:
     """The length of the training as the script requested it; -1: not by this number."""
@@ -79,7 +69,7 @@ class TrainingState:
     sample_checksum: int = 0  # of a few samples; 0: unknown, or different each time they are read
     transient: Transient | None = None  # of the buffers that a state_dict leaves out
     kept_gradients: KeptGradients | None = None
-    noise: Noise | None = None  # of the gradients; None: it is not measured
+    noise: Stateful | None = None  # of the gradients; None: it is not measured
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
     round_is_shared: bool = True  # and all others come to it, since the last loss of a sharded training
@@ -142,9 +132,9 @@ class TrainingState:
                 part.load_state_dict(state["parts"][name])
         if self.kept_gradients:
             self.kept_gradients.load(state.get("zero_gradients", ()), self.model)
-        if self.noise:
-            self.noise.load_state_dict(state.get("noise"))
         self.position = Position(*state["position"])
+        if self.noise:  # a training that did not measure it has steps of a gain of 1
+            self.noise.load_state_dict(state.get("noise") or {"scaled_steps": float(self.position.step)})
         self.epoch_start, self.resumed = state.get("epoch_start"), True
 
     def check(self, state: dict[str, Any]) -> None:
