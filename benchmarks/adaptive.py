@@ -4,8 +4,8 @@ In one process: a worker is a micro-batch here, and the noise is measured over m
 (tests/elastic_runtime/test_gradient_noise.py shows that two real workers measure what two micro-batches do).
 
 - Regression: inputs of unit covariance, targets with noise, a learning rate of 0. Then the covariance of one sample's
-  gradient is known, and with it the noise scale. `noise_error`: the largest relative error at 1, 2, 4 and 8 workers (one
-  worker computes its share in two micro-batches).
+  gradient is known, and with it the noise scale. `noise_error`: the largest relative error at 1, 2, 4 and 8 workers
+  (one worker computes its share in two micro-batches).
 - scikit-learn's digits, a small CNN, SGD with momentum: with a fixed batch; and with a batch that follows a size which
   cycles from 1 to 8 workers, one epoch each, by `scale_lr="adascale"` for as many scaled steps, and by
   `scale_lr="linear"` for as many epochs. `adascale_ci_low`, `_high`: the 95 % interval of the difference to the fixed

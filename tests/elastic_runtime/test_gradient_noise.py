@@ -110,7 +110,6 @@ def expected(parts: list[tuple[int, int]], *, tokens: bool, dtype: torch.dtype =
     return found.noise_scale
 
 
-CUTS = [(each.start, each.stop) for each in micro_batches(16, 0, 1, 5)]  # 4 of 4 samples
 UNEVEN = [(each.start, each.stop) for each in micro_batches(16, 0, 1, 7)]  # 6, 5, 5
 EIGHT = [(at, at + 2) for at in range(0, 16, 2)]
 
@@ -118,15 +117,13 @@ EIGHT = [(at, at + 2) for at in range(0, 16, 2)]
 @pytest.mark.parametrize(
     ("options", "parts", "tokens", "scaled", "dtype"),
     [
-        ({}, CUTS, False, False, torch.float32),
         ({"max_batch_per_gpu": 7}, UNEVEN, False, False, torch.float32),
         ({"max_batch_per_gpu": 7}, UNEVEN, True, False, torch.float32),
         ({"max_batch_per_gpu": 7}, UNEVEN, False, True, torch.float32),
-        ({"max_batch_per_gpu": 7}, UNEVEN, False, False, torch.float64),
         ({"max_batch_per_gpu": 7}, UNEVEN, False, False, torch.bfloat16),
         ({"reduction": "exact"}, EIGHT, False, False, torch.float32),
     ],
-    ids=["even", "uneven", "tokens", "scaler", "double", "half", "exact"],
+    ids=["uneven", "tokens", "scaler", "half", "exact"],
 )
 def test_a_job_measures_what_the_gradients_of_its_parts_are(
     options: dict[str, Any], parts: list[tuple[int, int]], tokens: bool, scaled: bool, dtype: torch.dtype
@@ -205,7 +202,7 @@ def test_the_gain_scales_the_learning_rate_advances_the_schedule_and_ends_the_tr
     scale: dict[str, Any] = {"scale_batch": (1, 64), "scale_lr": "adascale", "noise_scale": False}
     job, model, made, _loader, schedule = prepared(optimizer=optimizer, global_batch_size=8, **scale)
     gains, total = [], 0.0
-    for x, y, _ in job.steps(40):
+    for x, y, _ in job.steps(30):
         job.backward(nn.functional.cross_entropy(model(x), y))
         before = made.param_groups[0]["lr"]
         made.step()
@@ -220,8 +217,8 @@ def test_the_gain_scales_the_learning_rate_advances_the_schedule_and_ends_the_tr
         made.zero_grad()
     assert all(1 <= gain <= 2 for gain in gains)
     assert gains[0] == 1 < gains[-1]
-    assert total - gains[-1] < 40 <= total == pytest.approx(job.scaled_steps)
-    assert job.step == len(gains) < 40
+    assert total - gains[-1] < 30 <= total == pytest.approx(job.scaled_steps)
+    assert job.step == len(gains) < 30
 
 
 # Refusals
