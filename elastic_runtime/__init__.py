@@ -60,7 +60,8 @@ def init(
     reduction: Literal["fast", "exact"] = "fast",
     shards: int = 8,
     scale_batch: tuple[int, int] | None = None,
-    scale_lr: Literal["linear", "sqrt", "none"] = "linear",
+    scale_lr: Literal["linear", "sqrt", "adascale", "none"] = "linear",
+    noise_scale: bool = False,
     checkpoint_every_s: float = 300.0,
     keep_checkpoints: int = 2,
     progress: bool | None = None,
@@ -71,7 +72,9 @@ def init(
     `max_batch_per_gpu`: the most samples of one iteration; larger shares are cut, and their gradients added up. "auto":
     as many as fit into memory.
     `scale_batch`: (least, most) samples of a step, which then has the loader's batch_size for each worker; the learning
-    rate, chosen for `global_batch_size`, is scaled by `scale_lr`; "none": it stays as it is.
+    rate, chosen for `global_batch_size`, is scaled by `scale_lr`; "none": it stays as it is; "adascale": by the gain
+    of the batch, as the noise of the gradients shows it.
+    `noise_scale`: estimate the gradient noise scale, for `job.noise_scale` and the scheduler.
     `seed`: of the order of the samples.
     `reduction`: "fast", or "exact": the same parameters to the bit whatever sizes the job had; each step is then
     computed as `shards` parts of a fixed shape.
@@ -94,6 +97,7 @@ def init(
         shards=shards,
         scale_batch=scale_batch,
         scale_lr=scale_lr,
+        noise_scale=noise_scale,
         checkpoint_every_s=checkpoint_every_s,
         keep_checkpoints=keep_checkpoints,
         progress=progress,

@@ -20,7 +20,7 @@ from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.job_builder import JobBuilder
 from elastic_runtime.loop.job_collectives import JobCollectives
 from elastic_runtime.loop.member import Member
-from elastic_runtime.loop.optimizer_guards import guard_class
+from elastic_runtime.loop.optimizer_guards import guard_class, normalizes
 from elastic_runtime.loop.prepared_objects import PreparedObjects, take_schedulers
 from elastic_runtime.loop.trainings_of_process import (
     check_only_one,
@@ -168,7 +168,8 @@ class Job(JobCollectives):
         parts += [("scaler", scaler)] if scaler is not None else []
         whole = uncompiled(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(uncompiled, models))
         check_embeddings(whole)
-        check_sparse(whole, optimizers, exact=self._options.exact, sharded=shard is not None)
+        sharded, measured = shard is not None, self._options.measures_noise
+        check_sparse(whole, optimizers, exact=self._options.exact, sharded=sharded, measured=measured)
         check_parameters(whole, optimizers)
         take_from_others(whole)
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)
@@ -176,8 +177,11 @@ class Job(JobCollectives):
         if shard is not None:
             session, plan = builder.sharded(state, models, shard, shard_size, scaler)
         else:
-            session, plan = builder.session(state, scaler)
+            session, plan = builder.session(state, scaler, batch)
         session.loader = builder.loader(loaders, session, batch, plan, state)
+        if session.noise is not None:
+            noise = session.noise
+            self._member.reporter.noise_scale = lambda: noise.averages.noise_scale
         prepared = PreparedObjects(models, optimizers, schedulers, scaler)
         prepared.guard(session, partial(self._at_lr, batch) if batch.bounds else None)
         prepared.watch(session, whole, sharded=shard is not None)
@@ -256,18 +260,21 @@ class Job(JobCollectives):
             session.finish()
 
     def steps(self, count: int) -> Iterator[Any]:
-        """Yield the batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
+        """Yield the batches, epoch after epoch, until `count` global steps are applied: in place of both loops.
+
+        With `scale_lr="adascale"`: until steps are applied that are worth `count` steps of `global_batch_size`.
+        """
         session = self._prepared
         assert self._state is not None
         self._state.totals = Totals(-1, count)
-        self._start(total_steps=count, last_step=count)
-        if session.position.step >= count:
+        self._start(total_steps=None if session.counts_gain else count, last_step=count)
+        if session.has_trained(count):
             _log.warning("%d steps are trained already: nothing to do (a new job starts from the beginning)", count)
         while not session.finished:
-            while session.position.step < count:
+            while not session.has_trained(count):
                 epoch = session.position.epoch
                 yield from session.loader
-                if session.position.step < count:
+                if not session.has_trained(count):
                     session.leave_epoch(epoch)
             session.finish()
 
@@ -394,7 +401,9 @@ class Job(JobCollectives):
     @contextmanager
     def _at_lr(self, batch: GlobalBatch, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Set the learning rates that suit the size, while the optimizer steps; schedulers see those of the script."""
-        factor = batch.lr_factor(self.world_size)
+        noise = self._prepared.noise
+        gain = 1.0 if noise is None else noise.gain
+        factor = batch.lr_factor(self.world_size, gain, normalizes=normalizes(optimizer))
         if factor == 1.0:
             yield
             return

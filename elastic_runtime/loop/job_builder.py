@@ -18,6 +18,7 @@ from elastic_runtime.plan.batch_sizes import GlobalBatch, MicroBatchLimit
 from elastic_runtime.plan.batches import lockstep_batches, shard_batches
 from elastic_runtime.process.device_memory import MemoryFollower
 from elastic_runtime.reduction.buffers import FollowedBuffers
+from elastic_runtime.reduction.gradient_noise import GradientNoise
 from elastic_runtime.reduction.step_modes import ExactMode, FastMode, Mode, numerics
 from elastic_runtime.state.kept_gradients import KeptGradients
 from elastic_runtime.torch_internals.modules import uncompiled
@@ -38,22 +39,27 @@ class JobBuilder:
     def __init__(self, options: TrainingOptions, member: Member, memory_dir: str) -> None:
         self._options, self._member, self._memory_dir = options, member, memory_dir
 
-    def session(self, state: TrainingState, scaler: torch.amp.GradScaler | None) -> tuple[Session, Plan]:
+    def session(
+        self, state: TrainingState, scaler: torch.amp.GradScaler | None, batch: GlobalBatch
+    ) -> tuple[Session, Plan]:
         """Return the session of replicated models, and the function that splits a step."""
         options, streams = self._options, self._member.streams
+        noise = GradientNoise(batch.samples) if options.measures_noise else None
+        norms = noise.parts if noise else None
+        state.noise = noise
         buffers = state.transient = FollowedBuffers([state.model])
         directory = self._memory_dir
         if options.exact:
             state.numerics = numerics()
-            mode: Mode = ExactMode(state, buffers, streams, options.seed)
+            mode: Mode = ExactMode(state, buffers, streams, options.seed, norms)
             state.kept_gradients = KeptGradients(mode.reducer, state.parameters)
-            session = self._of(state, mode, scaler, None, MemoryFollower(directory, None))
+            session = self._of(state, mode, scaler, None, MemoryFollower(directory, None), noise)
             return session, partial(shard_batches, shards=options.shards)
         allowed = options.max_batch_per_gpu
         limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
-        mode = FastMode(state, buffers, streams)
+        mode = FastMode(state, buffers, streams, norms)
         state.kept_gradients = KeptGradients(mode.reducer, state.parameters)
-        return self._of(state, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
+        return self._of(state, mode, scaler, limit, MemoryFollower(directory, limit), noise), limit.plan
 
     def sharded(
         self,
@@ -90,9 +96,12 @@ class JobBuilder:
         scaler: torch.amp.GradScaler | None,
         limit: MicroBatchLimit | None,
         memory: MemoryFollower,
+        noise: GradientNoise | None = None,
     ) -> Session:
-        step = GlobalStep(state, self._member, mode, scaler, limit, memory)
-        return Session(state, self._member, mode, memory, step)
+        step = GlobalStep(state, self._member, mode, scaler, limit, memory, noise)
+        session = Session(state, self._member, mode, memory, step)
+        session.counts_gain = self._options.adascale
+        return session
 
     def loader(
         self, loaders: list[DataLoader[Any]], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
@@ -101,6 +110,7 @@ class JobBuilder:
         seed, exact = self._options.seed, self._options.exact
         loader, *others = loaders
         state.split = f"global_batch_size={batch.samples}, scale_batch={batch.bounds}"
+        state.split += f", scale_lr={batch.rule}, noise_scale" if state.noise else ""
         if others:
             check_seconds(loader, batch)
         if not isinstance(loader.dataset, IterableDataset):

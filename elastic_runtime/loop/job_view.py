@@ -60,6 +60,26 @@ class JobView:
         return self._prepared.steps_before
 
     @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples (McCandlish et al., 2018), the same on all workers; None while it is
+        unknown, and without `noise_scale=True`. It is measured in steps of at least two micro-batches.
+        """
+        noise = self._prepared.noise
+        return noise.averages.noise_scale if noise else None
+
+    @property
+    def gain(self) -> float:
+        """How many steps of `global_batch_size` the newest step is worth (AdaScale); 1 if that is not measured."""
+        noise = self._prepared.noise
+        return noise.gain if noise else 1.0
+
+    @property
+    def scaled_steps(self) -> float:
+        """The sum of the gains of the steps applied so far: what `job.step` counts, if that is not measured."""
+        noise = self._prepared.noise
+        return noise.scaled_steps if noise else float(self.step)
+
+    @property
     def applied(self) -> bool:
         """Whether this iteration completes a global step, so that the optimizer acts in it."""
         return self._prepared.applied

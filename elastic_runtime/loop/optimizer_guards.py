@@ -16,6 +16,7 @@ import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elastic_runtime.errors import LoopError, UsageError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    import torch
     from torch.utils.hooks import RemovableHandle
 
     from elastic_runtime.loop.session import Session
@@ -74,8 +74,11 @@ def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
         )
 
 
-def guard_class(target: object, methods: tuple[str, ...], may_act: Callable[[], bool]) -> None:
-    """Guard an object whose `state_dict()` is its `__dict__`, such as a scheduler, by a subclass of its class."""
+def guard_class(target: object, methods: tuple[str, ...], may_act: Callable[[], int]) -> None:
+    """Guard an object whose `state_dict()` is its `__dict__`, such as a scheduler, by a subclass of its class.
+
+    `may_act()`: how often the method acts in one call without arguments; with some it acts once, unless that is 0.
+    """
     kind = type(target)
     namespace: dict[str, Any] = {
         name: _guarded(getattr(kind, name), may_act) for name in methods if hasattr(kind, name)
@@ -97,12 +100,15 @@ def _reduce_plain(self: object, kind: Any, protocol: Any) -> Any:
     return (make, tuple(kind if argument is guarded else argument for argument in arguments), *rest)
 
 
-def _guarded(original: Callable[..., Any], may_act: Callable[[], bool]) -> Callable[..., Any]:
+def _guarded(original: Callable[..., Any], may_act: Callable[[], int]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(self: object, *args: object, **kwargs: object) -> Any:
-        if not may_act():
+        times = int(may_act())
+        if not times:
             return None
         try:
+            for _ in range(times - 1 if not args and not kwargs else 0):
+                original(self)
             return original(self, *args, **kwargs)
         except AssertionError as error:
             if "No inf checks" in str(error):
@@ -110,6 +116,12 @@ def _guarded(original: Callable[..., Any], may_act: Callable[[], bool]) -> Calla
             raise
 
     return guarded
+
+
+def normalizes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its steps do not grow with the gradients, as those of Adam and its relatives."""
+    kinds = (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adafactor)
+    return isinstance(optimizer, kinds) or "betas" in optimizer.defaults
 
 
 _NO_GRADIENTS = (

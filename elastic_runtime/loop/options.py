@@ -22,6 +22,7 @@ class TrainingOptions:
     shards: int = 8
     scale_batch: tuple[int, int] | None = None
     scale_lr: str = "linear"
+    noise_scale: bool = False
     checkpoint_every_s: float = 300.0
     keep_checkpoints: int = 2
     progress: bool | None = None
@@ -30,7 +31,12 @@ class TrainingOptions:
         if self.reduction not in REDUCTIONS:
             raise SettingsError(f"reduction is {self.reduction!r}, but it must be 'fast' or 'exact'")
         if self.scale_lr not in LR_RULES:
-            raise SettingsError(f"scale_lr is {self.scale_lr!r}, but it must be 'linear', 'sqrt' or 'none'")
+            raise SettingsError(f"scale_lr is {self.scale_lr!r}, but it must be 'linear', 'sqrt', 'adascale' or 'none'")
+        if self.adascale and self.scale_batch is None:
+            raise SettingsError(
+                "scale_lr='adascale' follows a batch that grows with the job: give scale_batch=(least, most) as well, "
+                "or leave it out"
+            )
         if self.scale_batch is not None:
             self._check_scale(*self.scale_batch)
         if self.global_batch_size is not None:
@@ -40,6 +46,16 @@ class TrainingOptions:
     def exact(self) -> bool:
         """Whether the result is to be the same to the bit at every size."""
         return self.reduction == "exact"
+
+    @property
+    def adascale(self) -> bool:
+        """Whether the gain of the batch scales the learning rate, and counts the steps."""
+        return self.scale_lr == "adascale"
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the noise of the gradients is measured."""
+        return self.noise_scale or self.adascale
 
     @property
     def reduction_text(self) -> str:
@@ -74,6 +90,11 @@ class TrainingOptions:
             raise SettingsError(
                 "shard= and max_batch_per_gpu='auto' exclude each other: all workers have to iterate in step, and none "
                 "can cut its share by itself; give a number"
+            )
+        if self.measures_noise:
+            raise SettingsError(
+                "noise_scale=True (or scale_lr='adascale') and shard= exclude each other: FSDP sums the gradients "
+                "within the backward pass, where one worker's own are not to be seen; leave it out"
             )
         if scaled:
             raise SettingsError(

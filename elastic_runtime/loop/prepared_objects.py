@@ -45,7 +45,7 @@ class PreparedObjects:
             within = partial(around, each) if around else None
             guard_method(each, "step", session.may_step, within, session.closure_steps.step)
         for part in self.schedulers:
-            guard_class(part, ("step",), session.may_act)
+            guard_class(part, ("step",), session.schedule_steps)
         if self.scaler is not None:
             guard_class(self.scaler, ("update", "unscale_"), session.may_act)
             guard_class(self.scaler, ("step",), session.may_scale)
@@ -69,5 +69,5 @@ def take_schedulers(session: Session, state: TrainingState) -> None:
     for index, scheduler in find_schedulers(optimizers, [part for _, part in parts]):
         parts.append((f"scheduler of optimizer{index + 1}", scheduler))
         session.compare(scheduler)
-        guard_class(scheduler, ("step",), session.may_act)
+        guard_class(scheduler, ("step",), session.schedule_steps)
         _log.info("%s was not given to prepare, and is carried along", type(scheduler).__name__)

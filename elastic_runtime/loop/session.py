@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.plan.position import Position
     from elastic_runtime.process.device_memory import MemoryFollower
+    from elastic_runtime.reduction.gradient_noise import GradientNoise
     from elastic_runtime.reduction.step_modes import Mode
     from elastic_runtime.state.training_state import TrainingState
     from elastic_runtime.validation.new_parameters import NewParameters
@@ -48,6 +49,7 @@ class Session(StepCalls):
     warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
     passive = False  # the script runs again what others have run, and nothing acts
     whole_epochs = False  # in a rehearsal, too: another loop counts their steps
+    counts_gain = False  # steps are counted, and schedules advance, by the gain of the batch
     structure: NewParameters | None = None  # what model and optimizers consist of; None: not watched
 
     def __init__(
@@ -56,7 +58,7 @@ class Session(StepCalls):
         super().__init__(step)
         self._state, self._member, self._mode, self._memory = state, member, mode, memory
         self._total_steps: int | None = None
-        self.last_step: int | None = None
+        self._wanted_steps: int | None = None
         self.started = self.finished = False
         self.released = False
         self._went_back = False  # it is an earlier one, from which the next iteration continues
@@ -82,6 +84,24 @@ class Session(StepCalls):
     def position(self) -> Position:
         """The position of the training."""
         return self._state.position
+
+    @property
+    def noise(self) -> GradientNoise | None:
+        """The noise of the gradients; None: it is not measured."""
+        return self._step.noise
+
+    def has_trained(self, count: int) -> bool:
+        """Return whether `count` steps of `global_batch_size` are trained, or steps that are worth as much."""
+        if self.counts_gain and self.noise is not None:
+            return self.noise.scaled_steps >= count
+        return self.position.step >= count
+
+    @property
+    def last_step(self) -> int | None:
+        """The step after which the training ends; None: it ends otherwise, or that is not known yet."""
+        if self._wanted_steps is None or not self.counts_gain:
+            return self._wanted_steps
+        return self.position.step if self.has_trained(self._wanted_steps) else None
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
@@ -135,6 +155,14 @@ class Session(StepCalls):
             self._member.stable_state.end()
         return not self.catching_up and (self._step.micro is None or self._step.state in ACTING)
 
+    def schedule_steps(self) -> int:
+        """Return by how many steps a schedule advances now, in a call of its `step()`."""
+        if not self.may_act():
+            return 0
+        if not self.counts_gain or self.noise is None or self.released or self._step.state in BETWEEN:
+            return 1
+        return self.noise.ticks
+
     def may_step(self) -> bool:
         """Return whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
         may = self.may_act()
@@ -163,7 +191,7 @@ class Session(StepCalls):
         synchronize([self._state.model], self)
         self._mode.reducer.attach()
         self._member.check_state(self._state)
-        self._total_steps, self.last_step = total_steps, last_step
+        self._total_steps, self._wanted_steps = total_steps, last_step
         if self._member.coordinated and not self.started:
             self.loader.start_processes()
             self._state.sample_checksum = self.loader.sample_checksum()
@@ -199,7 +227,7 @@ class Session(StepCalls):
     @property
     def _keeps_epochs(self) -> bool:
         """Whether a worker may enter an epoch of the script's in its middle."""
-        return self._member.awaited and self.last_step is None
+        return self._member.awaited and self._wanted_steps is None
 
     def begin_epoch(self) -> None:
         """Begin the script's next epoch, or one again that others, or a checkpoint, have begun."""
@@ -341,7 +369,8 @@ class Session(StepCalls):
         self._member.save_if_due(self._state)
         if not self.loader.has_more(self.position):
             self._remember()
-            return True  # a joiner should begin with a whole epoch: the switch waits for it
+            # a joiner should begin with a whole epoch: the switch waits for it
+            return not self.counts_gain or self.last_step is None  # else what was planned to follow does not
         changed |= self._memory.follow()
         changed |= self._change_membership()
         self._remember()

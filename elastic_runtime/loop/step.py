@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.errors import CollectiveError, LoopError, UsageError
 from elastic_runtime.loop.passes import SummedPasses
 from elastic_runtime.loop.row_gather import RowGather
 from elastic_runtime.loop.step_states import (
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from elastic_runtime.plan.batch_sizes import MicroBatchLimit
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.process.device_memory import MemoryFollower
+    from elastic_runtime.reduction.gradient_noise import GradientNoise
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
 
@@ -50,6 +51,10 @@ class Observer(Protocol):
 
 _CHECKSUM_OF_PASS = (11, 7)
 """By whether it is its iteration's last: workers in different passes of a step do not add up to one checksum."""
+_UNMEASURED = (
+    "{} excludes noise_scale=True (and scale_lr='adascale'), which compare the mean gradients of parts of a batch, in "
+    "one backward pass each; leave that option out, or call job.backward with a mean, once in each iteration"
+)
 _RETRYABLE = OPEN | {StepState.COMPUTED, StepState.REPEATED}
 
 
@@ -68,7 +73,9 @@ class GlobalStep:
         scaler: torch.amp.GradScaler | None,
         limit: MicroBatchLimit | None,
         memory: MemoryFollower,
+        noise: GradientNoise | None = None,
     ) -> None:
+        self.noise = noise
         self._training, self._member, self._mode, self._scaler = state, member, mode, scaler
         self._limit, self._memory = limit, memory
         self.state = StepState.BETWEEN_STEPS
@@ -142,8 +149,12 @@ class GlobalStep:
         if more:
             self._earlier.check(micro, self._mode, first=self.first, evaluation=evaluation)
         self._losses.check(loss)
+        if self.noise and (more or loss.reduction == "sum"):
+            raise UsageError(_UNMEASURED.format("job.backward(more=True)" if more else "a loss that is a sum"))
         begun = self._begin_pass(micro, last=not more)
         factor = self._losses.factor(micro, loss, passive=self._mode.reducer.passive)
+        if self.noise:
+            self.noise.parts.count(factor)
         if evaluation:
             begun.loss = factor * float(loss.value.detach())
         if self._scales_late:
@@ -193,11 +204,15 @@ class GlobalStep:
         self._end_pass(begun)
         if self.state in COMPLETE and self._mode.reducer.empty:
             self._change(StepTrigger.SKIPPED)
+            if self.noise:
+                self.noise.drop()
 
     def gather_batch(self, rows: torch.Tensor, largest_share: int) -> torch.Tensor:
         """Return the rows of all workers in this step; zeros in an iteration whose results are dropped."""
         if self.micro is None or not (self.state in OPEN or self.state is StepState.REPEATED):
             raise LoopError("job.gather_batch comes in an iteration of the prepared loader's loop, before job.backward")
+        if self.noise:
+            raise UsageError(_UNMEASURED.format("job.gather_batch"))
         if self.state is StepState.REPEATED:
             return rows.new_zeros((self.micro.step_samples, *rows.shape[1:]))
         return self._rows.whole(rows, self.micro, largest_share)
@@ -264,12 +279,16 @@ class GlobalStep:
         applied = self.state in {StepState.APPLIED, StepState.TAKEN_OVER}
         self._unapplied.note(None if applied else self._training.position.step)
         self._earlier.forget()
+        if self.noise:
+            self.noise.commit()
 
     def revert(self) -> None:
         """Return to the step's beginning; the iteration is repeated."""
         self._mode.reducer.abandon()
         self._earlier.restore()
         self._mode.restore()
+        if self.noise:
+            self.noise.drop()
         self._change(StepTrigger.REVERTED)
         free_cache()  # it may not have fitted
 
@@ -364,6 +383,8 @@ class GlobalStep:
         self._samples += micro.size
         self._earlier.set_aside()
         self._pass = Pass(micro, first, last, self._rows)
+        if self.noise:
+            self.noise.parts.begin(first=first)
         self._mode.reducer.begin_pass(self._member.group, self._pass)
         return self._pass
 
@@ -394,6 +415,8 @@ class GlobalStep:
             return
         member.reporter.clock.summed(mode.metadata.busy_s / workers)
         self._distribute(factor)
+        if self.noise:
+            self._measure(self.noise, micro.step_samples, factor)
         if self.observer:
             self.observer.summed()
         if self._training.kept_gradients:
@@ -405,6 +428,12 @@ class GlobalStep:
         member.reporter.note_step(micro.step_samples, workers)
         if agreed:
             self.agreed = vote
+
+    def _measure(self, noise: GradientNoise, samples: int, factor: float) -> None:
+        """Add this step's norms to the averages: before optimizers act, and before the script clips."""
+        scaler, measured = self._scaler, noise.parts.parts > 1
+        scale = scaler.get_scale() if measured and scaler is not None else 1.0
+        noise.add(samples, self._mode.reducer.summed_square() if measured else 0.0, scale, factor)
 
     def _distribute(self, factor: float) -> None:
         self._mode.reducer.distribute(factor)

@@ -2,7 +2,8 @@
 
 `GlobalBatch` follows the number of workers where it is asked to, and the learning rate follows it: linearly (Goyal et
 al., "Accurate, Large Minibatch SGD", 2017) or by the square root (Krizhevsky, "One weird trick", 2014), which suits
-optimizers that normalise their steps, like Adam. `MicroBatchLimit` follows the memory.
+optimizers that normalise their steps, like Adam; or by the gain that is measured
+(`reduction.gradient_noise`). `MicroBatchLimit` follows the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from elastic_runtime.plan.batches import micro_batches
 if TYPE_CHECKING:
     from elastic_runtime.plan.batches import MicroBatch
 
-LR_RULES = ("linear", "sqrt", "none")
+LR_RULES = ("linear", "sqrt", "adascale", "none")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,15 @@ class GlobalBatch:
             return self.samples
         return min(max(self.per_worker * world_size, self.bounds[0]), self.bounds[1])
 
-    def lr_factor(self, world_size: int) -> float:
-        """Return the factor of the learning rate, which was chosen for `samples`, with `world_size` workers."""
+    def lr_factor(self, world_size: int, gain: float = 1.0, *, normalizes: bool = False) -> float:
+        """Return the factor of the learning rate, which was chosen for `samples`, with `world_size` workers.
+
+        `gain`: the measured one; `normalizes`: the optimizer divides by the size of the gradients, as Adam does.
+        """
         if self.rule == "none":
             return 1.0
+        if self.rule == "adascale":
+            return math.sqrt(gain) if normalizes else gain
         ratio = self.at(world_size) / self.samples
         return math.sqrt(ratio) if self.rule == "sqrt" else ratio
 

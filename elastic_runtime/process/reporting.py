@@ -42,6 +42,8 @@ class Reporter:
         self._metrics: dict[str, float] = {}
         self._listeners: dict[str, list[Callable[[dict[str, Any]], None]]] = {}
         self._workers, self._samples, self._since = 0, 0, 0.0  # since the last change of the size
+        self._batch = 0  # the samples of the largest step since then
+        self.noise_scale: Callable[[], float | None] = lambda: None
         self.checkpoint_at: float | None = None
         self._shown = shown
         self.listen("resize", shown.resized)
@@ -86,9 +88,10 @@ class Reporter:
     def note_step(self, samples: int, workers: int) -> None:
         """Count a step of `samples` samples with `workers` workers. The first one after a resize starts the clock."""
         if workers != self._workers:
-            self._workers, self._samples, self._since = workers, 0, time.monotonic()
+            self._workers, self._samples, self._since, self._batch = workers, 0, time.monotonic(), samples
         else:
             self._samples += samples
+            self._batch = max(self._batch, samples)
 
     def times(self, step: int, workers: int, *, force: bool = False) -> None:
         """Report this worker's step times, at most every TIMES_EVERY_S seconds unless `force`."""
@@ -130,6 +133,8 @@ class Reporter:
             throughput=self._throughput(),
             step_ms=None if self._times is None else self._times.step_ms,
             workers=self._workers or None,
+            batch_size=self._batch or None,
+            noise_scale=self.noise_scale(),
         )
 
 

@@ -111,6 +111,8 @@ class ExactReducer(BucketReducer):
         self._row(row)
         views = [self._views[row, slot] for slot in bucket.arrived]
         gradients, bucket.gradients = bucket.gradients, []
+        if self.norms is not None:
+            self.norms.add(gradients, 1.0)
         if straight and views:
             torch._foreach_add_(views, gradients)
         elif views:

@@ -16,6 +16,7 @@ import torch
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.reduction.backward_pass import NO_PASS, Pass
 from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
+from elastic_runtime.reduction.gradient_noise import squared_norm
 from elastic_runtime.reduction.sparse_rows import add_rows, check_kind, sum_rows
 from elastic_runtime.state.kept_gradients import with_gradient
 from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from elastic_runtime.membership.process_group import Group, Pending
+    from elastic_runtime.reduction.gradient_noise import PartNorms
 
 
 class GradientReducer:
@@ -31,11 +33,12 @@ class GradientReducer:
 
     `current`: the backward pass in force; gradients that arrive while it does not run are strays. `on_stray`: called
     with the parameter's name then, and the gradient stays where it is. `passive`: nothing is done to this step's
-    gradients, and `factor` is 1.
+    gradients, and `factor` is 1. `norms`: gets each micro-batch's gradients, if the training measures their noise.
     """
 
     current = NO_PASS
     passive = False
+    norms: PartNorms | None = None
 
     def __init__(self) -> None:
         self.on_stray: Callable[[str], None] = lambda _name: None
@@ -84,6 +87,10 @@ class GradientReducer:
 
     def distribute(self, factor: float) -> None:
         """Set every `grad` to `factor` times the sum over all workers, or to None if no worker has one."""
+        raise NotImplementedError
+
+    def summed_square(self) -> float:
+        """Return the squared norm of the gradients that `distribute` has set."""
         raise NotImplementedError
 
     def abandon(self) -> None:
@@ -139,6 +146,10 @@ class BucketReducer(GradientReducer):
     def empty(self) -> bool:
         """Whether all workers have skipped the whole step that was summed, in which this one skipped its part."""
         return self.passive or self._layout.empty
+
+    def summed_square(self) -> float:
+        """Return the squared norm of the sums in the buckets, which no type of a parameter has rounded."""
+        return squared_norm([slot.view for slot in self._layout.slots])
 
     def begin_pass(self, group: Group | None, begun: Pass) -> None:
         """Begin a micro-batch's pass. The gradients of padding count for nothing."""
@@ -295,6 +306,8 @@ class FastReducer(BucketReducer):
         """Write the bucket's gradients into it: copied if they are the step's first, else added."""
         step, scale, padding = self._layout.step, self.current.scale, self.current.micro.padding
         gradients, bucket.gradients = bucket.gradients, []
+        if self.norms is not None:
+            self.norms.add(gradients, scale)
         pairs = list(zip(bucket.arrived, gradients, strict=True))
         fresh = [(slot.view, gradient) for slot, gradient in pairs if slot.touched != step]
         more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not padding]

@@ -15,6 +15,7 @@ from elastic_runtime.validation.agreement import MARKS, Agreement
 if TYPE_CHECKING:
     from elastic_runtime.membership.process_group import Group
     from elastic_runtime.reduction.buffers import FollowedBuffers
+    from elastic_runtime.reduction.gradient_noise import PartNorms
 
 _HEAD = 9 + MARKS
 _BASE = 1 << 20
@@ -48,11 +49,14 @@ class StepMetadata:
     other votes have both. The same shows whether all workers are at one step.
     """
 
-    def __init__(self, buffers: FollowedBuffers, agreement: Agreement | None = None) -> None:
-        self._buffers = buffers
+    def __init__(
+        self, buffers: FollowedBuffers, agreement: Agreement | None = None, norms: PartNorms | None = None
+    ) -> None:
+        self._buffers, self._norms = buffers, norms
         self.agreement = self._agreement = agreement or Agreement()
         self._before_buffers = _HEAD + self._agreement.size
-        self.size = self._before_buffers + buffers.size
+        self._before_norms = self._before_buffers + buffers.size
+        self.size = self._before_norms + (norms.size if norms else 0)
         self._share = Share(0)
         self._numbers = array("d", [0.0] * _HEAD)
         self._values = torch.frombuffer(self._numbers, dtype=torch.float64)  # the same memory
@@ -72,7 +76,9 @@ class StepMetadata:
         if self._agreement.size:
             self._agreement.fill(section[_HEAD : self._before_buffers], share.step, leader=leader)
         if self._buffers.size:
-            self._buffers.fill(section[self._before_buffers :], leader=leader)
+            self._buffers.fill(section[self._before_buffers : self._before_norms], leader=leader)
+        if self._norms:
+            self._norms.fill(section[self._before_norms :])
 
     def take_alone(self, share: Share, samples: int) -> bool:
         """Read the sums of one worker, which are its own numbers, as `take` does."""
@@ -80,6 +86,8 @@ class StepMetadata:
         self._share, self.weight, self.busy_s, self.loss = share, share.weight, share.busy_s, share.loss
         if self._agreement.size:
             self._agreement.train_alone()
+        if self._norms:
+            self._norms.take_alone()
         return share.vote > 0
 
     def take(
@@ -105,7 +113,9 @@ class StepMetadata:
         if self._agreement.size and workers > 1:
             self._agreement.check(marks, section[_HEAD : self._before_buffers], self._share.step, workers, group)
         if not keeps and self._buffers.size:
-            self._buffers.take(section[self._before_buffers :])
+            self._buffers.take(section[self._before_buffers : self._before_norms])
+        if self._norms:
+            self._norms.take(section[self._before_norms :])
         vote = self._share.vote
         return vote > 0 and _unanimous(vote, votes, vote_squares, workers)
 

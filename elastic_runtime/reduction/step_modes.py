@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from elastic_runtime.membership.process_group import Group
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.reduction.buffers import FollowedBuffers
+    from elastic_runtime.reduction.gradient_noise import PartNorms
     from elastic_runtime.reduction.gradients import GradientReducer
     from elastic_runtime.reduction.step_metadata import Share
     from elastic_runtime.state.random_streams import RandomStreams
@@ -59,13 +60,15 @@ class Mode:
         streams: RandomStreams,
         make_reducer: Callable[[int], GradientReducer],
         agreement: Agreement | None = None,
+        norms: PartNorms | None = None,
     ) -> None:
         """Make the reducer: `make_reducer` gets the number of values in the metadata."""
         self.buffers = self._buffers = buffers
         self._streams = streams
-        self.metadata = StepMetadata(buffers, agreement)
+        self.metadata = StepMetadata(buffers, agreement, norms)
         self._alone: Share | None = None  # what one worker adds to its own sums
         self.reducer = make_reducer(self.metadata.size)
+        self.reducer.norms = norms
 
     def remember(self) -> None:
         """Save what a repeated step begins with; called before the step's data are fetched."""
@@ -117,9 +120,15 @@ class FastMode(Mode):
 
     name = "fast"
 
-    def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        buffers: FollowedBuffers,
+        streams: RandomStreams,
+        norms: PartNorms | None = None,
+    ) -> None:
         reducer = partial(FastReducer, state.parameters(), sparse=sparse_parameters(state.model))
-        super().__init__(buffers, streams, reducer, agreement_of(state))
+        super().__init__(buffers, streams, reducer, agreement_of(state), norms)
 
 
 class ExactMode(Mode):
@@ -127,8 +136,15 @@ class ExactMode(Mode):
 
     name = "exact"
 
-    def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams, seed: int) -> None:
-        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()), agreement_of(state))
+    def __init__(
+        self,
+        state: TrainingState,
+        buffers: FollowedBuffers,
+        streams: RandomStreams,
+        seed: int,
+        norms: PartNorms | None = None,
+    ) -> None:
+        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()), agreement_of(state), norms)
         self._seed = seed
         use_deterministic_algorithms()
 

@@ -69,6 +69,7 @@ class TrainingState:
     sample_checksum: int = 0  # of a few samples; 0: unknown, or different each time they are read
     transient: Transient | None = None  # of the buffers that a state_dict leaves out
     kept_gradients: KeptGradients | None = None
+    noise: Stateful | None = None  # of the gradients; None: it is not measured
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
     round_is_shared: bool = True  # and all others come to it, since the last loss of a sharded training
@@ -97,6 +98,7 @@ class TrainingState:
             "transient": self.transient.transient() if self.transient else {},
             "zero_gradients": self.kept_gradients.names() if self.kept_gradients else [],
             "gradients_cleared": self.kept_gradients is not None and self.kept_gradients.cleared,
+            "noise": self.noise.state_dict() if self.noise else None,
             "epoch_start": self.epoch_start,
             "laid_out": True,
         }
@@ -131,6 +133,8 @@ class TrainingState:
         if self.kept_gradients:
             self.kept_gradients.load(state.get("zero_gradients", ()), self.model)
         self.position = Position(*state["position"])
+        if self.noise:  # a training that did not measure it has steps of a gain of 1
+            self.noise.load_state_dict(state.get("noise") or {"scaled_steps": float(self.position.step)})
         self.epoch_start, self.resumed = state.get("epoch_start"), True
 
     def check(self, state: dict[str, Any]) -> None:

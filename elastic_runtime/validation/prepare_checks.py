@@ -78,10 +78,18 @@ def check_embeddings(model: torch.nn.Module) -> None:
 
 
 def check_sparse(
-    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *, exact: bool, sharded: bool
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *, exact: bool, sharded: bool, measured: bool
 ) -> None:
-    """UsageError for sparse gradients if they cannot be summed, or an optimizer keeps a sparse state of them."""
+    """UsageError for sparse gradients if they cannot be summed, or an optimizer keeps a sparse state of them.
+
+    `measured`: the noise of the gradients is estimated, for which rows are not added up.
+    """
     sparse = sparse_parameters(model)
+    if sparse and measured:
+        raise UsageError(
+            "the model has an embedding with sparse=True, whose gradients noise_scale=True and scale_lr='adascale' "
+            "do not measure; leave sparse=True or that option out"
+        )
     if sparse and (exact or sharded):
         raise UsageError(
             "the model has an embedding with sparse=True, whose gradients are summed with reduction='fast' only, "
