@@ -203,7 +203,7 @@ def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[st
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Distribution())
+    config.pluginmanager.register(Distribution(config))
     config.pluginmanager.register(Reporting())
 
 
