@@ -38,7 +38,6 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], 
 settings.register_profile("random", UNTIMED)
 settings.register_profile("untimed", UNTIMED, derandomize=True)
 settings.load_profile("untimed")
-LONG_FILES = {"test_release_images.py", "test_training_under_attack.py"}
 
 forked.preload("tests.programs", "kfp_gpuquota.cluster.local.daemon")
 
@@ -205,11 +204,6 @@ def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[st
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Distribution(config))
     config.pluginmanager.register(Reporting())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with files whose tests take minutes: at the end, the other processes would wait for one of them."""
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.hookimpl(trylast=True)

@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 
 FILE = "groups_file"
 WITH_CONTROL_PLANE = "tests/kubernetes/"
+LONG_FILES = {
+    "test_chart.py",
+    "test_coordinator_attack.py",
+    "test_elastic_job.py",
+    "test_examples.py",
+    "test_failover.py",
+    "test_generated.py",
+    "test_training_under_attack.py",
+    "test_two_versions.py",
+    "test_walkthrough.py",
+}
+"""With a test of more than half a minute: they go first, or the other workers would wait for one of them at the end."""
 
 
 class Groups(LoadScopeScheduling):  # type: ignore[misc]
@@ -105,7 +117,7 @@ class Distribution:
         """Mix the modules of all folders, in a worker; each in the same way."""
         if FILE in getattr(config, "workerinput", {}):
             position = mixed([item.nodeid for item in items])
-            items.sort(key=lambda item: position[module_of(item.nodeid)])
+            items.sort(key=lambda item: (item.path.name not in LONG_FILES, position[module_of(item.nodeid)]))
 
     @pytest.hookimpl(tryfirst=True)  # before xdist sends what was collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
