@@ -64,7 +64,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 3600
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
 	CHURN_SECONDS=3600 CHURN_PER_SECOND=20 $(BIN)/python -m pytest -n 0 tests/kubernetes/test_churn.py
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' tests/api tests/membership tests/scheduler
+	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' --timeout 7200 tests/api tests/membership tests/scheduler
 	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m slow --timeout 7200 tests/server/test_fuzz.py \
 	  $(SOAKED:%=tests/kubernetes/test_%.py)
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py

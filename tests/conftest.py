@@ -38,7 +38,6 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], 
 settings.register_profile("random", UNTIMED)
 settings.register_profile("untimed", UNTIMED, derandomize=True)
 settings.load_profile("untimed")
-LONG_FILES = {"test_release_images.py", "test_training_under_attack.py"}
 
 forked.preload("tests.programs", "kfp_gpuquota.cluster.local.daemon")
 
@@ -203,13 +202,8 @@ def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[st
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Distribution())
+    config.pluginmanager.register(Distribution(config))
     config.pluginmanager.register(Reporting())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with files whose tests take minutes: at the end, the other processes would wait for one of them."""
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.hookimpl(trylast=True)
@@ -226,5 +220,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=20, help="simulated workers that outlive failovers")
     parser.addoption("--failovers", type=int, default=7, help="how many kinds of failovers, of 7")
     parser.addoption("--away", type=float, default=8.0, help="seconds for which the API server is away")
-    parser.addoption("--histories", default="0:500", help="seeds of the simulated histories, from:to")
+    parser.addoption("--histories", default="0:150", help="seeds of the simulated histories, from:to")
     parser.addoption("--seeds", default="1,2,3", help="seeds of the random histories, separated by commas")

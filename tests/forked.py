@@ -2,19 +2,23 @@
 
 A new interpreter spends a second of CPU on imports, with torch three, and the suite starts hundreds of programs. A
 forked process has memory, signals and an exit code of its own; /proc/PID/cmdline and environ are those of the server.
+
+All workers of pytest-xdist use one server (`share`): its imports take ten seconds of CPU and half a gigabyte.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +38,40 @@ def preload(*modules: str) -> None:
     """Let the server import these modules; for modules of tests to call, before the first process starts the server."""
     _preloaded.extend(name for name in modules if name not in _preloaded)
     context.set_forkserver_preload([*_preloaded, LAST])
+
+
+def share(folder: Path) -> None:
+    """Use one server with all processes that call this with the same folder; the first program starts it.
+
+    Each holds the write end of a pipe, as multiprocessing does for a server of its own: it exits with the last of them.
+    """
+    server: Any = forkserver._forkserver
+    pipe, environment = folder / "running", dict(os.environ)
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(pipe)
+    server._forkserver_alive_fd = os.open(pipe, os.O_RDWR)
+    server._forkserver_address = str(folder / "server")
+
+    def ensure_running() -> None:
+        resource_tracker.ensure_running()
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "server").exists():
+                _start_server(folder / "server", pipe, environment)
+
+    server.ensure_running = ensure_running
+
+
+def _start_server(address: Path, pipe: Path, environment: dict[str, str]) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        reading = os.open(pipe, os.O_RDONLY)
+        given = (listener.fileno(), reading)
+        code = "from multiprocessing.forkserver import main; "
+        code += f"main({given[0]}, {given[1]}, {[*_preloaded, LAST]!r}, sys_path={sys.path!r})"
+        subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=given)
+        os.close(reading)
 
 
 @dataclass(frozen=True)

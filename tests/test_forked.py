@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.polling import TIMEOUT_S
+from tools.devcluster import processes
 
 forked.preload("tests.test_forked")
 
@@ -20,6 +23,21 @@ def report(arguments: list[str]) -> int:
     sys.stdout.write(f"{arguments} {dict(os.environ)} {Path.cwd()}")
     sys.stderr.write("done")
     return 3
+
+
+def parent(arguments: list[str]) -> None:
+    sys.stdout.write(f"{os.getppid()}")
+
+
+SHARING = """
+import pathlib, sys
+from tests import forked, test_forked
+
+forked.share(pathlib.Path(sys.argv[1]))
+input()
+print(forked.run(test_forked.parent).stdout, flush=True)
+input()
+"""
 
 
 def stay(arguments: list[str]) -> None:
@@ -45,6 +63,21 @@ def test_a_program_is_ended_by_signals_and_has_an_inherited_file() -> None:
         program.terminate()
         assert (program.wait(), program.poll(), program.returncode) == (-signal.SIGTERM,) * 3
         assert answer.read() == b""
+
+
+def test_processes_share_one_server_which_exits_with_the_last_of_them(tmp_path: Path) -> None:
+    servers = []
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-c", SHARING, str(tmp_path)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        users = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]  # type: ignore[call-overload]
+        for user in users:  # the first one, which starts the server, has ended when the second one needs it
+            user.stdin.write("\n")
+            servers.append(int(user.stdout.readline()))
+            user.stdin.write("\n")
+            assert user.wait() == 0
+    assert servers[0] == servers[1]
+    assert processes.await_end(servers[0], TIMEOUT_S)
 
 
 def run(*command: str, **more: Any) -> tuple[int, str]:

@@ -310,22 +310,19 @@ class Sharding:
             self._mirror.enter(group, number, to, every, [maps_ward[rank] for rank in to])
 
     def _report_mirror(self, every: int, need: int, free: int, grid: Grid, *, has_room: bool) -> None:
+        own = grid.groups > 1  # another group has the shards too: a worker copies its own
         if has_room:
-            steps = "step" if every == 1 else f"{every} steps"
-            to = "another worker" if grid.groups == 1 else "host memory"
+            steps, to = "step" if every == 1 else f"{every} steps", "host memory" if own else "another worker"
             _log.info("each worker's shards are copied to %s every %s: %s of memory", to, steps, _mib(need))
-        else:
-            to, lost = "other workers", "a lost worker"
-            if grid.groups > 1:
-                to, lost = "host memory", "a worker that is lost when only some others have applied a step"
-            _log.warning(
-                "the workers' shards are not copied to %s: the copies need %s of host memory on each, and %s are free; "
-                "%s costs the steps since the last checkpoint (ELASTIC_MIRROR=off ends this)",
-                to,
-                _mib(need),
-                _mib(free),
-                lost,
-            )
+            return
+        _log.warning(
+            "the workers' shards are not copied to %s: the copies need %s of host memory on each, and %s are free; "
+            "%s costs the steps since the last checkpoint (ELASTIC_MIRROR=off ends this)",
+            "host memory" if own else "other workers",
+            _mib(need),
+            _mib(free),
+            "a worker that is lost when only some others have applied a step" if own else "a lost worker",
+        )
 
     def _copies(self, group: Group, current_round: int) -> Source | None:
         """Return the copies from which the state can be restored, if they are not older than the newest checkpoint."""

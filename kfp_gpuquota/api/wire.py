@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
 from kfp_gpuquota.api.job import ExpectedStart, Job, JobSpec
-from kfp_gpuquota.api.node import Node
+from kfp_gpuquota.api.node import Device, Node
 from kfp_gpuquota.api.project import Project
 from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Seconds, check_count, check_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -249,6 +252,13 @@ class NewNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         check_count("gpus", self.gpus, 1, "GPUs", MOST_GPUS_OF_NODE)
+
+    def node(self, name: str, labels_in_pool: Iterable[Mapping[str, str]], memory_mib: int) -> Node:
+        """Return the node as those of its pool are: with the labels that all of them have, as their type of GPUs."""
+        alike = [set(labels.items()) for labels in labels_in_pool]
+        devices = tuple(Device(index=index, memory_mib=memory_mib) for index in range(self.gpus))
+        labels = dict(set.intersection(*alike)) if alike else {}
+        return Node(name=name, devices=devices, pool=self.pool, labels=labels)
 
 
 class Supposition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

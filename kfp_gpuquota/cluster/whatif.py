@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Device, Node, Reason
+from kfp_gpuquota.api import Reason
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Effect, OtherTeams, Outlook
 from kfp_gpuquota.cluster.plan_pacing import LONGEST_FORECAST_S, within
@@ -20,7 +20,7 @@ from kfp_gpuquota.scheduler.state.model import GPU
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from kfp_gpuquota.api.wire import JobName, NewNode, Supposition
+    from kfp_gpuquota.api.wire import JobName, Supposition
 
 _PREFIX = "what-if-"
 OTHERS = "other teams' jobs"
@@ -133,20 +133,12 @@ def _events(state: scheduler.State, supposed: Supposition, now: float) -> Iterat
     for name in supposed.without_nodes:
         yield from _without_node(state, name)
     for i, new in enumerate(supposed.with_nodes):
-        yield scheduler.NodeChanged(_new_node(state, f"{_PREFIX}{i}", new))
+        pool = (host.labels for host in state.ledger.hosts.values() if host.pool == new.pool)
+        yield scheduler.NodeChanged(new.node(f"{_PREFIX}{i}", pool, state.ledger.gpu_memory_mib))
     for job in supposed.delete:
         yield from _without_job(state, job)
     for i, spec in enumerate(supposed.submit):
         yield scheduler.JobSubmitted(f"{_PREFIX}{i}", spec, now)
-
-
-def _new_node(state: scheduler.State, name: str, new: NewNode) -> Node:
-    """Return the node as those of its pool are: with the labels that all of them have, as their type of GPUs."""
-    memory_mib = state.ledger.gpu_memory_mib
-    devices = tuple(Device(index=index, memory_mib=memory_mib) for index in range(new.gpus))
-    alike = [set(host.labels.items()) for host in state.ledger.hosts.values() if host.pool == new.pool]
-    labels = dict(set.intersection(*alike)) if alike else {}
-    return Node(name=name, devices=devices, pool=new.pool, labels=labels)
 
 
 def _without_node(state: scheduler.State, name: str) -> Iterator[scheduler.Event]:

@@ -27,7 +27,7 @@ from kfp_gpuquota.scheduler import (
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Task
 from kfp_gpuquota.simulator.backfill import easy_backfill
-from kfp_gpuquota.simulator.measures import Fragments, Meter, Result, Spread, spread
+from kfp_gpuquota.simulator.measures import Fragments, Meter, Result, spread
 from kfp_gpuquota.simulator.policies import Policy, Quotas
 from kfp_gpuquota.simulator.trace import WHOLE, TraceJob, TraceNode
 
@@ -168,6 +168,10 @@ class Simulation:
     def result(self, seconds: float) -> Result:
         """Return the result of the run."""
         lives = list(self.lives.values())
+        of: dict[str, list[Life]] = {name: [] for name in self._meter.projects}
+        for life in lives:
+            of[life.trace.project].append(life)
+        started = {name: [life for life in mine if life.first_started_at is not None] for name, mine in of.items()}
         samples = self._meter.series()
         window = max(1.0, self._window[1] - self._window[0])
         return Result(
@@ -178,10 +182,10 @@ class Simulation:
             finished=sum(life.ended_at is not None for life in lives),
             utilisation_percent=100 * self._meter.gpu_seconds / (window * max(1, self._gpus)),
             fragmentation_percent=sum(samples.fragmentation_percent) / max(1, len(samples.at)),
-            waiting={name: self._waited(name) for name in self._meter.projects},
-            queued={name: spread(map(self._queued_s, self._started(name))) for name in self._meter.projects},
-            evicted={name: sum(life.evictions for life in self._of(name)) for name in self._meter.projects},
-            gpu_hours={name: sum(life.gpu_s for life in self._of(name)) / 3600 for name in self._meter.projects},
+            waiting={name: spread(map(self._waited_s, mine)) for name, mine in started.items()},
+            queued={name: spread(map(self._queued_s, mine)) for name, mine in started.items()},
+            evicted={name: sum(life.evictions for life in mine) for name, mine in of.items()},
+            gpu_hours={name: sum(life.gpu_s for life in mine) / 3600 for name, mine in of.items()},
             completion=spread(life.ended_at - life.trace.arrives_at for life in lives if life.ended_at is not None),
             resizes=self._resizes,
             evictions=sum(life.evictions for life in lives),
@@ -193,18 +197,12 @@ class Simulation:
             series=samples,
         )
 
-    def _waited(self, project: str) -> Spread:
-        return spread((life.first_started_at or 0.0) - life.trace.arrives_at for life in self._started(project))
+    def _waited_s(self, life: Life) -> float:
+        return (life.first_started_at or 0.0) - life.trace.arrives_at
 
     def _queued_s(self, life: Life) -> float:
         waits = not life.workers and life.ended_at is None
         return life.queued_s + waits * (self._now - life.since)
-
-    def _of(self, project: str) -> list[Life]:
-        return [life for life in self.lives.values() if life.trace.project == project]
-
-    def _started(self, project: str) -> list[Life]:
-        return [life for life in self._of(project) if life.first_started_at is not None]
 
     def _quotas(self, nodes: Sequence[TraceNode], jobs: Sequence[TraceJob]) -> Sequence[Project]:
         if self._policy.quotas is Quotas.NONE:

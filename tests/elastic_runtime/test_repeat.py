@@ -110,9 +110,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
     return trained_alone(evaluating, Plan(), directory), evaluated(directory, 0)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", [17, 26])
+@pytest.mark.parametrize(  # each pair of two values
+    ("step", "when", "victim"),
+    [(17, "before", 0), (17, "after", 1), (17, "before", 2), (26, "after", 0), (26, "before", 1), (26, "after", 2)],
+)
 def test_an_evaluation_is_repeated_where_a_worker_is_lost_in_it(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], victim: int, when: str, step: int
 ) -> None:

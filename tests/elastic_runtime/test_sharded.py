@@ -108,7 +108,7 @@ def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_the_remedy(tmp_path
         assert "neither a copy of them nor a checkpoint; set ELASTIC_CHECKPOINT_DIR" in cluster.logs()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_lost_worker_costs_no_step_without_a_checkpoint(
     tmp_path: Path, reference: dict[str, Any], victim: int
 ) -> None:
@@ -175,7 +175,7 @@ def with_another_interval(plan: Plan, index: int, directory: Path, gate: Gate | 
     train(plan, index, directory, gate)
 
 
-@pytest.mark.parametrize("body", [without_memory, with_another_interval])
+@pytest.mark.parametrize("body", [without_memory, pytest.param(with_another_interval, marks=pytest.mark.slow)])
 def test_workers_of_different_settings_agree_on_whether_and_when_to_copy(
     tmp_path: Path, reference: dict[str, Any], body: Callable[..., None]
 ) -> None:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("sharded", ["", "plain", "two types"])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize(("norm_type", "sharded"), [(2.0, ""), (math.inf, ""), (math.inf, "plain"), (2.0, "two types")])
 def test_it_is_torchs_for_replicated_and_sharded_models_of_one_or_two_types(
     tmp_path: Path, norm_type: float, sharded: str
 ) -> None:

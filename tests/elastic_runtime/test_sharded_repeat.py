@@ -96,7 +96,12 @@ def test_an_evaluation_is_repeated_where_a_worker_and_its_shards_are_lost_in_it(
 
 
 @pytest.mark.parametrize(
-    ("step", "nth"), [(18, 1), (26, 1), (26, 2)], ids=["within-an-epoch", "after-one", "before-one"]
+    ("step", "nth"),
+    [
+        pytest.param(18, 1, id="within-an-epoch"),
+        pytest.param(26, 1, id="after-one", marks=pytest.mark.slow),
+        pytest.param(26, 2, id="before-one"),
+    ],
 )
 def test_a_loss_while_shards_are_copied_before_an_evaluation_repeats_the_step_before(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], step: int, nth: int
@@ -105,7 +110,9 @@ def test_a_loss_while_shards_are_copied_before_an_evaluation_repeats_the_step_be
     check_loss(tmp_path, alone, partial(lost_while_copying, step=step, nth=nth))
 
 
-@pytest.mark.parametrize("step", [18, 26], ids=["within-an-epoch", "after-one"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(18, id="within-an-epoch", marks=pytest.mark.slow), pytest.param(26, id="after-one")]
+)
 def test_a_worker_that_is_still_in_the_step_before_the_evaluation_comes_to_it(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], step: int
 ) -> None:

@@ -1,7 +1,7 @@
 """A real control plane, shared by the tests of this folder; each test works in a namespace of its own.
 
-Each process of xdist starts a control plane of its own; the tests of a real node, and those of an installation, run in
-one process.
+Each process of xdist starts a control plane of its own; the tests of a real node run in one process, and those of an
+installation, each on a node of its own, in another one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.kubernetes.test_uninstall import everything, gpuquota
 from tools.chart.__main__ import CHART
 from tools.devcluster import DevCluster, Options, binaries, control_plane, image
 
-pytestmark = pytest.mark.xdist_group("kubelet")
+pytestmark = pytest.mark.xdist_group("installation")
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorials" / "install.md"
 

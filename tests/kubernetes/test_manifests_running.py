@@ -22,7 +22,7 @@ from tools.devcluster import DevCluster, Options, control_plane, image
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("kubelet")
+pytestmark = pytest.mark.xdist_group("installation")
 
 OURS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 PROCESSES = (("Deployment", "controller"), ("Deployment", "webhook"), ("StatefulSet", "membership"))

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
-    from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.pods.device_claims import DeviceClaims
@@ -40,7 +39,7 @@ def test_a_refused_removal_of_a_gate_is_repeated_with_growing_pauses() -> None:
                 loop.call_soon(failed, OSError("refused"))
 
         claims = cast("DeviceClaims", SimpleNamespace(uncounted=pods.get, exchanged=lambda _: None))
-        uncounted = UncountedPods(claims, cast("Writer", Refusing()), cast("WrittenPods", None), cast("Recorder", None))
+        uncounted = UncountedPods(claims, cast("Writer", Refusing()), cast("WrittenPods", None))
         for at in range(HOUR_S):
             loop.call_later(at, uncounted.let_through, "uid")  # as each event of its claims does
         loop.call_later(HOUR_S, pods.clear)

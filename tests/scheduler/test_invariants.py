@@ -39,6 +39,7 @@ from kfp_gpuquota.scheduler import (
 )
 from kfp_gpuquota.scheduler.dump import decode_dump, replay, take_dump
 from kfp_gpuquota.scheduler.state.copying import copied
+from tests.effort import effort
 from tests.scheduler.world import World, stopped
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ NEEDS = st.fixed_dictionaries(
         "spread": st.booleans(),
     },
 )
-EXAMPLES = 40
+EXAMPLES = effort(20, 200)
 
 
 def victims(decided: Plan) -> Iterable[tuple[str, str]]:

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S
+from tests.effort import effort
 from tests.scheduler.world import World
 
 AFTER_S = 5
@@ -72,7 +73,7 @@ GRACE_S = 1.0
 NODES, GPUS = 3, 4
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(60, 1000), deadline=None)
 @given(
     st.lists(
         st.lists(

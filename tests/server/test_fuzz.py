@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluste
         yield made
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(effort(12, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(effort(8, 200), marks=pytest.mark.slow)])
 def test_no_request_breaks_the_server_or_gets_an_answer_that_is_not_described(
     cluster: EmbeddedCluster, examples: int
 ) -> None:

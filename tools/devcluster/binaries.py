@@ -26,6 +26,8 @@ PROGRAMS: Final = (
 )
 OF_ANOTHER_VERSION: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 """The programs that GPUQUOTA_KUBERNETES=v1.37.2 replaces; the others stay those of go.mod."""
+NO_DEBUG_DATA: Final = "-gcflags=all=-dwarf=false"
+"""An option of each build: the linker strips debug data, and the compiler takes a seventh more CPU to write it."""
 ON_A_NODE: Final = ("containerd", "ctr", "runc", "ip", "busybox")
 PACKAGES: Final = "containerd runc containernetworking-plugins busybox-static iproute2"
 PLUGINS: Final = Path("/usr/lib/cni")
@@ -143,7 +145,7 @@ def _build(
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     flags = f"-s -w -X k8s.io/component-base/version.gitVersion={built_version or version()}"
-    _go(target, ["install", "-buildvcs=false", "-ldflags", flags, *packages], module, str(part))
+    _go(target, ["install", "-buildvcs=false", NO_DEBUG_DATA, "-ldflags", flags, *packages], module, str(part))
     for name in PROGRAMS:
         if others is not None and not (part / name).exists():
             (part / name).symlink_to(others / name)

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.devcluster.binaries import UnavailableError, cache_root
+from tools.devcluster.binaries import NO_DEBUG_DATA, UnavailableError, cache_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,7 @@ def _build(name: str, target: Path, options: list[str]) -> None:
     if shutil.which("go") is None:
         raise UnavailableError(f"{name} is built with Go once: install Go 1.26 or newer")
     built = subprocess.run(
-        ["go", "install", "-buildvcs=false", *options, "tool"],
+        ["go", "install", "-buildvcs=false", NO_DEBUG_DATA, *options, "tool"],
         cwd=module_of(name),
         env={**os.environ, "GOBIN": str(target)},
         capture_output=True,

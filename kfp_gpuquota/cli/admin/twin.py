@@ -22,10 +22,10 @@ from kfp_gpuquota.cli.arguments.suppositions import (
 )
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.errors import NotFoundError, UsageError
+from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, Node, Project
     from kfp_gpuquota.api.wire import NewNode
@@ -108,18 +108,10 @@ def _without(nodes: Sequence[Node], names: Sequence[str]) -> list[Node]:
     return [node for node in nodes if node.name not in names]
 
 
-def _added(nodes: Sequence[Node], added: Sequence[NewNode]) -> list[Node]:
-    """Return nodes as the largest one of today's, but for their GPUs and their pools."""
-    if not added:
-        return []
-    largest = max(nodes, key=lambda node: len(node.devices), default=None)
-    if largest is None or not largest.devices:
-        raise UsageError("--with-node needs a node with GPUs that the new one is like")
-    made = []
+def _added(nodes: Sequence[Node], added: Sequence[NewNode]) -> Iterator[Node]:
+    memory_mib = min((node.gpu_memory_mib for node in nodes if node.gpu_memory_mib), default=0)
     for number, new in enumerate(added, start=1):
-        devices = tuple(msgspec.structs.replace(largest.devices[0], index=i, uuid="") for i in range(new.gpus))
-        made.append(msgspec.structs.replace(largest, name=f"added-{number}", devices=devices, pool=new.pool))
-    return made
+        yield new.node(f"added-{number}", (node.labels for node in nodes if node.pool == new.pool), memory_mib)
 
 
 def _by_project(found: Twin) -> str:

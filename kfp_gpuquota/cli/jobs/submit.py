@@ -6,7 +6,7 @@ import shlex
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -41,12 +41,12 @@ from kfp_gpuquota.cluster.submission import most_gpus, with_absolute_paths
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
 app = typer.Typer()
-
+Value = TypeVar("Value")
 
 _VARIABLE: Final = "a variable is given as NAME=VALUE"
 
@@ -327,12 +327,10 @@ def submit(
     """
     if follow:
         _check_follow(output, array)
+    words = whole_command(command or [], program, args or [])
+    variables = pairs("environment", environment or [], _VARIABLE)
     if rehearse:
-        rehearse_here(
-            list(whole_command(command or [], program, args or [])),
-            pairs("environment", environment or [], _VARIABLE),
-            working_dir,
-        )
+        rehearse_here(list(words), variables, working_dir)
     reached = client(image or "")
     here = reached.runs_here
     project = project_or_configured(project)
@@ -344,21 +342,21 @@ def submit(
     spec = JobSpec(
         name=name,
         project=project,
-        command=whole_command(command or [], program, args or []),
+        command=words,
         gpus=requested,
         min_gpus=smallest,
         max_gpus=largest,
         gpus_per_worker=_count("gpus_per_worker", gpus_per_worker),
         gpu_fraction=fraction,
         gpu_fraction_limit=gpu_limit,
-        gpu_memory_mib=_gpu_memory("gpu_memory", gpu_memory),
-        gpu_memory_limit_mib=_gpu_memory("gpu_memory_limit", gpu_memory_limit),
+        gpu_memory_mib=_if_given(parse_gpu_memory, "gpu_memory", gpu_memory),
+        gpu_memory_limit_mib=_if_given(parse_gpu_memory, "gpu_memory_limit", gpu_memory_limit),
         gpu_compute=gpu_compute,
         gpu_devices=_count("gpu_devices", gpu_devices),
-        cpu=None if cpu is None else parse_cores("cpu", cpu),
-        memory_mib=None if memory is None else parse_mib("memory", memory),
-        cpu_limit=None if cpu_limit is None else parse_cores("cpu_limit", cpu_limit),
-        memory_limit_mib=None if memory_limit is None else parse_mib("memory_limit", memory_limit),
+        cpu=_if_given(parse_cores, "cpu", cpu),
+        memory_mib=_if_given(parse_mib, "memory", memory),
+        cpu_limit=_if_given(parse_cores, "cpu_limit", cpu_limit),
+        memory_limit_mib=_if_given(parse_mib, "memory_limit", memory_limit),
         node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
         gpu_types=tuple(gpu_type.split(",")) if gpu_type is not None else (),
         node_pool=node_pool,
@@ -371,17 +369,14 @@ def submit(
         preemptible=preemptible,
         priority=priority,
         node=node,
-        environment={
-            **(forwarded_environment() if here else {}),
-            **pairs("environment", environment or [], _VARIABLE),
-        },
+        environment={**(forwarded_environment() if here else {}), **variables},
         working_directory=str(Path(working_dir or ".").absolute()) if here else working_dir or "",
         grace_period_s=grace_period,
         max_restarts=max_restarts,
         restart_window_s=seconds("restart_window", restart_window),
         cool_down_s=cool_down,
         min_run_time_s=min_run_time,
-        max_runtime_s=None if max_runtime is None else seconds("max_runtime", max_runtime),
+        max_runtime_s=_if_given(seconds, "max_runtime", max_runtime),
         begin_at=None if begin is None else begin_time(begin, time.time()),
         after=dependencies(after, arrays_in(reached.list_jobs(project).jobs)) if after else (),
         labels=pairs("label", label or [], "a label is given as KEY=VALUE"),
@@ -391,19 +386,23 @@ def submit(
         echo(f"warning: this machine has no program {spec.command[0]!r}", err=True)  # a node of a Ray cluster may
     if array is not None:
         _submit_array(reached, specs_of(spec, array_of(array)), dry_run, output)
-        return
-    if dry_run is not DryRun.NONE:
+    elif dry_run is not DryRun.NONE:
         show(_checked(reached, spec, dry_run, output), output)
-        return
+    else:
+        _submit_one(reached, spec, output, follow=follow)
+
+
+def _submit_one(reached: ClusterApi, spec: JobSpec, output: str, *, follow: bool) -> None:
+    """Submit the job and show it; with `follow` show its log to the end, and exit with its status."""
     job = reached.submit(spec)
     if output is Format.TABLE:
         for line in _set_by_others(spec, job):
             echo(line, err=follow)
-        see = f"see it with: gpuquota describe {name} -p {project}"
-        echo(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
+        see = f"see it with: gpuquota describe {spec.name} -p {spec.project}"
+        echo(f"job {spec.name} submitted to project {spec.project}; {see}", err=follow)  # what follows is the job's
     show(job, output)
     if follow:
-        raise typer.Exit(follow_to_the_end(reached, project, name))
+        raise typer.Exit(follow_to_the_end(reached, spec.project, spec.name))
 
 
 def _set_by_others(spec: JobSpec, job: Job) -> Iterator[str]:
@@ -485,9 +484,9 @@ def _runtime_env(file: str | None, text: str | None) -> dict[str, Any]:
     return with_absolute_paths(given)
 
 
-def _gpu_memory(field: str, text: str | None) -> int | None:
-    return None if text is None else parse_gpu_memory(field, text)
+def _if_given(parse: Callable[[str, str], Value], field: str, text: str | None) -> Value | None:
+    return None if text is None else parse(field, text)
 
 
 def _count(field: str, text: str | None) -> int | None:
-    return None if text is None else whole_number(field, text)
+    return _if_given(whole_number, field, text)

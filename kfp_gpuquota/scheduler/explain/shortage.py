@@ -61,19 +61,16 @@ def _no_domain(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     found = domains.required(ledger, tasks[0])
     if found is None:
         return None
-    label, areas = found
-    if not areas:
-        if label.startswith("GPU type"):
-            return Cause(ReasonCode.NODE_AFFINITY, f"no node that is ready has a {label}")
-        return Cause(
-            ReasonCode.NODE_AFFINITY, f"no node that is ready has the label {label}, within which it has to be"
-        )
+    if not found.areas:
+        lack = f"a {found.text}" if found.types else f"the label {found.label}, within which it has to be"
+        return Cause(ReasonCode.NODE_AFFINITY, f"no node that is ready has {lack}")
     most = max(
         sum(_workers_on(host, tasks[0].request) for host in area if placement.may_use(host, tasks[0], anywhere=True))
-        for area in areas
+        for area in found.areas
     )
     if most < len(tasks):
-        return Cause(ReasonCode.TOO_LARGE, f"no {label} has room for more than {most:g} of its {len(tasks)} workers")
+        why = f"no {found.text} has room for more than {most:g} of its {len(tasks)} workers"
+        return Cause(ReasonCode.TOO_LARGE, why)
     return None
 
 

@@ -10,7 +10,7 @@ all, as few of them as possible are used, those with the most free capacity firs
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state import groups
@@ -56,27 +56,39 @@ def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Ca
     return False
 
 
-def required(ledger: Ledger, task: Task) -> tuple[str, list[Domain]] | None:
-    """Return (label, the domains of ready nodes of which one has to hold all tasks); None without a required level.
-
-    For types of GPUs the label is a text with their names.
+class Required(NamedTuple):
+    """The level that all tasks of a job must share: its label, and the domains of ready nodes, of which one has to hold
+    them. `types`: the accepted types of GPUs, if the label is the type.
     """
+
+    label: str
+    types: tuple[str, ...]
+    areas: list[Domain]
+
+    @property
+    def text(self) -> str:
+        """The level as messages name it."""
+        return f"GPU type of {', '.join(self.types)}" if self.types else self.label
+
+
+def required(ledger: Ledger, task: Task) -> Required | None:
+    """Return the level that all tasks of the task's job must share; None without one."""
     topology = None if task.job.groups is None else task.job.groups.topology
     if topology is None or topology.required is None:
         return None
     hosts = [host for host in ledger.hosts.values() if host.ready]
     types = topology.order if topology.required == 0 else ()
-    label = f"GPU type of {', '.join(types)}" if types else topology.levels[topology.required]
-    return label, _domains(hosts, topology, topology.required, task, future=False)
+    areas = _domains(hosts, topology, topology.required, task, future=False)
+    return Required(topology.levels[topology.required], types, areas)
 
 
 def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
-    """Return (label, the most tasks that fit in one required domain now); None without a required level."""
+    """Return (level, the most tasks that fit in one required domain now); None without a required level."""
     found = required(ledger, tasks[0])
     if found is None:
         return None
-    label, areas = found
-    return label, max((sum(_capacity(host, tasks[0], future=False) for host in area) for area in areas), default=0)
+    room = (sum(_capacity(host, tasks[0], future=False) for host in area) for area in found.areas)
+    return found.text, max(room, default=0)
 
 
 def bound_to_domain(job: Job) -> bool:

@@ -12,7 +12,7 @@ import itertools
 import logging
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
@@ -51,7 +51,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
-from kfp_gpuquota.cluster.kubernetes.pods.uncounted_pods import UncountedPods
+from kfp_gpuquota.cluster.kubernetes.pods.uncounted_pods import ExchangedClaims, UncountedPods
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.resources import Resources as Amounts
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
     from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types
@@ -129,8 +130,8 @@ class Controller:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
+        self._not_ready = self.metrics.decisions.labels(NOT_READY)
         self._writer = Writer(connection, fence=fence)
-        self._quotas_timer: asyncio.TimerHandle | None = None
         self.events = Recorder(self._writer)
         self.quarantine = Quarantine(partial(self.events.record, warning=True))
         self.rules = CurrentRules(self._rules_changed)
@@ -140,21 +141,33 @@ class Controller:
         cluster = ClusterObjects(self.wake, self._now)
         self._planner = planner(cluster.state)
         cluster.feed = self._planner.feed
+        ready = ready or ReadyRules()
+        self._build_devices(cluster, reserving or ReservationSettings())
+        self._build_jobs(cluster, settings, ready, epoch, page_url)
+        self._notify = self.elastic.book.notify = notify
+        self.events.recorded = self._event_recorded
+        self._build_planning(cluster)
+        self._build_quotas(cluster)
+        self._build_pod_parts(ready)
+        self.reflectors = self._reflectors(watches)
+        self._rules_changed()
+        self.ready = False
+
+    def _build_devices(self, cluster: ClusterObjects, reserving: ReservationSettings) -> None:
+        """Build what decides which devices a pod gets, and how its claims count."""
         self._repulsions = PodRepulsions()
         self.unpinned = UnpinnedPods(
             cluster.emitted_nodes, cluster.allocator, self.volumes, self._repulsions, self._writer, self
         )
         self.reservations = Reservations(
-            cluster.allocator,
-            cluster.nodes,
-            self._writer,
-            reserving or ReservationSettings(),
-            written_pods=self.pods,
-            sharers=self,
+            cluster.allocator, cluster.nodes, self._writer, reserving, written_pods=self.pods, sharers=self
         )
         self.claims = DeviceClaims(self.rules, self._claims_changed, self._jobs_outdated)
-        self._not_ready = self.metrics.decisions.labels(NOT_READY)
-        ready = ready or ReadyRules()
+
+    def _build_jobs(
+        self, cluster: ClusterObjects, settings: PodSettings, ready: ReadyRules, epoch: int, page_url: str
+    ) -> None:
+        """Build the reconcilers of ElasticJobs and Ray clusters, and the evictions."""
         self.elastic = ElasticJobs(
             ElasticJobStore(cluster.emit, cluster.allocator, cluster.emitted_nodes, self._now),
             cluster.allocator,
@@ -174,8 +187,6 @@ class Controller:
             epoch=epoch,
             page_url=page_url,
         )
-        self._notify = self.elastic.book.notify = notify
-        self.events.recorded = self._event_recorded
         self.evictions = Evictions(cluster.pods, self._writer, self.rules, self.events, self)
         self.ray = RayUnits(
             Owners(self.limits, self.volumes, self.rules),
@@ -186,23 +197,46 @@ class Controller:
             self.pods,
             self.unpinned,
         )
-        self._forecast = StartForecast(self._planner, self.current_state, self.elastic.book, self._now)
-        self.metrics.starts_compared.set_function(lambda: self.elastic.book.accuracy.compared)
-        self.metrics.starts_held.set_function(lambda: self.elastic.book.accuracy.held)
-        self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
+
+    def _build_planning(self, cluster: ClusterObjects) -> None:
+        """Build the view of the cluster that is planned, the loop of plans, and the forecast of starts."""
+        book = self.elastic.book
+        self.snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
+        self.devices = PublishedDevices(
+            lambda node: self.snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
+        )
+        self._forecast = StartForecast(self._planner, self.current_state, book, self._now)
+        self.metrics.starts_compared.set_function(lambda: book.accuracy.compared)
+        self.metrics.starts_held.set_function(lambda: book.accuracy.held)
         self.plans = PlanLoop(
             self._planner,
-            snapshot,
+            self.snapshot,
             self.unpinned,
             self.metrics,
             self._now,
             carry_out=self._carry_out,
             ended=self._planned,
         )
+
+    def _build_quotas(self, cluster: ClusterObjects) -> None:
+        """Build what writes, mirrors and enforces quotas, and their status."""
+        snapshot = self.snapshot
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.managed_jobs = ManagedJobs(self._writer, self.events)
         self.policies = CurrentPolicies()
+        self._limits = LimitEnforcement(cluster.emit, self.rules)
+        conditions: dict[str, tuple[core_types.Condition, ...]] = {}
+        self._quota_status = StatusWriter(
+            self._writer, lambda name: quota_status(snapshot, name, conditions, self.unused.stored_of(name))
+        )
+        self._quotas_timer: asyncio.TimerHandle | None = None
+
+    def _build_pod_parts(self, ready: ReadyRules) -> None:
+        """Build what starts, stops, groups and recovers pods, and explains why they wait."""
+        snapshot = self.snapshot
+        self._uncounted = UncountedPods(self.claims, self._writer, self.pods)
+        self._exchanged = ExchangedClaims(self.claims, self._writer, self.events)
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
@@ -215,7 +249,7 @@ class Controller:
             self.unpinned,
         )
         self.unused = UnusedWorkloads(
-            Exporters(connection, self._now, snapshot.quotas.__contains__),
+            Exporters(self._connection, self._now, snapshot.quotas.__contains__),
             self.rules,
             self.policies,
             snapshot.plain,
@@ -228,20 +262,6 @@ class Controller:
             quota_changed=self._team_measured,
             now=self._now,
         )
-        own = watches.own_kinds(
-            snapshot, self._quota_changed, self._quota_deleted, self.rules, self.managed_jobs, self.policies
-        )
-        self.devices = PublishedDevices(
-            lambda node: snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
-        )
-        self._uncounted = UncountedPods(self.claims, self._writer, self.pods, self.events)
-        others = watches.cluster_kinds(snapshot, self.volumes, self.limits, self.devices)
-        devices = watches.device_kinds(self.claims, self.devices)
-        foreign = watches.foreign_kinds(self.profiles, self.ray, self.unused)
-        suspended = watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running))
-        namespaces = watches.namespaces(self._namespace_changed, self._namespace_deleted)
-        self.reflectors = [self.pods, *own, *others, *devices, *foreign, *suspended, namespaces]
-        self._limits = LimitEnforcement(cluster.emit, self.rules)
         self.gangs = Gangs(snapshot.pods, self.put_pod, self._owner_unread, self._writer, self.claims.counted_in)
         self._waiting = WaitEvents(snapshot.plain, self.ray, self.events, self.gangs, snapshot.unseen, self.claims)
         self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
@@ -257,12 +277,21 @@ class Controller:
             ready.timeout_s,
             self.unpinned,
         )
-        conditions: dict[str, tuple[core_types.Condition, ...]] = {}
-        self._quota_status = StatusWriter(
-            self._writer, lambda name: quota_status(snapshot, name, conditions, self.unused.stored_of(name))
-        )
-        self._rules_changed()
-        self.ready = False
+
+    def _reflectors(self, watches: Watches) -> list[Reflector[Any]]:
+        """Return the watches of all kinds, in the order in which their lists are awaited."""
+        snapshot = self.snapshot
+        return [
+            self.pods,
+            *watches.own_kinds(
+                snapshot, self._quota_changed, self._quota_deleted, self.rules, self.managed_jobs, self.policies
+            ),
+            *watches.cluster_kinds(snapshot, self.volumes, self.limits, self.devices),
+            *watches.device_kinds(self.claims, self.devices),
+            *watches.foreign_kinds(self.profiles, self.ray, self.unused),
+            *watches.suspended_owners(Resuming(self._writer, self.events, snapshot.plain.running)),
+            watches.namespaces(self._namespace_changed, self._namespace_deleted),
+        ]
 
     async def run(self) -> None:
         """Run until cancelled. Raises PlanningFailedError when plans fail repeatedly."""
@@ -367,7 +396,7 @@ class Controller:
         """Process a pod whose claims are resolved, after its owner was read."""
         if pod.device_claims and not pod.job_uid:
             self._uncounted.let_through(pod.uid)
-            self._uncounted.stop_exchanged(pod.uid)
+            self._exchanged.stop(pod.uid)
             if self.claims.unknown_reason(pod.uid):
                 self._waiting.look_soon()
             differs = counts_differently(self.snapshot.pods.get(pod.uid), pod)
