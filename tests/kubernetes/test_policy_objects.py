@@ -20,7 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.admission import review_types
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
-from kfp_gpuquota.cluster.kubernetes.objects.paths import WORKLOAD_POLICIES
+from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES, WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies, policy_body, policy_of
 from kfp_gpuquota.errors import InvalidFieldError
@@ -174,6 +174,12 @@ def test_a_policy_that_cannot_be_leaves_the_one_before_in_force() -> None:
         ),
         ({"gpuMemoryLimit": {"default": "0.5XB"}}, "it is '0.5XB', but it must be more than 0"),
         ({"kind": "other", "gpuMemoryLimit": {"default": "1Gi"}}, "supported values"),
+        ({"idle": {"warnAfterSeconds": 60}}, "spec.idle.suspendAfterSeconds: Required value"),
+        ({"idle": {"warnAfterSeconds": 60, "suspendAfterSeconds": 60}}, "must be warned before anything else happens"),
+        (
+            {"idle": {"warnAfterSeconds": 1, "preemptAfterSeconds": 9, "suspendAfterSeconds": 9}},
+            "preemptAfterSeconds is 9, but it must be less than suspendAfterSeconds, which is 9",
+        ),
     ],
 )
 def test_the_api_server_refuses_what_cannot_be(crds_cluster: DevCluster, spec: dict[str, Any], sentence: str) -> None:
@@ -200,6 +206,21 @@ def test_the_command_line_makes_changes_lists_and_deletes_them(crds_cluster: Dev
     again = run(crds_cluster, "default", "policy", "delete", "sessions")
     assert again.returncode == 2
     assert "there is no policy 'sessions'; see: gpuquota policy list" in again.stderr
+
+
+def test_a_rule_on_unused_gpus_is_set_where_something_measures_them(crds_cluster: DevCluster) -> None:
+    times = ("--idle-warn", "1h", "--idle-preempt", "2h", "--idle-suspend", "8h")
+    refused = run(crds_cluster, "default", "policy", "set", "unused", *times)
+    assert refused.returncode == 2
+    assert "gpuUse.exporter of the QuotaPolicy names no Service" in refused.stderr
+    body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
+    with pytest.raises(ApiError, match="must be the namespace and the name of a Service"):
+        crds_cluster.api.create(QUOTA_POLICIES, {**body, "spec": {"gpuUse": {"exporter": "dcgm"}}}, dryRun="All")
+    crds_cluster.api.apply(f"{QUOTA_POLICIES}/default", {**body, "spec": {"gpuUse": {"exporter": "gpu/dcgm"}}})
+    done = run(crds_cluster, "default", "policy", "set", "unused", *times)
+    assert "warned after 1h, for others after 2h, suspended after 8h" in done.stdout, done.stderr
+    for path in (f"{WORKLOAD_POLICIES}/unused", f"{QUOTA_POLICIES}/default"):
+        crds_cluster.api.delete(path)
 
 
 def test_a_policy_that_is_applied_holds_for_the_next_pod_and_the_next_job(kubeflow_cluster: DevCluster) -> None:
