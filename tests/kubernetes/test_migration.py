@@ -301,6 +301,17 @@ def test_the_migrated_quotas_admit_what_kueue_admits() -> None:
             assert len(name) > 1 or quota["guaranteed"] == tree[name][1]["nominalQuota"]
 
 
+def test_cohorts_that_are_above_each_other_are_named_and_keep_their_queues() -> None:
+    """Also with members that compare before the one that is taken out; Kueue admits nothing there."""
+    loop = [{"metadata": {"name": name}, "spec": {"parentName": above}} for name, above in ("xy", "yz", "zx")]
+    queues = [cluster_queue(name, {"f": [row(GPU, 2)]}, cohortName="x") for name in ("a", "b")]
+    made = migrated(kueue(*queues, cohorts=loop, local_queues=[local_queue("a", "a"), local_queue("b", "b")]))
+    assert {one["metadata"]["name"]: one["spec"].get("parent") for one in made.objects} == {
+        "a": "x", "b": "x", "x": None, "y": "z", "z": "x",
+    }  # fmt: skip
+    assert sum("above itself" in note for note in made.notes) == 1
+
+
 def test_each_flavor_is_a_pool_with_the_limits_that_it_has_alone() -> None:
     """A queue without a quota in a flavor gets none of its nodes, as in Kueue."""
     borrows = {"nominalQuota": 2, "borrowingLimit": 1}

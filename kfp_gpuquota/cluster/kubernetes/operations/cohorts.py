@@ -36,7 +36,7 @@ class Quota(NamedTuple):
         return Quota(self.nominal + other.nominal, borrowing, lending)
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """A ClusterQueue, or a Cohort with its members."""
 

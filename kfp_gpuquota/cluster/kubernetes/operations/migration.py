@@ -334,7 +334,8 @@ def _note_names(departments: Mapping[tuple[str, str], str], made: Migration) -> 
     there = {name_of(one) for one in made.objects}
     for (kind, name), department in departments.items():
         if name != department and department in there:
-            made.notes.append(f"{kind} {name}: its name, which another quota has; the department is {department}")
+            why = "no quota's name has dots" if "." in name else "another quota has its name"
+            made.notes.append(f"{kind} {name}: the department is {department}, since {why}")
 
 
 def _note_lending(cohorts: Iterable[Member], made: Migration) -> None:
