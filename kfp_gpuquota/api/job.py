@@ -362,7 +362,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, over
     all the time since it has had its `workers`; `step_ms` is the recent mean duration of a step. `stragglers` are
     workers that the others wait for: how many times the mean their own part of a step takes. `not_finite` has the
-    metrics for which JSON has no number: "nan", "inf" or "-inf".
+    metrics for which JSON has no number: "nan", "inf" or "-inf". `batch_size` is the samples of a full step at this
+    size, and `noise_scale` the gradient noise scale in samples, where the training estimates it.
     """
 
     step: int = 0
@@ -376,6 +377,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     workers: int | None = None
     stragglers: dict[str, float] = {}
     not_finite: dict[str, str] = {}
+    batch_size: int | None = None
+    noise_scale: float | None = None
 
     @property
     def metric_texts(self) -> list[str]:

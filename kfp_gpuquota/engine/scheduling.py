@@ -114,7 +114,14 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
     if new is None or (before is not None and before.status.progress == new):
         return
     yield scheduler.ProgressReported(
-        after.uid, new.step, new.at, new.checkpoint_at, throughput=new.throughput, workers=new.workers
+        after.uid,
+        new.step,
+        new.at,
+        new.checkpoint_at,
+        throughput=new.throughput,
+        workers=new.workers,
+        batch_size=new.batch_size,
+        noise_scale=new.noise_scale,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
@@ -11,6 +13,8 @@ from kfp_gpuquota.engine.lifecycle import GROWTH_S, INCIDENT_S, after_worker_exi
 from kfp_gpuquota.engine.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.engine.requests import ran_too_long
 from kfp_gpuquota.engine.scheduling import NEVER_AGAIN, job_changed
+from kfp_gpuquota.server.membership.messages import decode
+from kfp_gpuquota.server.membership.training_reports import TrainingReports
 
 NOW = 100.0
 KILLED = 137
@@ -55,6 +59,19 @@ def test_a_training_ends_at_the_step_that_any_of_its_workers_applied_last(report
     found = trained(with_status(job(), progress=reported), 40, NOW).status.progress
     assert found is not None
     assert (found.step, found.at) == (40, NOW)
+
+
+def test_the_scheduler_gets_batch_and_noise_scale_of_a_report_that_has_them() -> None:
+    line = {"event": "ProgressReported", "worker": "u-0", "step": 1, "workers": 2}
+    found = []
+    for more in ({}, {"batch_size": 64, "noise_scale": 12.5}):
+        report = TrainingReports().progress(decode(json.dumps(line | more).encode()), NOW, ())  # type: ignore[arg-type]
+        (event,) = job_changed(job(), with_status(job(), progress=report))
+        assert isinstance(event, scheduler.ProgressReported)
+        found.append((event.workers, event.batch_size, event.noise_scale))
+    assert found == [(2, None, None), (2, 64, 12.5)]
+    with pytest.raises(msgspec.ValidationError):
+        decode(json.dumps(line | {"noise_scale": -1.0}).encode())
 
 
 def test_a_worker_that_was_told_to_go_says_nothing_about_the_job() -> None:

@@ -218,6 +218,8 @@ class ProgressReported(Event, frozen=True, tag=True):
 
     `step` counts applied global batches. `throughput` is in samples per second; if it is never reported, steps per
     second are used instead. `workers` is the size that the report is about, by default all workers of the job.
+    `batch_size` is the samples of a step at this size. `noise_scale` is the gradient noise scale tr(S) / |g|^2 in
+    samples, S the covariance of one sample's gradient and g its mean (McCandlish et al. 2018).
     """
 
     job: str
@@ -226,3 +228,5 @@ class ProgressReported(Event, frozen=True, tag=True):
     checkpoint_at: float | None = None
     throughput: float | None = None
     workers: int | None = None
+    batch_size: int | None = None
+    noise_scale: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -34,6 +34,8 @@ class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event")
     step_ms: float | None = None
     workers: int | None = None
     not_finite: dict[str, Literal["nan", "inf", "-inf"]] = {}
+    batch_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    noise_scale: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class StepsTimed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
@@ -69,6 +71,8 @@ class TrainingReports:
             workers=report.workers,
             stragglers=self._stragglers(members),
             not_finite=_bounded(report.not_finite),
+            batch_size=report.batch_size,
+            noise_scale=report.noise_scale,
         )
 
     def _stragglers(self, members: Collection[str]) -> dict[str, float]:
