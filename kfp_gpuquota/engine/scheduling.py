@@ -113,6 +113,7 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
     new = after.status.progress
     if new is None or (before is not None and before.status.progress == new):
         return
+    pauses = [change.pause_ms for change in after.status.resizes if change.pause_ms is not None]
     yield scheduler.ProgressReported(
         after.uid,
         new.step,
@@ -122,6 +123,7 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
         workers=new.workers,
         batch_size=new.batch_size,
         noise_scale=new.noise_scale,
+        pause_s=pauses[-1] / 1000 if pauses else None,
     )
 
 

@@ -8,11 +8,22 @@ from kfp_gpuquota.simulator.measures import Result, Spread
 from kfp_gpuquota.simulator.policies import POLICIES, Policy, Quotas
 from kfp_gpuquota.simulator.recorded import History, Twin, history, trace_node
 from kfp_gpuquota.simulator.simulation import SimulationOptions, simulate
-from kfp_gpuquota.simulator.trace import TraceJob, TraceNode, make_elastic, read_jobs, read_nodes, sped_up, thinned
+from kfp_gpuquota.simulator.trace import (
+    Pace,
+    TraceJob,
+    TraceNode,
+    Training,
+    make_elastic,
+    read_jobs,
+    read_nodes,
+    sped_up,
+    thinned,
+)
 
 __all__ = [
     "POLICIES",
     "History",
+    "Pace",
     "Policy",
     "Quotas",
     "Result",
@@ -20,6 +31,7 @@ __all__ = [
     "Spread",
     "TraceJob",
     "TraceNode",
+    "Training",
     "Twin",
     "history",
     "make_elastic",

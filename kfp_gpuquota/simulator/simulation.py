@@ -25,11 +25,11 @@ from kfp_gpuquota.scheduler import (
     WorkerStarted,
 )
 from kfp_gpuquota.scheduler.planner import plan
-from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Task
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Status, Task
 from kfp_gpuquota.simulator.backfill import easy_backfill
 from kfp_gpuquota.simulator.measures import Fragments, Meter, Result, spread
 from kfp_gpuquota.simulator.policies import Policy, Quotas
-from kfp_gpuquota.simulator.trace import WHOLE, TraceJob, TraceNode
+from kfp_gpuquota.simulator.trace import WHOLE, Pace, TraceJob, TraceNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,8 @@ class SimulationOptions:
     `checkpoint_s`. Of an elastic job's work, `serial` is done no faster by more workers (Amdahl's law), and it is not
     grown again for `cool_down_s`. `guaranteed` is in GPUs by project; the rest of the cluster is guaranteed to the
     other projects by the GPU time that they ask for, unless the `projects` are given. `declared`: jobs of one size have
-    a maximum run time, of so many times their run time; 0: they have none.
+    a maximum run time, of so many times their run time; 0: they have none. A start, and a change of size or nodes,
+    stops a job for `pause_s`. With `period_s` plans are made at its multiples only.
     """
 
     clock: Callable[[], float]
@@ -55,6 +56,8 @@ class SimulationOptions:
     serial: float = 0.05
     cool_down_s: float = 60.0
     declared: float = 0.0
+    pause_s: float = 0.0
+    period_s: float = 0.0
     guaranteed: Mapping[str, int] = field(default_factory=dict)
     projects: tuple[Project, ...] = ()
 
@@ -90,13 +93,18 @@ def guarantees(nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], given: Mapp
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """The life of one job. `done` is in seconds of work at the requested size, as of `since`."""
+    """The life of one job. `done` is in seconds of work at the requested size, as of `since`.
+
+    It is done at `rate` from `goes_on_at`. `placement` has the number of workers on each node.
+    """
 
     trace: TraceJob
     job: Job
     done: float = 0.0
     since: float = 0.0
     rate: float = 0.0
+    goes_on_at: float = 0.0
+    placement: tuple[int, ...] = ()
     workers: int = 0
     saved: float = 0.0
     queued_s: float = 0.0
@@ -155,14 +163,20 @@ class Simulation:
 
     def run(self) -> None:
         """Advance the time until no event is left."""
+        period_s = self._options.period_s
         while self._events:
             self._now = self._events[0][0]
             self._meter.advance(self._now)
             while self._events and self._events[0][0] == self._now:
                 _, _, happen, what = heappop(self._events)
                 happen(what)
-            while self._plan():
-                pass
+            if period_s and self._now % period_s:
+                self._at((self._now // period_s + 1) * period_s, self._pass, None)
+            else:
+                while self._plan():
+                    pass
+                if period_s and self._events:
+                    self._at(self._now + period_s, self._pass, None)
             self._watch(self._now)
 
     def result(self, seconds: float) -> Result:
@@ -334,7 +348,7 @@ class Simulation:
     def _sized(self, life: Life) -> None:
         """Continue the job at its current size, from the work that it has done."""
         trace, before, workers = life.trace, life.workers, 0 if life.ended_at is not None else life.job.active
-        life.done += life.rate * (self._now - life.since)
+        self._progress(life)
         life.gpu_s += before * trace.worker_gpus * (self._now - life.since)
         if not before:
             life.queued_s += self._now - life.since
@@ -347,12 +361,44 @@ class Simulation:
         self._meter.add(trace.project, (workers - before) * trace.worker_gpus)
         queued = (not workers and life.ended_at is None) - (not before)
         self._meter.waiting_gpus += queued * trace.workers * trace.worker_gpus
-        rate = self._options.throughput(workers) / self._options.throughput(trace.workers)
-        life.workers, life.rate, life.since, life.epoch = workers, rate, self._now, life.epoch + 1
-        if workers:
-            life.ends_at = self._now + max(0.0, trace.duration_s - life.done) / rate
-            self._at(life.ends_at, self._finish, (life, life.epoch))
-            self._report(life)
+        life.workers, life.since = workers, self._now
+        life.placement, life.goes_on_at = _placement(life.job), self._now + self._options.pause_s
+        self._paced(life)
+
+    def _progress(self, life: Life) -> None:
+        """Count the work that was done since the last change of the job's rate."""
+        life.done += life.rate * max(0.0, self._now - max(life.since, life.goes_on_at))
+
+    def _paced(self, life: Life) -> None:
+        """Set the rate of the job at its size, until its end or the next change of its rate."""
+        life.epoch += 1
+        pace = self._pace(life)
+        life.rate = pace.rate
+        if not life.workers:
+            return
+        until = min(life.trace.duration_s, pace.until)
+        at = max(self._now, life.goes_on_at) + max(0.0, until - life.done) / life.rate
+        ends = until >= life.trace.duration_s
+        life.ends_at = at if ends else inf
+        self._at(at, self._finish if ends else self._advance, (life, life.epoch))
+        self._report(life, pace)
+
+    def _pace(self, life: Life) -> Pace:
+        trace = life.trace
+        if trace.training is not None and life.workers:
+            return trace.training.pace(life.placement, life.done)
+        throughput = self._options.throughput
+        rate = throughput(life.workers) / throughput(trace.workers)
+        return Pace(rate, inf, throughput(life.workers) if trace.fewest < trace.most else None)
+
+    def _advance(self, change: tuple[Life, int]) -> None:
+        """Go on at another rate, after part of the job's work."""
+        life, epoch = change
+        if life.epoch == epoch:
+            self._progress(life)
+            life.gpu_s += life.workers * life.trace.worker_gpus * (self._now - life.since)
+            life.since = self._now
+            self._paced(life)
 
     def _restart_from_checkpoint(self, life: Life) -> None:
         """Work since the last checkpoint of this run is done again; those were taken every so many seconds."""
@@ -364,11 +410,30 @@ class Simulation:
         self._lost_gpu_s += (life.done - kept) * trace.workers * trace.worker_gpus
         life.done = kept
 
-    def _report(self, life: Life) -> None:
+    def _report(self, life: Life, pace: Pace) -> None:
         """An elastic job measures its throughput at each size."""
-        if life.trace.fewest < life.trace.most:
-            throughput = self._options.throughput(life.workers)
-            self.state.apply(ProgressReported(life.job.uid, 0, self._now, throughput=throughput, workers=life.workers))
+        if pace.throughput is None:
+            return
+        report = ProgressReported(
+            life.job.uid,
+            0,
+            self._now,
+            throughput=pace.throughput,
+            workers=life.workers,
+            batch_size=pace.batch_size,
+            noise_scale=pace.noise_scale,
+            pause_s=self._options.pause_s or None,
+        )
+        self.state.apply(report)
+
+
+def _placement(job: Job) -> tuple[int, ...]:
+    """Return the number of the job's workers on each of its nodes, without those that leave."""
+    counts: dict[str, int] = {}
+    for task in job.tasks.values():
+        if task.status is Status.HELD and task.node is not None:
+            counts[task.node.name] = counts.get(task.node.name, 0) + 1
+    return tuple(counts.values())
 
 
 def _host(node: TraceNode) -> Host:

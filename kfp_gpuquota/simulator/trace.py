@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
 
@@ -34,12 +34,29 @@ class TraceNode:
     node: Node | None = None
 
 
+class Pace(NamedTuple):
+    """How fast a training is: `rate` is its work per second, until `until` of its work is done; the rest it reports."""
+
+    rate: float
+    until: float
+    throughput: float | None = None
+    batch_size: int | None = None
+    noise_scale: float | None = None
+
+
+class Training(Protocol):
+    """The measured speed of a training, in place of Amdahl's law."""
+
+    def pace(self, placement: tuple[int, ...], done: float) -> Pace:
+        """Return its pace with so many workers on each of its nodes, when that much of its work is done."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceJob:
     """A job that arrives `arrives_at` and takes `duration_s` at `workers` workers.
 
     Each worker takes `milli` thousandths of each of `gpus` GPUs of one node. It is elastic where `fewest` < `most`.
-    The scheduler has it as `spec`, if that is given.
+    The scheduler has it as `spec`, if that is given. With a `training`, `duration_s` is the amount of its work.
     """
 
     name: str
@@ -56,6 +73,7 @@ class TraceJob:
     fewest: int = 1
     most: int = 1
     spec: JobSpec | None = None
+    training: Training | None = None
 
     @property
     def worker_gpus(self) -> float:

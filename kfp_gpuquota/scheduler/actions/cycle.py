@@ -6,7 +6,7 @@
     preempt       reclaim from lower priorities of the same queue
     evict_stale   stop gangs that have been below their minimum for too long, what exceeds an enforced limit, and
                   what is drained
-    lend          give remaining idle GPUs to elastic jobs above their request
+    lend          give remaining idle GPUs to elastic jobs above their request, where they pay (growth.py)
 
 Before the first of them come entitled jobs that have waited too long, and what is kept for them (reservations.py).
 
@@ -18,12 +18,12 @@ cluster for each of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
+from kfp_gpuquota.scheduler.actions.growth import Growth
 from kfp_gpuquota.scheduler.actions.promises import keep
 from kfp_gpuquota.scheduler.actions.reservations import MOST, Reservation, overdue, overtaking, reserve
 from kfp_gpuquota.scheduler.actions.victims import make_room
@@ -37,7 +37,6 @@ from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
 from kfp_gpuquota.scheduler.state.order import shape_amount
-from kfp_gpuquota.scheduler.state.progress import gain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -448,37 +447,18 @@ class Cycle:
         return job.stale_after_s >= 0 and not self._too_early(job.below_since + job.stale_after_s)
 
     def _lend(self) -> None:
-        """Lend idle GPUs one worker at a time, to the queue with the least lent and its job with the largest gain."""
-        if not self.ledger.any_idle:
-            return
-        # A job that starts in this plan starts at its lent size: growing right afterwards would cost a switch.
-        jobs = dict.fromkeys([*self.growable, *(job for job in self.touched if job not in self.pledged)])
-        heap = [(self._lend_key(job), job) for job in jobs if self._may_borrow(job) and self._settled(job)]
-        heapify(heap)
-        while heap and self.ledger.any_idle:
-            key, job = heappop(heap)
-            outdated = key != self._lend_key(job)
-            if outdated or (self._lend_to(job) and self._may_borrow(job)):
-                heappush(heap, (self._lend_key(job), job))
+        """Lend idle GPUs, and what is lent already to the jobs that achieve most with it."""
+        if self.ledger.any_idle or self.ledger.lent_tasks:
+            # A job that starts in this plan starts at its lent size: growing right afterwards would cost a switch.
+            Growth(self).run(dict.fromkeys([*self.growable, *self.touched]))
 
-    def _lend_key(self, job: Job) -> tuple[float, float, int, int, float, str]:
-        queue = job.queue
-        share = queue.lent[0] / max(queue.weights[0], 1e-9)
-        return (share, -gain(job.throughput, job.active), job.lent, -job.priority, job.submitted_at, job.uid)
-
-    def _may_borrow(self, job: Job) -> bool:
-        return job not in self.victims and job.wanted <= job.active < job.most and not job.halted
-
-    def _settled(self, job: Job) -> bool:
+    def is_settled(self, job: Job) -> bool:
         """Return whether the job's cool-down and deferral are over. All growth within one plan is one change."""
         return not self._too_early(max(job.grown_at + job.cool_down_s, job.deferred_until))
 
-    def _lend_to(self, job: Job) -> bool:
-        task = Task(job=job, request=job.request, index=job.next_index + job.active)
-        amount = self.ledger.amount(task)
-        if quota.barred_by_limit(job, amount, future=False):
-            return False
-        return placement.place_all(self.ledger, [task], future=False)
+    def review_at(self, at: float) -> None:
+        """Request a plan at that time."""
+        self._too_early(at)
 
 
 def _why_again(victim: Job, job: Job) -> str:

@@ -39,7 +39,7 @@ def _same(record: type[msgspec.Struct], *others: str) -> tuple[str, ...]:
     return tuple(name for name in record.__struct_fields__ if name not in others)
 
 
-_JOB_FIELDS: Final = _same(JobRecord, "queue", "request", "workers", "pending", "hosts", "throughput")
+_JOB_FIELDS: Final = _same(JobRecord, "queue", "request", "workers", "pending", "hosts", "throughput", "batches")
 _QUEUE_FIELDS: Final = _same(QueueRecord, "key", "deserved", "limit", "children", "running", "waiting")
 _NODE_FIELDS: Final = _same(NodeRecord, "workers")
 _REQUEST_FIELDS: Final = _same(RequestRecord, "nodes", "labels", "terms", "tolerations", "barred")
@@ -88,6 +88,7 @@ def _read_job(state: State, record: JobRecord, requests: dict[RequestRecord, Req
         queue=state.ledger.queues[record.queue],
         request=_request(record.request, requests),
         throughput=dict(record.throughput),
+        batches=dict(record.batches),
         **_taken(record, _JOB_FIELDS),
     )
     job.pending = [_pending(job, one, requests) for one in record.pending]

@@ -16,7 +16,7 @@ from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Plan
 from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S
-from kfp_gpuquota.scheduler.state.model import GPU, NEVER, STALE_AFTER_S, UNLIMITED, Group, Mark
+from kfp_gpuquota.scheduler.state.model import GPU, NEVER, PAUSE_S, STALE_AFTER_S, UNLIMITED, Group, Mark
 
 FORMAT: Final = 1
 
@@ -164,6 +164,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     checkpoint_at: Number = NEVER
     throughput: dict[int, Number] = {}
     throughput_reported: bool = False
+    batches: dict[int, int] = {}
+    noise_scale: Number | None = None
+    pause_s: Number = PAUSE_S
     counting_from: Mark | None = None
 
 

@@ -174,6 +174,8 @@ def _own(size: str) -> str:
 
 _CAUSES = {
     "allocate": (ReasonCode.LENT_GPUS_RETURNED, "it was only lent, and {job} of project {project} needs it"),
+    "grow": (ReasonCode.LENT_GPUS_RETURNED, "it was only lent, and {job} gains more by it"),
+    "release": (ReasonCode.LENT_GPUS_RETURNED, "it was only lent, and {job} trains no slower without it"),
     "reclaim": (ReasonCode.RECLAIMED, "project {project} takes back its share for {job}"),
     "preempt": (ReasonCode.PREEMPTED, "{job} has a higher priority in project {project}"),
     "evict_stale": (ReasonCode.STALE_GANG, "it ran below its minimum for too long, and a gang runs whole"),

@@ -59,7 +59,7 @@ class _Copier:
         job.tasks = {name: self.tasks[task] for name, task in job.tasks.items()}
         job.pending = [self.tasks[task] for task in job.pending]
         job.hosts = {self.hosts[host]: count for host, count in job.hosts.items()}
-        job.throughput = dict(job.throughput)
+        job.throughput, job.batches = dict(job.throughput), dict(job.batches)
 
     def _relink_queue(self, queue: Queue) -> None:
         queue.parent = None if queue.parent is None else self.queues[queue.parent]

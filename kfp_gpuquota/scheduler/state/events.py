@@ -219,7 +219,8 @@ class ProgressReported(Event, frozen=True, tag=True):
     `step` counts applied global batches. `throughput` is in samples per second; if it is never reported, steps per
     second are used instead. `workers` is the size that the report is about, by default all workers of the job.
     `batch_size` is the samples of a step at this size. `noise_scale` is the gradient noise scale tr(S) / |g|^2 in
-    samples, S the covariance of one sample's gradient and g its mean (McCandlish et al. 2018).
+    samples, S the covariance of one sample's gradient and g its mean (McCandlish et al. 2018). `pause_s` is how long
+    the last change of its size stopped it.
     """
 
     job: str
@@ -230,3 +231,4 @@ class ProgressReported(Event, frozen=True, tag=True):
     workers: int | None = None
     batch_size: int | None = None
     noise_scale: float | None = None
+    pause_s: float | None = None

@@ -136,6 +136,15 @@ class Ledger:
         """Whether a ready host has an idle whole GPU."""
         return any(names for count, names in self.by_idle.items() if count)
 
+    def idle_gpus(self) -> dict[str, int]:
+        """Return the number of idle whole GPUs of ready hosts by node pool."""
+        found: dict[str, int] = {}
+        for count, names in self.by_idle.items():
+            for name in names if count else ():
+                pool = self.hosts[name].pool
+                found[pool] = found.get(pool, 0) + count
+        return found
+
     def hosts_with(self, devices: int, *, future: bool) -> Iterable[Host]:
         """Yield ready hosts with at least that many free whole GPUs, the fullest first, then by name."""
         index = self.by_future if future else self.by_idle

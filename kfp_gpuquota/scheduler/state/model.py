@@ -30,6 +30,9 @@ MILLI: Final = 1000
 UNLIMITED: Final = math.inf
 NEVER: Final = -math.inf
 
+PAUSE_S: Final = 1.0
+"""How long a change of size stops a job that has not measured it yet."""
+
 STALE_AFTER_S: Final = 60.0
 """How long a gang may run below its minimum, waiting for replacements, before it is stopped as a whole."""
 
@@ -282,8 +285,10 @@ class Job:
 
     `started_at` is the start of its present run, `grown_at` and `shrunk_at` are the times of its last expansion and
     shrink. `throughput` is by number of workers, in one unit for all: samples per second if the training reports them
-    (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
-    `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
+    (`throughput_reported`), else steps per second since `counting_from`. `batches` are the samples of a step by number
+    of workers, `noise_scale` is the gradient noise scale in samples, if it is reported; `pause_s` is how long a change
+    of its size stops it. With `groups` the gang has parts; with `spread` its tasks are spread over hosts instead of
+    being packed. Workers of a job that is not `movable` are not
     moved. `overlapping`: a run may start before the workers of the last one have exited. `replaces`: it is
     a worker of a gang whose others, which run, are other jobs. `promised` are the
     placements for which room was made, at `promised_at`, by asking the workers `victims` to leave. `exceeds`: its size
@@ -338,6 +343,11 @@ class Job:
     checkpoint_at: float = NEVER
     throughput: dict[int, float] = field(default_factory=dict)
     throughput_reported: bool = False
+    batches: dict[int, int] = field(default_factory=dict)
+    noise_scale: float | None = None
+    pause_s: float = PAUSE_S
+    reports: int = 0  # how many; `worth` is what growth.py computed from them
+    worth: object = None
     counting_from: Mark | None = None
 
     def ends_by(self, now: float) -> float:

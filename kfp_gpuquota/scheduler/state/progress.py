@@ -1,19 +1,17 @@
-"""Records the progress that trainings report, and estimates the gain of one more worker."""
+"""Records the progress that trainings report, and estimates what a job achieves at another size."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from statistics import fmean
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.state.model import NEVER, Job, Mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Sequence
 
     from kfp_gpuquota.scheduler.state.events import ProgressReported
-
-LINEAR: Final = 1.0
-"""The gain of a worker that adds as much throughput as each worker of the smallest measured size."""
 
 
 def note_started(job: Job, at: float) -> None:
@@ -31,13 +29,19 @@ def note_shrunk(job: Job, at: float | None) -> None:
         job.shrunk_at = max(job.shrunk_at, at)
 
 
-def note_progress(job: Job, event: ProgressReported) -> None:
-    """Record the reported checkpoint and throughput."""
+def note_progress(job: Job, event: ProgressReported) -> bool:
+    """Record what was reported; return whether a size was measured for the first time, so that sizes may be chosen."""
+    job.reports += 1
     if event.checkpoint_at is not None:
         job.checkpoint_at = event.checkpoint_at
+    job.noise_scale = job.noise_scale if event.noise_scale is None else event.noise_scale
+    job.pause_s = job.pause_s if event.pause_s is None else event.pause_s
     mark = Mark(event.step, event.at, job.active if event.workers is None else event.workers)
     if not mark.workers:
-        return
+        return False
+    if event.batch_size:
+        job.batches[mark.workers] = event.batch_size
+    known = mark.workers in job.throughput
     if event.throughput is not None and event.throughput > 0:
         if not job.throughput_reported:  # steps and samples per second do not compare
             job.throughput.clear()
@@ -45,6 +49,7 @@ def note_progress(job: Job, event: ProgressReported) -> None:
         job.throughput[mark.workers] = event.throughput
     elif not job.throughput_reported:
         _count_steps(job, mark)
+    return not known and mark.workers in job.throughput and job.most > job.wanted
 
 
 def _count_steps(job: Job, mark: Mark) -> None:
@@ -57,27 +62,51 @@ def _count_steps(job: Job, mark: Mark) -> None:
         job.throughput[mark.workers] = (mark.step - since.step) / (mark.at - since.at)
 
 
-def gain(throughput: Mapping[int, float], workers: int) -> float:
-    """Return the gain of one worker more than `workers`, relative to a worker of the smallest measured size.
+class Scaling:
+    """The goodput of a job by its number of workers: useful samples per second, in any unit.
 
-    It is 1.0 with fewer than two measurements, and 0 where another worker does not help. It is rounded to tenths, so
-    that noise does not decide. Giving each worker to the job with the largest gain is optimal where gains diminish
-    (Optimus, EuroSys 2018). Sizes that were not measured are estimated by Amdahl's law, fitted to the others.
+    Goodput is throughput times statistical efficiency. A step takes `fixed + divided * batch / workers`, fitted to the
+    reports of the sizes that the job had (Amdahl's law where the batch is the same at all), times what this misses at
+    the nearest of them: a network between nodes, for example. Of a batch B the efficiency is proportional to
+    1 / (p + B), where p is the gradient noise scale (McCandlish et al. 2018; Pollux, OSDI 2021). A batch that was seen
+    to change is taken to grow with the workers; one that does not has efficiency 1. With one measured size or none
+    each worker adds the same throughput.
     """
-    if len(throughput) < 2:
-        return LINEAR
-    smallest = min(throughput)
-    one = throughput[smallest] / smallest
-    measured = workers in throughput and workers + 1 in throughput
-    at = throughput.__getitem__ if measured else _amdahl(throughput)
-    return max(0.0, round((at(workers + 1) - at(workers)) / one, 1))
+
+    def __init__(self, job: Job) -> None:
+        steps = {n: (job.batches.get(n, 1) / n, job.batches.get(n, 1) / rate) for n, rate in job.throughput.items()}
+        self._known = len(steps) > 1
+        self._noise = job.noise_scale
+        if not self._known:
+            return
+        self._fixed, self._divided = _line(list(steps.values()))
+        self._misses = sorted((n, s / (self._fixed + self._divided * x)) for n, (x, s) in steps.items())
+        self._size = min(job.batches, key=lambda n: (abs(n - job.active), n), default=1)
+        self._batch, self._least = job.batches.get(self._size, 1), min(job.batches.values(), default=1)
+        self._grows = len(set(job.batches.values())) > 1
+
+    def __call__(self, workers: int) -> float:
+        """Return the goodput with that number of workers."""
+        if not self._known:
+            return float(workers)
+        batch = max(self._least, self._batch * workers / self._size) if self._grows else self._batch
+        step_s = (self._fixed + self._divided * batch / workers) * _between(self._misses, workers)
+        return batch / step_s / (1 if self._noise is None else self._noise + batch)
 
 
-def _amdahl(throughput: Mapping[int, float]) -> Callable[[int], float]:
-    """Return throughput by size: time per sample = fixed + divided / size by least squares, neither negative."""
-    inverse, times = [1 / size for size in throughput], [1 / rate for rate in throughput.values()]
-    x, y = fmean(inverse), fmean(times)
-    slope = sum((i - x) * (t - y) for i, t in zip(inverse, times, strict=True)) / sum((i - x) ** 2 for i in inverse)
-    divided = min(max(0.0, slope), y / x)
-    fixed = y - divided * x
-    return lambda size: 1 / (fixed + divided / size)
+def _between(points: Sequence[tuple[int, float]], x: int) -> float:
+    """Return the value at `x` of the line through the points, which are in order; beyond them that of the last one."""
+    at = bisect_left(points, (x, 0.0))
+    if at == 0 or at == len(points):
+        return points[max(0, at - 1)][1]
+    (low, before), (high, after) = points[at - 1], points[at]
+    return before + (after - before) * (x - low) / (high - low)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return height and slope of the line through the points by least squares, neither negative; no x or y is 0."""
+    x, y = fmean(p[0] for p in points), fmean(p[1] for p in points)
+    spread = sum((p[0] - x) ** 2 for p in points)
+    slope = sum((p[0] - x) * (p[1] - y) for p in points) / spread if spread else 0.0
+    slope = min(max(0.0, slope), y / x)
+    return y - slope * x, slope

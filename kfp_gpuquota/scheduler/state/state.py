@@ -58,6 +58,7 @@ class State:
         self.jobs: dict[str, Job] = {}
         self.workers: dict[str, Task] = {}
         self.growable: dict[str, Job] = {}
+        self.measurements = 0
         self.below: dict[str, Job] = {}
         self.sheltered: dict[str, Job] = {}
         self.suspended: dict[str, Job] = {}
@@ -255,7 +256,7 @@ class State:
 
     @_apply.register
     def _(self, event: events.ProgressReported) -> None:
-        progress.note_progress(self._job(event.job), event)
+        self.measurements += progress.note_progress(self._job(event.job), event)
 
     @property
     def promises(self) -> dict[str, tuple[Placement, ...]]:
@@ -373,7 +374,7 @@ class State:
         if tasks:
             _file(job, tasks)
         _request(job, self.ledger, considered=considered)
-        self._note(self.growable, job, considered and job.wanted <= job.active < job.most)
+        self._note(self.growable, job, considered and job.wanted <= job.active and job.wanted < job.most)
         short = considered and job.active > 0 and below(job)
         self._note(self.below, job, short)
         if not short:

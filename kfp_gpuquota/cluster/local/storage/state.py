@@ -238,7 +238,7 @@ class ClusterState(JobStore):
             self._commit(change, durable=durable)
 
     def _commit(self, change: Change, *, durable: bool) -> None:
-        applied = False
+        applied, measured = False, self.scheduler.measurements
         try:
             with self._store.transaction(durable=durable):
                 self._write(change)
@@ -255,7 +255,8 @@ class ClusterState(JobStore):
             raise ConflictError(f"the cluster cannot take this change ({error}); nothing was changed") from error
         self.apply_change(change)
         self.wake()
-        if any(not isinstance(event, scheduler.ProgressReported) for event in events):
+        reported = all(isinstance(event, scheduler.ProgressReported) for event in events)
+        if not reported or self.scheduler.measurements != measured:
             self.replan()
 
     def reserve_generation(self, uid: str, generation: int) -> None:

@@ -1,0 +1,321 @@
+"""Lends what nobody requests: to the queue with the least lent, and in each queue where it pays.
+
+Among the elastic jobs of a queue, sizes n are chosen that maximize
+
+    sum over jobs of  log(goodput(n)) + (-log(1 + pause / H) if n is not its size, else 0)
+
+where goodput is throughput times statistical efficiency (`state/progress.py`), `pause` how long a change of size stops
+the job, and H how long the change is expected to last: as long as the size before it has, 1 to 10 minutes. This is
+proportional fairness: a GPU goes where it raises the goodput by the largest part, jobs without measurements share
+equally, no job starves, and the unit of a goodput does not matter. docs/decisions/growth.md has what was rejected.
+
+Invariant: workers are taken from one job for another only if the sum grows by it, and only those that are lent. So with
+the same measurements the sizes reach a fixed point. What is lent to each queue does not depend on goodput.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import pairwise
+from math import frexp, log, log1p
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.state.groups import loose
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Status, Task
+from kfp_gpuquota.scheduler.state.progress import Scaling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kfp_gpuquota.scheduler.actions.cycle import Cycle
+    from kfp_gpuquota.scheduler.state.model import Queue
+
+SHORTEST_S: Final = 60.0
+LONGEST_S: Final = 600.0
+"""The least and the most that a size is expected to last: other jobs arrive and end."""
+
+MOST_MORE: Final = 1024
+"""The workers more than requested that are considered for one job."""
+
+_EPSILON: Final = 1e-9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a job may have, from `least` to `most` workers, each of `each` GPUs, and the value of each."""
+
+    least: int
+    most: int
+    each: float
+    value: Callable[[int], float]
+
+    @cached_property
+    def steps(self) -> list[tuple[float, int]]:
+        """Return the sizes on the upper hull of the values that raise it, each with the value gained per GPU."""
+        hull = [(self.least, self.value(self.least))]
+        for size in range(self.least + 1, self.most + 1):
+            point = (size, self.value(size))
+            while len(hull) > 1 and _slope(hull[-2], point) >= _slope(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(point)
+        rising = ((_slope(a, b) / self.each, b[0]) for a, b in pairwise(hull))
+        return [(slope, size) for slope, size in rising if slope > 0]
+
+
+def allocate(jobs: Sequence[Sizes], gpus: float) -> list[int]:
+    """Return a size for each job, of which all together take at most `gpus` above the least ones.
+
+    Steps along the hulls are taken in the order of their value per GPU: the sum of values is the largest possible if
+    each job's values are concave, else less than one step below it. What is left is used as far as a job gains by it.
+    """
+    chosen = [job.least for job in jobs]
+    steps = [job.steps[::-1] for job in jobs]
+    heap = [(-found[-1][0], index) for index, found in enumerate(steps) if found]
+    heapify(heap)
+    while heap:
+        index = heap[0][1]
+        job, (_, size) = jobs[index], steps[index].pop()
+        if (size - chosen[index]) * job.each > gpus:
+            last = range(chosen[index], chosen[index] + int(gpus // job.each) + 1)
+            size, steps[index] = max(last, key=lambda n: (job.value(n), -n)), []
+        gpus -= (size - chosen[index]) * job.each
+        chosen[index] = size
+        if steps[index]:
+            heapreplace(heap, (-steps[index][-1][0], index))
+        else:
+            heappop(heap)
+    return chosen
+
+
+def _sum(gains: Iterable[float]) -> float:
+    """Return the sum, 0.0 if it is no more than an error of rounding."""
+    total = sum(gains)
+    return total if total > _EPSILON else 0.0
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+class Worth:
+    """The value of each size of a job, less the cost of a change; it is kept with the job until `key` is another one.
+
+    `until`: the cost is less from then on, None: never.
+    """
+
+    def __init__(self, job: Job, key: tuple[float, ...], each: float, cost: float) -> None:
+        goodput = Scaling(job)
+        self.key, self.cost, self.until, self._current = key, cost, None, job.active
+        self._least, most = job.wanted, max(job.active + 1, min(job.most, job.wanted + MOST_MORE))
+        self._values = [log(max(goodput(size), _EPSILON)) for size in range(self._least, most + 1)]
+        self.sizes = Sizes(self._least, min(job.most, most), each, self)
+        self.free_sizes = Sizes(self._least, min(job.most, most), each, self.free)
+
+    until: float | None
+
+    def __call__(self, size: int) -> float:
+        """Return the value of the size, less the cost if the job has another one."""
+        return self._values[size - self._least] - (self.cost if size != self._current else 0.0)
+
+    def free(self, size: int) -> float:
+        """Return the value of the size without the cost."""
+        return self._values[size - self._least]
+
+
+def worth(job: Job, now: float, each: float, *, changes: bool) -> Worth:
+    """Return what each size of the job is worth now; with `changes` it changes its size in this plan in any case."""
+    since = max(job.started_at, job.grown_at, job.shrunk_at)
+    kept_s = min(max(SHORTEST_S, now - since), LONGEST_S)
+    doubled = SHORTEST_S * 2.0 ** (frexp(kept_s / SHORTEST_S)[1] - 1)  # in steps, so that values rarely change
+    horizon = doubled if kept_s < LONGEST_S else LONGEST_S
+    cost = 0.0 if changes or not job.tasks else log1p(job.pause_s / horizon)
+    key = (job.active, cost, job.reports, job.wanted, job.most, each)
+    found = job.worth if isinstance(job.worth, Worth) and job.worth.key == key else Worth(job, key, each, cost)
+    found.until = since + min(2 * doubled, LONGEST_S) if kept_s < LONGEST_S else None
+    job.worth = found
+    return found
+
+
+class Growth:
+    """The lending of one plan, on its cycle's ledger."""
+
+    def __init__(self, cycle: Cycle) -> None:
+        self._cycle, self._ledger = cycle, cycle.ledger
+        self._values: dict[Job, Worth] = {}
+        self._targets: dict[Job, int] = {}
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Choose sizes in each queue for what is idle and what is lent there, and place or release workers."""
+        by_queue: dict[Queue, list[Job]] = {}
+        for job in jobs:
+            if self._may_change(job):
+                by_queue.setdefault(job.queue, []).append(job)
+        if not by_queue:
+            return
+        idle = self._shares_of_idle(by_queue)
+        for queue in sorted(by_queue, key=_lent_key):
+            if idle[queue] or any(job.lent for job in by_queue[queue]):
+                self._choose(by_queue[queue], idle[queue])
+        for job in [job for job in self._targets if self._targets[job] > job.active]:
+            self._grow(job)
+        self._release()
+        self._fill()
+
+    def _may_change(self, job: Job) -> bool:
+        cycle = self._cycle
+        return (
+            job.wanted <= job.active
+            and job.wanted < job.most
+            and job not in cycle.victims
+            and job not in cycle.pledged
+            and not job.halted
+            and cycle.is_settled(job)
+        )
+
+    def _shares_of_idle(self, by_queue: dict[Queue, list[Job]]) -> dict[Queue, float]:
+        """Divide the idle GPUs: one after the other to the queue with the least lent that can use it."""
+        idle = self._ledger.idle_gpus()
+        shares = dict.fromkeys(by_queue, 0.0)
+        hunger = {q: sum((job.most - job.active) * self._each(job) for job in jobs) for q, jobs in by_queue.items()}
+        heap = [(_lent_key(queue), queue) for queue in by_queue if hunger[queue] > 0]
+        heapify(heap)
+        while heap:
+            queue = heap[0][1]
+            if idle.get(queue.pool, 0) < 1:
+                heappop(heap)
+                continue
+            idle[queue.pool] -= 1
+            shares[queue] += 1
+            if shares[queue] < hunger[queue]:
+                heapreplace(heap, (_lent_key(queue, shares[queue]), queue))
+            else:
+                heappop(heap)
+        return shares
+
+    def _each(self, job: Job) -> float:
+        return max(_EPSILON, job.request.amount(self._ledger.gpu_memory_mib).gpu / GPU)
+
+    def _choose(self, jobs: list[Job], idle: float) -> None:
+        """Choose the sizes of the jobs of one queue; they keep theirs unless that is worth more."""
+        jobs.sort(key=lambda job: (job.lent, -job.priority, job.submitted_at, job.uid))
+        for job in jobs:
+            self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
+        gpus = idle + sum(job.lent * self._each(job) for job in jobs)
+        chosen = allocate([self._values[job].sizes for job in jobs], gpus)
+        if _sum(self._values[j](n) - self._values[j](j.active) for j, n in zip(jobs, chosen, strict=True)):
+            self._targets.update(zip(jobs, chosen, strict=True))
+        elif any(self._values[job].cost for job in jobs):
+            self._look_again(jobs, allocate([self._values[job].free_sizes for job in jobs], gpus))
+
+    def _look_again(self, jobs: list[Job], chosen: list[int]) -> None:
+        """Request a plan when the cost of a change counts less, if nothing else keeps the jobs from these sizes."""
+        if _sum(self._values[j].free(n) - self._values[j].free(j.active) for j, n in zip(jobs, chosen, strict=True)):
+            changed = [self._values[job] for job, size in zip(jobs, chosen, strict=True) if size != job.active]
+            for until in [found.until for found in changed if found.until is not None]:
+                self._cycle.review_at(until)
+
+    def _grow(self, job: Job) -> None:
+        """Place the workers that the job lacks on idle devices, close to the others; else where lent workers leave."""
+        while (short := self._targets[job] - job.active) > 0:
+            near = any(host.idle_whole >= job.request.devices for host in job.hosts) and job.groups is None
+            tasks = [self._task(job, i) for i in range(1 if near else short)]
+            if not self._place(job, tasks) and not (short > 1 and self._place(job, tasks[:1])):
+                break
+        while self._targets[job] > job.active and self._exchange(job):
+            pass
+
+    def _task(self, job: Job, number: int = 0) -> Task:
+        return Task(job=job, request=job.request, index=job.next_index + job.active + number)
+
+    def _place(self, job: Job, tasks: list[Task]) -> bool:
+        if quota.barred_by_limit(job, quota.total(self._ledger, tasks), future=False):
+            return False
+        return placement.place_all(self._ledger, tasks, future=False)
+
+    def _exchange(self, job: Job) -> bool:
+        """Let lent workers of jobs that are to shrink leave for one worker of this job, on one node."""
+        if job.groups is not None:
+            return False
+        hosts: dict[Host, list[Task]] = {}
+        for other in [one for one in self._targets if one.queue is job.queue and one.active > self._targets[one]]:
+            for task in self._spare(other):
+                if task.node is not None:
+                    hosts.setdefault(task.node, []).append(task)
+        mark = self._ledger.mark()
+        for host in sorted(hosts, key=lambda h: (-job.hosts.get(h, 0), -len(hosts[h]), h.name)):
+            new = self._task(job)
+            for task in hosts[host]:
+                if task.job.active > self._targets[task.job]:
+                    self._take(task, job, "grow")
+                if self._nominate(job, new, host):
+                    return True
+            self._undo(mark)
+        return False
+
+    def _nominate(self, job: Job, task: Task, host: Host) -> bool:
+        if quota.barred_by_limit(job, self._ledger.amount(task), future=True):
+            return False
+        if not placement.fits(host, task, future=True):
+            return False
+        placement.put(self._ledger, task, host, future=True)
+        self._cycle.pledged[job] = None
+        return True
+
+    def _spare(self, job: Job) -> list[Task]:
+        """Return the job's workers that may leave, first those on nodes where it has few, then the newest."""
+        held = [task for task in job.tasks.values() if task.status is Status.HELD]
+        counts = Counter(task.node for task in held)
+        return loose(job, sorted(held, key=lambda task: (counts[task.node], -task.index)))
+
+    def _take(self, task: Task, beneficiary: Job, action: str) -> None:
+        self._ledger.set(task, Status.LEAVING, task.node, task.devices)
+        self._cycle.causes[task] = (beneficiary, action)
+        self._cycle.victims[task.job] = None
+
+    def _undo(self, mark: int) -> None:
+        for task, *_ in self._ledger.since(mark):
+            self._cycle.causes.pop(task, None)
+        self._ledger.rollback(mark)
+        for job in [job for job in self._targets if job in self._cycle.victims]:
+            if not any(task in self._cycle.causes for task in job.tasks.values()):
+                del self._cycle.victims[job]
+
+    def _release(self) -> None:
+        """Let workers leave without which their job achieves more, such as those on another node."""
+        for job, target in self._targets.items():
+            value = self._values[job]
+            if target < job.active and job not in self._cycle.touched and value(target) > value(job.active) + _EPSILON:
+                while job.active > target and (spare := self._spare(job)):
+                    self._take(spare[0], job, "release")
+
+    def _fill(self) -> None:
+        """Lend what the chosen sizes leave idle, one worker at a time, where it is of use.
+
+        Nodes, limits or the size of workers may keep a job from what was meant for it.
+        """
+        jobs = [job for job in self._values if job not in self._cycle.victims]
+        heap = [(self._fill_key(job), job) for job in jobs if self._gains(job)]
+        heapify(heap)
+        while heap and self._ledger.any_idle:
+            key, job = heappop(heap)
+            outdated = key != self._fill_key(job)
+            if outdated or (self._place(job, [self._task(job)]) and self._gains(job)):
+                heappush(heap, (self._fill_key(job), job))
+
+    def _gains(self, job: Job) -> bool:
+        value = self._values[job]
+        return job.active < job.most and value(job.active + 1) > value(job.active) + _EPSILON
+
+    def _fill_key(self, job: Job) -> tuple[float, float, int, int, float, str]:
+        value = self._values[job]
+        gained = round((value.free(job.active + 1) - value.free(job.active)) / self._each(job), 6)
+        return (_lent_key(job.queue)[0], -gained, job.lent, -job.priority, job.submitted_at, job.uid)
+
+
+def _lent_key(queue: Queue, more_gpus: float = 0.0) -> tuple[float, float, str]:
+    return ((queue.lent[0] + more_gpus * GPU) / max(queue.weights[0], 1e-9), queue.created, queue.label)
