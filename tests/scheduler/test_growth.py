@@ -219,6 +219,15 @@ def test_what_a_team_is_lent_does_not_depend_on_what_its_jobs_gain() -> None:
     assert (world.size("flat"), world.size("steep")) == (4, 4)
 
 
+def test_a_gpu_that_a_limit_or_a_node_keeps_from_one_team_is_lent_to_the_other() -> None:
+    world = world_of(3, other=1)
+    world.project("limited", 1, limit=1)
+    for job, team in (("stays", "limited"), ("grows", "other")):
+        world.submit(job, team, 1, 1, 2, cool_down_s=0)
+    world.settle()
+    assert (world.size("stays"), world.size("grows")) == (1, 2)
+
+
 @given(st.data())
 @settings(deadline=None, max_examples=40)
 def test_whatever_is_reported_sizes_settle_within_bounds_and_guarantees_are_obtained(data: st.DataObject) -> None:

@@ -13,6 +13,7 @@ from kfp_gpuquota.api import Phase, ReasonCode, StopPolicy
 from kfp_gpuquota.cluster.local.unused_jobs import INTERVAL_S
 from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
+from kfp_gpuquota.scheduler.actions.growth import worth
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.conditions import Conditions, stop_policy_of
@@ -432,9 +433,17 @@ class Invariants:
             if (
                 job.status.phase is Phase.RUNNING
                 and self._may_grow(job)
+                and self._gains(job)
                 and fits(job.spec, left, workers=1, beside=state.alive_of(job.uid)[0].worker.node)
             ):
                 self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")
+
+    def _gains(self, job: JobRecord) -> bool:
+        """Return whether one more worker is requested, or is worth the change by what the job has reported."""
+        state = self.cluster.state
+        known = state.scheduler.jobs[job.uid]
+        value = worth(known, state.clock(), 1.0, changes=False)
+        return known.active < known.wanted or value(known.active + 1) > value(known.active)
 
     def _may_grow(self, job: JobRecord) -> bool:
         """Return whether the job and its project's limit allow one more worker.

@@ -108,10 +108,10 @@ class Worth:
     `until`: the cost is less from then on, None: never.
     """
 
-    def __init__(self, job: Job, key: tuple[float, ...], each: float, cost: float) -> None:
+    def __init__(self, job: Job, key: tuple[float, ...], each: float, cost: float, least: int) -> None:
         goodput = Scaling(job)
         self.key, self.cost, self.until, self._current = key, cost, None, job.active
-        self._least, most = job.wanted, max(job.active + 1, min(job.most, job.wanted + MOST_MORE))
+        self._least, most = least, max(job.active + 1, min(job.most, least + MOST_MORE))
         self._values = [log(max(goodput(size), _EPSILON)) for size in range(self._least, most + 1)]
         self.sizes = Sizes(self._least, min(job.most, most), each, self)
         self.free_sizes = Sizes(self._least, min(job.most, most), each, self.free)
@@ -134,8 +134,10 @@ def worth(job: Job, now: float, each: float, *, changes: bool) -> Worth:
     doubled = SHORTEST_S * 2.0 ** (frexp(kept_s / SHORTEST_S)[1] - 1)  # in steps, so that values rarely change
     horizon = doubled if kept_s < LONGEST_S else LONGEST_S
     cost = 0.0 if changes or not job.tasks else log1p(job.pause_s / horizon)
-    key = (job.active, cost, job.reports, job.wanted, job.most, each)
-    found = job.worth if isinstance(job.worth, Worth) and job.worth.key == key else Worth(job, key, each, cost)
+    young = bool(job.tasks) and now < job.started_at + job.cool_down_s
+    least = job.active if young else job.wanted  # else a size could change twice before it is measured
+    key = (job.active, cost, job.reports, least, job.most, each)
+    found = job.worth if isinstance(job.worth, Worth) and job.worth.key == key else Worth(job, key, each, cost, least)
     found.until = since + min(2 * doubled, LONGEST_S) if kept_s < LONGEST_S else None
     job.worth = found
     return found
@@ -159,7 +161,7 @@ class Growth:
             return
         idle = self._shares_of_idle(by_queue)
         for queue in sorted(by_queue, key=_lent_key):
-            if idle[queue] or any(job.lent for job in by_queue[queue]):
+            if self._ledger.any_idle or any(job.lent for job in by_queue[queue]):
                 self._choose(by_queue[queue], idle[queue])
         for job in [job for job in self._targets if self._targets[job] > job.active]:
             self._grow(job)
@@ -181,7 +183,7 @@ class Growth:
         """Divide the idle GPUs: one after the other to the queue with the least lent that can use it."""
         idle = self._ledger.idle_gpus()
         shares = dict.fromkeys(by_queue, 0.0)
-        hunger = {q: sum((job.most - job.active) * self._each(job) for job in jobs) for q, jobs in by_queue.items()}
+        hunger = {queue: self._hunger(queue, jobs) for queue, jobs in by_queue.items()}
         heap = [(_lent_key(queue), queue) for queue in by_queue if hunger[queue] > 0]
         heapify(heap)
         while heap:
@@ -197,6 +199,11 @@ class Growth:
                 heappop(heap)
         return shares
 
+    def _hunger(self, queue: Queue, jobs: list[Job]) -> float:
+        """Return the GPUs that the jobs of a queue may still be lent, by their bounds and the limits above them."""
+        left = min((above.limit[0] - above.held[0] - above.leaving[0]) / GPU for above in queue.path)
+        return min(left, sum((job.most - job.active) * self._each(job) for job in jobs))
+
     def _each(self, job: Job) -> float:
         return max(_EPSILON, job.request.amount(self._ledger.gpu_memory_mib).gpu / GPU)
 
@@ -205,7 +212,9 @@ class Growth:
         jobs.sort(key=lambda job: (job.lent, -job.priority, job.submitted_at, job.uid))
         for job in jobs:
             self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
-        gpus = idle + sum(job.lent * self._each(job) for job in jobs)
+            if job.lent and self._values[job].sizes.least > job.wanted:
+                self._cycle.review_at(job.started_at + job.cool_down_s)
+        gpus = idle + sum((job.active - self._values[job].sizes.least) * self._each(job) for job in jobs)
         chosen = allocate([self._values[job].sizes for job in jobs], gpus)
         if _sum(self._values[j](n) - self._values[j](j.active) for j, n in zip(jobs, chosen, strict=True)):
             self._targets.update(zip(jobs, chosen, strict=True))

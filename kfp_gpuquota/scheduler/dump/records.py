@@ -167,6 +167,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     batches: dict[int, int] = {}
     noise_scale: Number | None = None
     pause_s: Number = PAUSE_S
+    measured_last: int = 0
     counting_from: Mark | None = None
 
 

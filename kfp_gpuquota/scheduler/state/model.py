@@ -346,6 +346,7 @@ class Job:
     batches: dict[int, int] = field(default_factory=dict)
     noise_scale: float | None = None
     pause_s: float = PAUSE_S
+    measured_last: int = 0  # the number of workers of its last report
     reports: int = 0  # how many; `worth` is what growth.py computed from them
     worth: object = None
     counting_from: Mark | None = None

@@ -41,7 +41,7 @@ def note_progress(job: Job, event: ProgressReported) -> bool:
         return False
     if event.batch_size:
         job.batches[mark.workers] = event.batch_size
-    known = mark.workers in job.throughput
+    known, job.measured_last = mark.workers in job.throughput, mark.workers
     if event.throughput is not None and event.throughput > 0:
         if not job.throughput_reported:  # steps and samples per second do not compare
             job.throughput.clear()
@@ -81,7 +81,7 @@ class Scaling:
             return
         self._fixed, self._divided = _line(list(steps.values()))
         self._misses = sorted((n, s / (self._fixed + self._divided * x)) for n, (x, s) in steps.items())
-        self._size = min(job.batches, key=lambda n: (abs(n - job.active), n), default=1)
+        self._size = job.measured_last if job.measured_last in job.batches else min(job.batches, default=1)
         self._batch, self._least = job.batches.get(self._size, 1), min(job.batches.values(), default=1)
         self._grows = len(set(job.batches.values())) > 1
 
