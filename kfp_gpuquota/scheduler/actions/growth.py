@@ -43,6 +43,7 @@ MOST_MORE: Final = 1024
 """The workers more than requested that are considered for one job."""
 
 _EPSILON: Final = 1e-9
+_SMALLEST: Final = 1e-300
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,10 @@ class Worth:
     def __init__(self, job: Job, key: tuple[float, ...], each: float, cost: float) -> None:
         goodput = Scaling(job)
         self.key, self.cost, self.until, self._current = key, cost, None, job.active
-        self._least, most = job.wanted, max(job.active + 1, min(job.most, job.wanted + MOST_MORE))
-        self._values = [log(max(goodput(size), _EPSILON)) for size in range(self._least, most + 1)]
+        # What a worker that leaves costs a job that reports nothing, as a Ray cluster, is not known: it may lose work.
+        self._least = job.wanted if job.reports_progress else max(job.wanted, min(job.active, job.most))
+        most = max(job.active + 1, min(job.most, self._least + MOST_MORE))
+        self._values = [log(max(goodput(size), _SMALLEST)) for size in range(self._least, most + 1)]
         self.sizes = Sizes(self._least, min(job.most, most), each, self)
         self.free_sizes = Sizes(self._least, min(job.most, most), each, self.free)
 
@@ -129,7 +132,7 @@ class Worth:
 
 def worth(job: Job, now: float, each: float, *, changes: bool) -> Worth:
     """Return what each size of the job is worth now; with `changes` it changes its size in this plan in any case."""
-    since = max(job.started_at, job.grown_at, job.shrunk_at)
+    since = _since(job)
     kept_s = min(max(SHORTEST_S, now - since), LONGEST_S)
     doubled = SHORTEST_S * 2.0 ** (frexp(kept_s / SHORTEST_S)[1] - 1)  # in steps, so that values rarely change
     horizon = doubled if kept_s < LONGEST_S else LONGEST_S
@@ -139,6 +142,11 @@ def worth(job: Job, now: float, each: float, *, changes: bool) -> Worth:
     found.until = since + min(2 * doubled, LONGEST_S) if kept_s < LONGEST_S else None
     job.worth = found
     return found
+
+
+def _since(job: Job) -> float:
+    """Return the time since which the job has had its size."""
+    return max(job.started_at, job.grown_at, job.shrunk_at)
 
 
 class Growth:
@@ -181,7 +189,10 @@ class Growth:
         """Divide the idle GPUs: one after the other to the queue with the least lent that can use it."""
         idle = self._ledger.idle_gpus()
         shares = dict.fromkeys(by_queue, 0.0)
-        hunger = {q: sum((job.most - job.active) * self._each(job) for job in jobs) for q, jobs in by_queue.items()}
+        hunger = {
+            q: min(_below_limit(q), sum((job.most - job.active) * self._each(job) for job in jobs))
+            for q, jobs in by_queue.items()
+        }
         heap = [(_lent_key(queue), queue) for queue in by_queue if hunger[queue] > 0]
         heapify(heap)
         while heap:
@@ -205,7 +216,7 @@ class Growth:
         jobs.sort(key=lambda job: (job.lent, -job.priority, job.submitted_at, job.uid))
         for job in jobs:
             self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
-        gpus = idle + sum(job.lent * self._each(job) for job in jobs)
+        gpus = idle + sum((job.active - self._values[job].sizes.least) * self._each(job) for job in jobs)
         chosen = allocate([self._values[job].sizes for job in jobs], gpus)
         if _sum(self._values[j](n) - self._values[j](j.active) for j, n in zip(jobs, chosen, strict=True)):
             self._targets.update(zip(jobs, chosen, strict=True))
@@ -246,9 +257,8 @@ class Growth:
             for task in self._spare(other):
                 if task.node is not None:
                     hosts.setdefault(task.node, []).append(task)
-        mark = self._ledger.mark()
         for host in sorted(hosts, key=lambda h: (-job.hosts.get(h, 0), -len(hosts[h]), h.name)):
-            new = self._task(job)
+            mark, new = self._ledger.mark(), self._task(job)
             for task in hosts[host]:
                 if task.job.active > self._targets[task.job]:
                     self._take(task, job, "grow")
@@ -286,10 +296,17 @@ class Growth:
                 del self._cycle.victims[job]
 
     def _release(self) -> None:
-        """Let workers leave without which their job achieves more, such as those on another node."""
+        """Let workers leave without which their job achieves more, such as those on another node.
+
+        Not before its size has lasted for a while: what was measured in the first steps at a size may be wrong, and is
+        not measured again once the job has left it.
+        """
         for job, target in self._targets.items():
             value = self._values[job]
             if target < job.active and job not in self._cycle.touched and value(target) > value(job.active) + _EPSILON:
+                if self._cycle.now < (lasted := _since(job) + SHORTEST_S):
+                    self._cycle.review_at(lasted)
+                    continue
                 while job.active > target and (spare := self._spare(job)):
                     self._take(spare[0], job, "release")
 
@@ -315,6 +332,11 @@ class Growth:
         value = self._values[job]
         gained = round((value.free(job.active + 1) - value.free(job.active)) / self._each(job), 6)
         return (_lent_key(job.queue)[0], -gained, job.lent, -job.priority, job.submitted_at, job.uid)
+
+
+def _below_limit(queue: Queue) -> float:
+    """Return the GPUs that the limits of the queue and of those above it leave now."""
+    return max(0.0, min((one.limit[0] - one.held[0] - one.leaving[0]) / GPU for one in queue.path))
 
 
 def _lent_key(queue: Queue, more_gpus: float = 0.0) -> tuple[float, float, str]:
