@@ -154,9 +154,25 @@ def test_a_job_that_starts_gets_its_part_of_what_is_lent() -> None:
     world.submit("first", "team", 1, 1, 8)
     world.settle()
     assert world.size("first") == 8
+    report(world, "first", 8, 80.0)
     world.submit("second", "team", 1, 1, 8)
     world.settle()
     assert (world.size("first"), world.size("second")) == (4, 4)
+
+
+def test_a_job_that_reports_no_progress_loses_no_worker_for_what_another_one_gains() -> None:
+    world = world_of(8, team=8)
+    world.submit("ray-cluster", "team", 1, 1, 7, cool_down_s=0)
+    world.settle()
+    world.submit("training", "team", 1, 1, 8, cool_down_s=0)
+    world.settle()
+    for workers in (1, 2):
+        report(world, "training", workers, 10.0 * workers)
+    world.settle()
+    assert (world.size("ray-cluster"), world.size("training")) == (7, 1)
+    world.submit("more", "team", 2, 2, 2)
+    world.settle()
+    assert (world.size("ray-cluster"), world.size("more")) == (5, 2)
 
 
 def test_lent_workers_change_jobs_for_what_another_one_gains_by_them() -> None:
@@ -195,6 +211,72 @@ def test_a_worker_that_makes_its_job_slower_leaves_though_nobody_needs_its_gpu()
     assert world.size("job") == 2
     assert len(world.nodes_of("job")) == 1
     assert "trains no slower without it" in str(next(one for decided in plans for one in decided.resize).reason)
+
+
+def test_a_size_that_was_only_measured_in_its_first_steps_is_not_left_at_once() -> None:
+    world = world_of(4, team=4)
+    world.submit("job", "team", 1, 1, 4, cool_down_s=0)
+    world.settle()
+    report(world, "job", 1, 10.0)
+    report(world, "job", 4, 5.0)
+    decided = world.step()
+    assert decided.empty
+    assert decided.again_at == pytest.approx(62.0, abs=2)
+    report(world, "job", 4, 35.0)
+    world.settle()
+    assert world.size("job") == 4
+
+
+@pytest.mark.parametrize("pause_s", [0.02, 60.0, 300.0])
+def test_a_team_at_its_limit_keeps_no_idle_gpu_from_others(pause_s: float) -> None:
+    world = world_of(16, small=2, big=12)
+    world.project("small", 2, 2)
+    world.submit("hungry", "small", 2, 1, 16, cool_down_s=0)
+    world.session("session", "big", 8)
+    world.submit("train", "big", 4, 1, 16, cool_down_s=0)
+    world.settle()
+    for workers in (1, 2, 4, 6):
+        report(world, "train", workers, 10.0 * workers, pause_s=pause_s)
+    world.settle()
+    world.remove("session")
+    world.release()
+    world.settle()
+    assert (world.size("hungry"), world.size("train")) == (2, 14)
+
+
+HUGE = (10**400, 2**63, -1, 0, 1, 64)
+RATES = (5e-324, 1e-320, 1e-300, 1e-9, 1.0, 1e15, 1e300, 1.7e308)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([-4, -1, 0, 1, 2, 4, 8, 10**9, 10**400]), st.sampled_from(RATES), st.sampled_from(HUGE)
+        ),
+        max_size=5,
+    ),
+    st.none() | st.sampled_from([0.0, 1e-320, 1e10, 1e308]),
+)
+@settings(deadline=None, max_examples=100)
+def test_what_a_hostile_training_reports_stops_no_plan(sent: list[tuple[int, float, int]], noise: float | None) -> None:
+    world = world_of(8, team=8)
+    for job in ("hostile", "good"):
+        world.submit(job, "team", 1, 1, 8, cool_down_s=0)
+    world.settle()
+    for workers, rate, batch in sent:
+        report(world, "hostile", workers, rate, batch_size=batch, noise_scale=noise)  # type: ignore[arg-type]
+    for workers in (1, 4):
+        report(world, "good", workers, 10.0 * workers)
+    world.settle()
+    found = Scaling(world.state.jobs["hostile"])
+    assert all(0 <= found(workers) < float("inf") for workers in range(1, 9))
+    assert set(world.state.jobs["hostile"].throughput) <= set(range(1, 9))
+
+
+def test_a_large_noise_scale_leaves_what_each_worker_adds() -> None:
+    goodput = Scaling(trained({1: 0.01, 2: 0.02}, {1: 64, 2: 128}, 1e13))
+    assert goodput(4) / goodput(1) == pytest.approx(4.0)
+    assert goodput(1) == pytest.approx(0.01)
 
 
 def test_no_change_is_made_that_costs_more_than_it_gains() -> None:

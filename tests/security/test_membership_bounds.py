@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from kfp_gpuquota.errors import ClusterUnavailableError, ConflictError, InvalidFieldError
 from kfp_gpuquota.membership import Membership, TargetChanged, WorkerReconnected
 from kfp_gpuquota.membership.events import CollectiveFailed, GenerationAdopted
 from kfp_gpuquota.server.membership import messages
-from kfp_gpuquota.server.membership.messages import MAX_STEP, check, check_worker
+from kfp_gpuquota.server.membership.messages import check, check_worker
 from kfp_gpuquota.server.membership.rendezvous_store import MAX_BYTES, MAX_KEYS, Store
-from kfp_gpuquota.server.membership.training_reports import ProgressReported
+from kfp_gpuquota.server.membership.training_reports import MAX_STEP, ProgressReported
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ def test_a_message_that_names_what_is_not_its_jobs_is_refused(message: messages.
     with pytest.raises(InvalidFieldError) as refused:
         check(message, "job-0", "job-", machine())
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("field", ["batch_size", "workers", "epoch", "total_steps"])
+@pytest.mark.parametrize("value", ["-1", str((1 << 53) + 1), "9" * 400])
+def test_a_number_that_nobody_can_compute_with_or_show_is_refused(field: str, value: str) -> None:
+    line = f'{{"event": "ProgressReported", "worker": "job-0", "step": 1, "{field}": {value}}}'
+    with pytest.raises(msgspec.ValidationError, match=field):
+        messages.decode(line.encode())
 
 
 def test_a_worker_of_another_job_may_not_connect_with_this_jobs_token() -> None:

@@ -43,6 +43,7 @@ MOST_MORE: Final = 1024
 """The workers more than requested that are considered for one job."""
 
 _EPSILON: Final = 1e-9
+_SMALLEST: Final = 1e-300
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Worth:
         goodput = Scaling(job)
         self.key, self.cost, self.until, self._current = key, cost, None, job.active
         self._least, most = least, max(job.active + 1, min(job.most, least + MOST_MORE))
-        self._values = [log(max(goodput(size), _EPSILON)) for size in range(self._least, most + 1)]
+        self._values = [log(max(goodput(size), _SMALLEST)) for size in range(self._least, most + 1)]
         self.sizes = Sizes(self._least, min(job.most, most), each, self)
         self.free_sizes = Sizes(self._least, min(job.most, most), each, self.free)
 
@@ -129,18 +130,26 @@ class Worth:
 
 def worth(job: Job, now: float, each: float, *, changes: bool) -> Worth:
     """Return what each size of the job is worth now; with `changes` it changes its size in this plan in any case."""
-    since = max(job.started_at, job.grown_at, job.shrunk_at)
+    since = _since(job)
     kept_s = min(max(SHORTEST_S, now - since), LONGEST_S)
     doubled = SHORTEST_S * 2.0 ** (frexp(kept_s / SHORTEST_S)[1] - 1)  # in steps, so that values rarely change
     horizon = doubled if kept_s < LONGEST_S else LONGEST_S
     cost = 0.0 if changes or not job.tasks else log1p(job.pause_s / horizon)
+    # A size that is left before it was measured is not measured again. What a worker that leaves costs a job that
+    # reports nothing, as a Ray cluster, is not known: it may lose work.
     young = bool(job.tasks) and now < job.started_at + job.cool_down_s
-    least = job.active if young else job.wanted  # else a size could change twice before it is measured
+    keeps = young or not job.reports_progress
+    least = max(job.wanted, min(job.active, job.most)) if keeps else job.wanted
     key = (job.active, cost, job.reports, least, job.most, each)
     found = job.worth if isinstance(job.worth, Worth) and job.worth.key == key else Worth(job, key, each, cost, least)
     found.until = since + min(2 * doubled, LONGEST_S) if kept_s < LONGEST_S else None
     job.worth = found
     return found
+
+
+def _since(job: Job) -> float:
+    """Return the time since which the job has had its size."""
+    return max(job.started_at, job.grown_at, job.shrunk_at)
 
 
 class Growth:
@@ -255,9 +264,8 @@ class Growth:
             for task in self._spare(other):
                 if task.node is not None:
                     hosts.setdefault(task.node, []).append(task)
-        mark = self._ledger.mark()
         for host in sorted(hosts, key=lambda h: (-job.hosts.get(h, 0), -len(hosts[h]), h.name)):
-            new = self._task(job)
+            mark, new = self._ledger.mark(), self._task(job)
             for task in hosts[host]:
                 if task.job.active > self._targets[task.job]:
                     self._take(task, job, "grow")
@@ -295,10 +303,17 @@ class Growth:
                 del self._cycle.victims[job]
 
     def _release(self) -> None:
-        """Let workers leave without which their job achieves more, such as those on another node."""
+        """Let workers leave without which their job achieves more, such as those on another node.
+
+        Not before its size has lasted for a while: what was measured in the first steps at a size may be wrong, and is
+        not measured again once the job has left it.
+        """
         for job, target in self._targets.items():
             value = self._values[job]
             if target < job.active and job not in self._cycle.touched and value(target) > value(job.active) + _EPSILON:
+                if self._cycle.now < (lasted := _since(job) + SHORTEST_S):
+                    self._cycle.review_at(lasted)
+                    continue
                 while job.active > target and (spare := self._spare(job)):
                     self._take(spare[0], job, "release")
 

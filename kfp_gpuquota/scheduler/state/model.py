@@ -396,6 +396,11 @@ class Job:
         return self.gang if self.groups is None or not self.groups.children else UNLIMITED
 
     @property
+    def reports_progress(self) -> bool:
+        """Whether the job has reported progress, so that it is a training that changes its size without losing work."""
+        return bool(self.throughput) or self.counting_from is not None
+
+    @property
     def lent(self) -> int:
         """The number of tasks above the request, which are evicted first."""
         return max(0, self.active - self.wanted)

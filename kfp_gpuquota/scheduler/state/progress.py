@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler.state.model import NEVER, Job, Mark
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kfp_gpuquota.scheduler.state.events import ProgressReported
+
+SLOWEST: Final = 1e-9
+FASTEST: Final = 1e15
+"""Throughputs in samples per second that are believed."""
+LARGEST_BATCH: Final = 1 << 53
 
 
 def note_started(job: Job, at: float) -> None:
@@ -37,12 +42,12 @@ def note_progress(job: Job, event: ProgressReported) -> bool:
     job.noise_scale = job.noise_scale if event.noise_scale is None else event.noise_scale
     job.pause_s = job.pause_s if event.pause_s is None else event.pause_s
     mark = Mark(event.step, event.at, job.active if event.workers is None else event.workers)
-    if not mark.workers:
+    if not 0 < mark.workers <= max(job.most, job.active):  # what a training sends may be anything
         return False
-    if event.batch_size:
-        job.batches[mark.workers] = event.batch_size
+    if event.batch_size is not None and event.batch_size > 0:
+        job.batches[mark.workers] = min(event.batch_size, LARGEST_BATCH)
     known, job.measured_last = mark.workers in job.throughput, mark.workers
-    if event.throughput is not None and event.throughput > 0:
+    if event.throughput is not None and SLOWEST <= event.throughput <= FASTEST:
         if not job.throughput_reported:  # steps and samples per second do not compare
             job.throughput.clear()
         job.throughput_reported = True
@@ -67,10 +72,10 @@ class Scaling:
 
     Goodput is throughput times statistical efficiency. A step takes `fixed + divided * batch / workers`, fitted to the
     reports of the sizes that the job had (Amdahl's law where the batch is the same at all), times what this misses at
-    the nearest of them: a network between nodes, for example. Of a batch B the efficiency is proportional to
-    1 / (p + B), where p is the gradient noise scale (McCandlish et al. 2018; Pollux, OSDI 2021). A batch that was seen
-    to change is taken to grow with the workers; one that does not has efficiency 1. With one measured size or none
-    each worker adds the same throughput.
+    the nearest of them: a network between nodes, for example. The efficiency of a batch B is (p + B0) / (p + B), where
+    p is the gradient noise scale (McCandlish et al. 2018; Pollux, OSDI 2021) and B0 the smallest batch. A batch that
+    was seen to change is taken to grow with the workers; one that does not has efficiency 1. With one measured size or
+    none each worker adds the same throughput.
     """
 
     def __init__(self, job: Job) -> None:
@@ -91,7 +96,8 @@ class Scaling:
             return float(workers)
         batch = max(self._least, self._batch * workers / self._size) if self._grows else self._batch
         step_s = (self._fixed + self._divided * batch / workers) * _between(self._misses, workers)
-        return batch / step_s / (1 if self._noise is None else self._noise + batch)
+        efficiency = 1.0 if self._noise is None else (self._noise + self._least) / (self._noise + batch)
+        return batch / step_s * efficiency
 
 
 def _between(points: Sequence[tuple[int, float]], x: int) -> float:
@@ -100,7 +106,7 @@ def _between(points: Sequence[tuple[int, float]], x: int) -> float:
     if at == 0 or at == len(points):
         return points[max(0, at - 1)][1]
     (low, before), (high, after) = points[at - 1], points[at]
-    return before + (after - before) * (x - low) / (high - low)
+    return (before * (high - x) + after * (x - low)) / (high - low)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import msgspec
 
 from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError
 from kfp_gpuquota.membership import WorkerEvent
-from kfp_gpuquota.server.membership.training_reports import ProgressReported, StepsTimed
+from kfp_gpuquota.server.membership.training_reports import MAX_STEP, ProgressReported, StepsTimed
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,7 +29,6 @@ MAX_UNNAMED: Final = 256
 """Those of them that the cluster has not named: a worker may connect before the cluster's plan has arrived."""
 MAX_ID_LENGTH: Final = 512
 MAX_INCARNATION_LENGTH: Final = 64
-MAX_STEP: Final = 1 << 53
 _LINE = msgspec.json.Decoder(Message)
 
 

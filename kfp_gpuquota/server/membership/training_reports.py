@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+MAX_STEP: Final = 1 << 53
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+"""JSON has integers of any length, which neither the scheduler computes with nor a page shows."""
+
 MAX_METRICS: Final = 100
 MAX_METRIC_LENGTH: Final = 200
 """More metrics, and the rest of a longer name, are left out."""
@@ -26,15 +30,15 @@ class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event")
 
     worker: str
     step: int
-    epoch: int = 0
-    total_steps: int | None = None
+    epoch: Count = 0
+    total_steps: Count | None = None
     metrics: dict[str, float] = {}
     checkpoint_at: float | None = None
     throughput: float | None = None
     step_ms: float | None = None
-    workers: int | None = None
+    workers: Count | None = None
     not_finite: dict[str, Literal["nan", "inf", "-inf"]] = {}
-    batch_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    batch_size: Annotated[int, msgspec.Meta(gt=0, le=MAX_STEP)] | None = None
     noise_scale: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
