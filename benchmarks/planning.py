@@ -8,8 +8,9 @@
     python benchmarks/planning.py --case reclaim --nodes 10 --growth 1,10,100
     python benchmarks/planning.py --case reclaim --nodes 10000 --gpus 1000
     python benchmarks/planning.py --case cold --nodes 10000 --jobs 50000
+    python benchmarks/planning.py --case elastic --nodes 1000
 
-Nodes have 8 GPUs. The cluster is filled by events, as a driver would. Time is of `plan` alone (for `steady`: applying
+Nodes have 8 GPUs. The cluster is filled by events, as a driver would. Time is of `plan` alone (for `steady` and `elastic`: applying
 one arrival and planning), the best of --repeats, and of the first plan (`first_s`); memory is the process's peak. The
 last line is JSON.
 """
@@ -30,6 +31,7 @@ from kfp_gpuquota.scheduler import (
     JobSubmitted,
     NodeChanged,
     Plan,
+    ProgressReported,
     QuotaChanged,
     State,
     WorkerStarted,
@@ -188,7 +190,29 @@ def steady(options: Options) -> tuple[State, Callable[[Plan], str]]:
     return builder.state, lambda p: f"{len(p.waiting)} jobs wait, {len(p.evict)} evicted"
 
 
+def elastic(options: Options) -> tuple[State, Callable[[Plan], str]]:
+    """A cluster full of elastic jobs that have reported several sizes and keep theirs; then one arrival."""
+    builder = Builder(options)
+    names = [f"team-{i:02}" for i in range(20)]
+    for name in names:
+        builder.project(name, options.nodes * GPUS // len(names))
+    for number, node in enumerate(builder.free):
+        uid = f"job-{number:06}"
+        spec = JobSpec(
+            name=uid, project=names[number % len(names)], command=("train",), gpus=2, min_gpus=1, max_gpus=2 * GPUS
+        )
+        builder.state.apply(JobSubmitted(uid, spec, float(number)))
+        for device in range(GPUS):
+            builder.state.apply(WorkerStarted(f"{uid}-{device}", uid, node, (device,), float(number)))
+        single = 10.0 * builder.random.uniform(0.5, 2)
+        for workers in (2, 4, GPUS):
+            rate = single * workers**0.9
+            builder.state.apply(ProgressReported(uid, 100 * workers, 1000.0, throughput=rate, workers=workers))
+    return builder.state, lambda p: f"{len(p.bind)} bound, {len(p.resize)} sizes changed, {len(p.evict)} evicted"
+
+
 CASES = {
+    "elastic": elastic,
     "allocate": allocate,
     "reclaim": reclaim,
     "consolidate": consolidate,
@@ -209,7 +233,7 @@ def measure(options: Options) -> dict[str, object]:
     for i in range(options.repeats):
         gc.collect()
         began = perf_counter()
-        if options.case == "steady":
+        if options.case in ("steady", "elastic"):
             state.apply(JobSubmitted(f"late-{i}", _late(i), 1e6 + i))
         decided = plan(state, 1e6)
         times.append(perf_counter() - began)
