@@ -13,7 +13,18 @@ from kfp_gpuquota.api.affinity import (
     Toleration,
     TolerationOperator,
 )
-from kfp_gpuquota.api.job import ExpectedStart, Job, JobSpec, JobStatus, Kind, Occurrence, Phase, Progress, Resize
+from kfp_gpuquota.api.job import (
+    ExpectedStart,
+    Job,
+    JobSpec,
+    JobStatus,
+    Kind,
+    MeasuredSize,
+    Occurrence,
+    Phase,
+    Progress,
+    Resize,
+)
 from kfp_gpuquota.api.node import Device, Node
 from kfp_gpuquota.api.project import PoolQuota, Project, StopPolicy
 from kfp_gpuquota.api.reason import Reason, ReasonCode
@@ -26,6 +37,7 @@ __all__ = [
     "JobSpec",
     "JobStatus",
     "Kind",
+    "MeasuredSize",
     "Node",
     "NodeTerm",
     "Occurrence",

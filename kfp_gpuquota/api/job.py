@@ -356,6 +356,14 @@ def _millionths(part: float) -> float:
     return ceil(round(part * 10**6, 3)) / 10**6
 
 
+class MeasuredSize(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training last reported with this number of workers: samples per second, and samples of a full step."""
+
+    workers: int
+    throughput: float
+    batch_size: int | None = None
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The last report of the training. `step` counts applied global batches.
 
@@ -363,7 +371,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     all the time since it has had its `workers`; `step_ms` is the recent mean duration of a step. `stragglers` are
     workers that the others wait for: how many times the mean their own part of a step takes. `not_finite` has the
     metrics for which JSON has no number: "nan", "inf" or "-inf". `batch_size` is the samples of a full step at this
-    size, and `noise_scale` the gradient noise scale in samples, where the training estimates it.
+    size, and `noise_scale` the gradient noise scale in samples, where the training estimates it. `sizes` are those that
+    it has reported a throughput for, the last one last.
     """
 
     step: int = 0
@@ -379,6 +388,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     not_finite: dict[str, str] = {}
     batch_size: int | None = None
     noise_scale: float | None = None
+    sizes: tuple[MeasuredSize, ...] = ()
 
     @property
     def metric_texts(self) -> list[str]:

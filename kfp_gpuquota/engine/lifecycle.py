@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Occurrence, Phase, Progress, Reason, ReasonCode
+from kfp_gpuquota.api import MeasuredSize, Occurrence, Phase, Progress, Reason, ReasonCode
 from kfp_gpuquota.engine.records import KILLED_ABOVE, Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ USAGE_ERROR = 2
 INCIDENT_S = 10.0
 GROWTH_S = 60.0
 """A worker that fails by itself within this time of an expansion is taken to fail because of the expansion."""
+MOST_SIZES = 32
+"""The sizes of a training whose measurements are kept over a restart of the cluster."""
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
@@ -198,11 +200,18 @@ def trained(job: JobRecord, step: int, now: float) -> JobRecord:
 
 
 def progressed(job: JobRecord, progress: Progress) -> JobRecord:
-    """Return the job with the reported progress; a new rank 0 does not report checkpoints that another worker saved."""
-    before = job.status.progress
-    if progress.checkpoint_at is None and before is not None:
-        progress = msgspec.structs.replace(progress, checkpoint_at=before.checkpoint_at)
-    return with_status(job, progress=progress)
+    """Return the job with the reported progress.
+
+    A new rank 0 does not report checkpoints that another worker saved. What was measured at other sizes is kept: a
+    restarted cluster chooses sizes by it.
+    """
+    before = job.status.progress or Progress()
+    saved_at = before.checkpoint_at if progress.checkpoint_at is None else progress.checkpoint_at
+    sizes = before.sizes
+    if progress.throughput is not None and progress.workers:
+        size = MeasuredSize(workers=progress.workers, throughput=progress.throughput, batch_size=progress.batch_size)
+        sizes = (*(one for one in sizes if one.workers != size.workers), size)[-MOST_SIZES:]
+    return with_status(job, progress=msgspec.structs.replace(progress, checkpoint_at=saved_at, sizes=sizes))
 
 
 def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:

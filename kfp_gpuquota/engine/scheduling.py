@@ -109,10 +109,19 @@ def _events_of(record: WorkerRecord) -> Iterator[tuple[float, int, scheduler.Eve
 
 
 def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
-    """Yield an event for progress that was not reported before."""
+    """Yield an event for progress that was not reported before; for a job that is read, for each measured size."""
     new = after.status.progress
     if new is None or (before is not None and before.status.progress == new):
         return
+    for size in new.sizes if before is None else ():
+        yield scheduler.ProgressReported(
+            after.uid,
+            new.step,
+            new.at,
+            throughput=size.throughput,
+            workers=size.workers,
+            batch_size=size.batch_size,
+        )
     pauses = [change.pause_ms for change in after.status.resizes if change.pause_ms is not None]
     yield scheduler.ProgressReported(
         after.uid,
@@ -120,7 +129,7 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
         new.at,
         new.checkpoint_at,
         throughput=new.throughput,
-        workers=new.workers,
+        workers=new.workers if new.workers is not None or not new.sizes else new.sizes[-1].workers,
         batch_size=new.batch_size,
         noise_scale=new.noise_scale,
         pause_s=pauses[-1] / 1000 if pauses else None,

@@ -376,10 +376,21 @@ def test_a_jobs_progress_is_its_first_workers_and_after_the_last_step_it_gets_no
     job = controlled.job(team, "two", gpus=1, maxGpus=2, minGpus=1, coolDownSeconds=0, gracePeriodSeconds=1)
     first = workers.start(controlled.until(path_of(team, "two-0"), _runs))
     controlled.until(job, lambda j: j["status"].get("ranks") == [0])
-    first.report("ProgressReported", step=7, epoch=1, total_steps=9, metrics={"loss": 0.5}, not_finite={"norm": "-inf"})
+    measured = {"throughput": 40.0, "workers": 1, "batch_size": 64, "noise_scale": 200.0}
+    first.report(
+        "ProgressReported",
+        step=7,
+        epoch=1,
+        total_steps=9,
+        metrics={"loss": 0.5},
+        not_finite={"norm": "-inf"},
+        **measured,
+    )
     status = controlled.until(job, lambda j: j["status"].get("progress"))["status"]
     assert (status["progress"]["step"], status["progress"]["metrics"]) == (7, {"loss": 0.5})
     assert status["progress"]["notFinite"] == {"norm": "-inf"}
+    assert status["progress"]["sizes"] == [{"workers": 1, "throughput": 40.0, "batchSize": 64}]
+    assert status["progress"]["noiseScale"] == 200.0
     first.report("TrainingFinished", step=9)
     controlled.wait(lambda: "finished its training with step 9" in controlled.log(), controlled.log)
     controlled.add_nodes(1, gpus=1)  # nobody uses it

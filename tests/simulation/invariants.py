@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Resize
     from kfp_gpuquota.api.wire import ProjectView
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.scheduler.state.model import Job as ScheduledJob
     from tests.simulation.cluster import SimulatedCluster
 
 EPSILON = 1e-6
@@ -60,6 +61,12 @@ def contradiction(resize: Resize) -> str:
     if after > before and ("shrunk" in message or "was lost" in message):
         return f"grows from {before} to {after} because: {message!r}"
     return ""
+
+
+def gains(job: ScheduledJob, now: float) -> bool:
+    """Return whether one more worker is requested, or is worth the change by what the job has reported."""
+    value = worth(job, now, 1.0, changes=False)
+    return job.active < job.wanted or value(job.active + 1) > value(job.active)
 
 
 def contradictions(job: JobRecord) -> Iterator[str]:
@@ -433,17 +440,10 @@ class Invariants:
             if (
                 job.status.phase is Phase.RUNNING
                 and self._may_grow(job)
-                and self._gains(job)
+                and gains(state.scheduler.jobs[job.uid], state.clock())
                 and fits(job.spec, left, workers=1, beside=state.alive_of(job.uid)[0].worker.node)
             ):
                 self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")
-
-    def _gains(self, job: JobRecord) -> bool:
-        """Return whether one more worker is requested, or is worth the change by what the job has reported."""
-        state = self.cluster.state
-        known = state.scheduler.jobs[job.uid]
-        value = worth(known, state.clock(), 1.0, changes=False)
-        return known.active < known.wanted or value(known.active + 1) > value(known.active)
 
     def _may_grow(self, job: JobRecord) -> bool:
         """Return whether the job and its project's limit allow one more worker.

@@ -27,7 +27,7 @@ from tests.simulation import histories as h
 from tests.simulation import trainings
 from tests.simulation.conditions import Conditions, stop_policy_of
 from tests.simulation.controller import SimulatedController
-from tests.simulation.invariants import EPSILON, ViolationError, contradictions
+from tests.simulation.invariants import EPSILON, ViolationError, contradictions, gains
 from tests.simulation.kubelets import JobHistory, Kubelets, job_of
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.records import facts_of, only_in, wrongly_accounted
@@ -396,6 +396,7 @@ class SimulatedKubernetes:
             if (
                 status.get("phase") == "Running"
                 and self._may_grow(name, gpus)
+                and gains(state.jobs[job["metadata"]["uid"]], EPOCH + self.loop.time())
                 and fits(spec, left, workers=1, beside=self._node_of(name))
             ):
                 self.fail(f"{name} could have one more worker: {status.get('message')}")

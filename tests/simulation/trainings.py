@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api import Progress
 from kfp_gpuquota.membership import (
     CollectiveFailed,
     Event,
@@ -36,6 +37,7 @@ STEP_S: Final = 2.0
 TICK_S: Final = 3.0  # of the membership service: rarely, since its limits are 5 s and more
 RETRY_S: Final = 1.0
 KILLED: Final = 137
+GAINS: Final = (1.0, 1.0, 0.7, 0.0, -0.5)  # exponents of throughput by workers
 ELASTIC: Final = "elastic"  # the command of a job that joins a membership
 
 
@@ -211,7 +213,7 @@ class Trainings:
         training = self.trainings[uid]
         self._recover(training)
         for group in sorted({w.generation for w in training.workers.values() if _trains(w)}):
-            self._train(training, group)
+            self._train(uid, training, group)
         for process in self._of(uid):
             worker = process.training
             if worker is None or not process.alive or process.silent:
@@ -232,7 +234,7 @@ class Trainings:
         workers = self.trainings[uid].workers
         return [process for process in (self.members[w] for w in list(workers)) if process.training is not None]
 
-    def _train(self, training: Training, group: int) -> None:
+    def _train(self, uid: str, training: Training, group: int) -> None:
         """One step of a generation: it succeeds if all members take part, and they then switch where they agree."""
         members = [w for w in training.workers.values() if _trains(w) and w.generation == group]
         present = {w.id for w in members if not w.silent}
@@ -245,6 +247,7 @@ class Trainings:
         order = self._agreed(training, members)
         for worker in members:
             worker.step += 1
+        self._report(uid, self.members[training.memberships[group][0]], len(members))
         if order is not None:
             joiners = [training.workers[w] for w in order.members if w not in present]
             training.memberships[order.generation] = order.members
@@ -252,6 +255,14 @@ class Trainings:
                 worker.step = members[0].step
             for worker in (*members, *joiners):
                 worker.adopt(order.generation, order.members)
+
+    def _report(self, uid: str, process: Member, workers: int) -> None:
+        """Report the throughput: of some jobs it grows with each worker, of others less, or it falls."""
+        worker, service = process.training, self.service
+        if worker is not None and worker.connected and service is not None and service.is_open(uid):
+            rate = 10.0 * workers ** GAINS[list(self.trainings).index(uid) % len(GAINS)]
+            progress = Progress(step=worker.step, at=EPOCH + self.loop.time(), throughput=rate, workers=workers)
+            service._notices.progress_reported(uid, worker.id, progress)
 
     @staticmethod
     def _agreed(training: Training, members: list[SimulatedWorker]) -> Propose | None:

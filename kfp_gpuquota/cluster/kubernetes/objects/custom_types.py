@@ -172,6 +172,14 @@ class StartRange(Struct, frozen=True):
     latest: datetime
 
 
+class TrainingSize(Struct, frozen=True):
+    """What a training last reported with this number of workers."""
+
+    workers: int
+    throughput: float
+    batch_size: int | None = None
+
+
 class TrainingProgress(Struct, frozen=True):
     """The progress that the training last reported. `notFinite` has the metrics that are "nan", "inf" or "-inf"."""
 
@@ -182,6 +190,8 @@ class TrainingProgress(Struct, frozen=True):
     step_ms: float | None = None
     stragglers: dict[str, float] = msgspec.field(default_factory=dict)
     not_finite: dict[str, str] = msgspec.field(default_factory=dict)
+    noise_scale: float | None = None
+    sizes: tuple[TrainingSize, ...] = ()
 
 
 class SizeChange(Struct, frozen=True):
