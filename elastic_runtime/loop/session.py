@@ -270,6 +270,7 @@ class Session(StepCalls):
     def leave_epoch(self, epoch: int) -> None:
         """End an epoch of the script, unless others are further already."""
         self.abandon_iteration()
+        self.loader.changes.left([part for _, part in self._state.parts])
         if self.position.epoch == epoch and not self._went_back:
             self._state.position, self._state.resumed = self.position.after_epoch(), False
 

@@ -204,8 +204,6 @@ class GlobalStep:
         self._end_pass(begun)
         if self.state in COMPLETE and self._mode.reducer.empty:
             self._change(StepTrigger.SKIPPED)
-            if self.noise:
-                self.noise.drop()
 
     def gather_batch(self, rows: torch.Tensor, largest_share: int) -> torch.Tensor:
         """Return the rows of all workers in this step; zeros in an iteration whose results are dropped."""
