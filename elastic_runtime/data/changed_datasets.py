@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (int, float, str, bool, type(None))
 _ABSENT = object()
-_FEW, _SAMPLED, _ELEMENTS, _DEEPEST = 16, 1000, 1 << 17, 6
+_FEW, _SAMPLED, _ELEMENTS, _DEEPEST = 16, 1000, 1 << 17, 4
 
 
 class ChangedDatasets:
@@ -59,13 +59,14 @@ class ChangedDatasets:
         changed, self._changed = self._changed, []
         for dataset, values in zip(self._datasets, changed, strict=False):
             now = dict(_contents(dataset)) if values else {}
-            for name, value in values.items():
+            for name, value in sorted(values.items(), key=lambda item: len(item[0])):
                 if now.get(name) == value:
                     raise LoopError(
                         f"the script changed '{name}' of its {type(dataset).__name__} between the loops of epochs "
                         f"{epoch - 1} and {epoch}, which a worker that joins or resumes in epoch {epoch} would not "
                         "have; set it before the loop over the loader, as a function of the epoch, or give the dataset "
-                        "state_dict and load_state_dict and pass it to job.track"
+                        "state_dict and load_state_dict and pass it to job.track; if no sample depends on it (a "
+                        "counter, a cache), let its name begin with '_'"
                     )
 
 
@@ -107,9 +108,14 @@ def _content(name: str, value: Any, depth: int) -> Iterator[tuple[str, object]]:
         for inner, found in _contents(value, depth):
             yield f"{name}.{inner}", found
     elif isinstance(value, list | tuple):
-        if len(value) <= _FEW and any(isinstance(each, torch.Tensor | Dataset) for each in value):
-            for number, each in enumerate(value):
-                yield from _content(f"{name}[{number}]", each, depth + 1)
-        else:
-            sampled = value[:: len(value) // _SAMPLED + 1]
-            yield name, (len(value), [each if isinstance(each, _PLAIN) else id(each) for each in sampled])
+        yield from _of_sequence(name, value, depth)
+
+
+def _of_sequence(name: str, value: Sequence[Any], depth: int) -> Iterator[tuple[str, object]]:
+    if len(value) <= _FEW and any(isinstance(each, torch.Tensor | Dataset) for each in value):
+        for number, each in enumerate(value):
+            yield from _content(f"{name}[{number}]", each, depth + 1)
+        return
+    sampled = value[:: len(value) // _SAMPLED + 1]
+    if not any(each is None for each in sampled):  # else a cache that is filled
+        yield name, (len(value), [each if isinstance(each, _PLAIN) else id(each) for each in sampled])

@@ -197,6 +197,8 @@ class Session(StepCalls):
             self._state.sample_checksum = self.loader.sample_checksum()
             self._warm_up()
         self.started = True
+        if self._step.observer:
+            self._step.observer.started()
         explain_errors(self)
         self._finish_at_exit()
         if self._keeps_epochs:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """Looks at the gradients of each step, as a rehearsal does."""
 
+    def started(self) -> None:
+        """Note that the training starts."""
+
     def summed(self) -> None:
         """Look at the gradients of a step, which are summed over all workers. CollectiveError: repeat the step."""
 
