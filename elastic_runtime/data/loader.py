@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from elastic_runtime.data.changed_datasets import ChangedDatasets
 from elastic_runtime.data.dataloader import Batches, like
 from elastic_runtime.data.sample_checksums import sample_checksum
 from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source, has_own_batches
@@ -97,6 +98,7 @@ class ElasticLoader:
     ) -> None:
         self.dataset = loader.dataset
         self.seconds: list[SecondLoader] = []
+        self.changes = ChangedDatasets([])
         self.batch, self._given = batch, loader
         self._begun_with: object = None  # what the dataset was when the loader's processes began
         self._loop, self._seed, self._split, self._seeded = loop, seed, plan, seeded
@@ -120,9 +122,16 @@ class ElasticLoader:
         return iter(self._given) if self._loop.finished else self._epoch_of_loop()
 
     def _epoch_of_loop(self) -> Iterator[Any]:
-        loop = self._loop
-        epoch = loop.enter_epoch()
+        epoch = self._loop.enter_epoch()
+        self.changes.entered(epoch)
         self._refresh_processes()
+        try:
+            yield from self._iterations(epoch)
+        finally:
+            self.changes.ended()
+
+    def _iterations(self, epoch: int) -> Iterator[Any]:
+        loop = self._loop
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
                 iteration = loop.begin_iteration(micro_batch)

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.plan.order import Drawn, epoch_order, mix_seed, order_checksum, steps_in_epoch
@@ -31,6 +31,7 @@ class Source:
         self._seed = seed
         self._own_batches = loader.batch_sampler if has_own_batches(loader) else None
         self._sampler = loader.sampler
+        self._batches, self._batch_size = loader.batch_sampler, loader.batch_size
         self._shuffle = _is_a_permutation(loader.sampler)
         self._drop_last = bool(loader.drop_last)
         self._sizes: list[int] = []
@@ -47,6 +48,9 @@ class Source:
 
     def epoch(self, epoch: int) -> Sequence[int]:
         """The dataset's indices in the order of this epoch; what a sampler draws depends on (seed, epoch) alone."""
+        if self._own_batches is None:
+            self._check_batch()
+            self._check_length(len(self._sampler), epoch)  # type: ignore[arg-type]
         if self._own_batches is None and (self._shuffle or type(self._sampler) is SequentialSampler):
             return epoch_order(self._seed, epoch, self.length, shuffle=self._shuffle)
         if type(self._sampler) is RandomSampler and self.length > LARGE and self._own_batches is None:
@@ -58,7 +62,28 @@ class Source:
                 "fewer, and train for more epochs or by job.steps(n)"
             )
         order: list[int] = self._history.epoch(epoch)
+        if self._own_batches is None:
+            self._check_length(len(order), epoch)
         return order
+
+    def _check_batch(self) -> None:
+        """Raise UsageError if the script has changed the size of a batch, which would have no effect."""
+        size = getattr(self._batches, "batch_size", self._batch_size)
+        if type(self._batches) is BatchSampler and size != self._batch_size:
+            raise UsageError(
+                f"the script changed the loader's batch size from {self._batch_size} to {size} after prepare; a step "
+                "has global_batch_size samples, so give prepare a batch sampler of your own, each batch of which is "
+                "one step"
+            )
+
+    def _check_length(self, length: int, epoch: int) -> None:
+        """Raise UsageError if an epoch has another number of samples than the loader had in `prepare`."""
+        if length != self.length:
+            raise UsageError(
+                f"the loader had {self.length} samples when prepare got it, and {length} in epoch {epoch}; the samples "
+                "of all epochs are planned then, so keep the length, and choose by the epoch which sample an index "
+                "stands for, or give prepare a batch sampler of your own, each batch of which is one step"
+            )
 
     def _draw(self, epoch: int) -> list[int]:
         """Draw one epoch from the sampler as it is now."""
@@ -171,16 +196,36 @@ class SamplerHistory:
     Rejected: the attributes as a part of the state. They may be anything, a dataset as well, and a worker can draw
     again what it lacks. Rejected: seeding each generator for each epoch: the order would not be the plain loop's.
 
+    What the script changes in a sampler between two draws is refused: it would be put back, or a joiner would lack it.
+
     `draw(epoch)` draws one epoch, from what the samplers have become.
     """
 
     def __init__(self, samplers: Sequence[object], draw: Callable[[int], Any]) -> None:
         self._samplers, self._draw = [each for each in samplers if hasattr(each, "__dict__")], draw
         self._before: dict[int, Attributes] = {0: self._attributes()}
+        self._left = self._before[0]  # what the last draw has left
         self._remembers: bool | None = None  # whether a draw changes what the next one gives
 
     def epoch(self, epoch: int) -> Any:
-        """Return the order of this epoch."""
+        """Return the order of this epoch. UsageError if the script has changed a sampler since the last one."""
+        self._check_unchanged()
+        order = self._order(epoch)
+        self._left = self._attributes()
+        return order
+
+    def _check_unchanged(self) -> None:
+        for sampler, left, now in zip(self._samplers, self._left, self._attributes(), strict=True):
+            values = {name: getattr(sampler, name) for name in now}
+            for name in (name for name, value in values.items() if _is_set_by_hand(value, sampler)):
+                if name in left and not _equal(left[name], now[name]):
+                    raise UsageError(
+                        f"the script changed '{name}' of {type(sampler).__name__} after prepare, which a worker that "
+                        "joins or resumes would not have; give a sampler of your own, whose __iter__ reads it from "
+                        "another object, which job.track carries, and change it there between two epochs"
+                    )
+
+    def _order(self, epoch: int) -> Any:
         if self._remembers is None and epoch > 0:
             self._drawn(0)
         if not self._remembers and self._remembers is not None:
@@ -237,6 +282,21 @@ def _set(sampler: object, name: str, value: Any) -> None:
         now.set_state(value)
     else:
         setattr(sampler, name, _copied(value))
+
+
+def _is_set_by_hand(value: object, sampler: object) -> bool:
+    """Whether a script sets it: no generator, and no number or list of a sampler whose `set_epoch` it may call."""
+    if isinstance(value, torch.Tensor) or _is_array(value):
+        return True
+    return isinstance(value, (*_NUMBERS, list, tuple)) and not hasattr(sampler, "set_epoch")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if _is_array(one) and _is_array(other):
+        return bool(one.shape == other.shape and (one == other).all())
+    return type(one) is type(other) and bool(one == other)
 
 
 def _is_array(value: object) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from elastic_runtime.data.changed_datasets import ChangedDatasets
 from elastic_runtime.data.further_loaders import SecondLoader, check_seconds
 from elastic_runtime.data.loader import ElasticLoader, IndexedLoader
 from elastic_runtime.data.sources import chosen
@@ -115,6 +116,7 @@ class JobBuilder:
             check_seconds(loader, batch)
         if not isinstance(loader.dataset, IterableDataset):
             indexed = IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
+            indexed.changes = ChangedDatasets([each.dataset for each in loaders])
             state.data = f"{indexed.length} samples{chosen(loader.dataset)} in the order of seed={seed}"
             per_loader = loader.batch_size or batch.samples
             for number, other in enumerate(others, 1):

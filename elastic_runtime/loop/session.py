@@ -197,6 +197,8 @@ class Session(StepCalls):
             self._state.sample_checksum = self.loader.sample_checksum()
             self._warm_up()
         self.started = True
+        if self._step.observer:
+            self._step.observer.started()
         explain_errors(self)
         self._finish_at_exit()
         if self._keeps_epochs:
@@ -270,6 +272,7 @@ class Session(StepCalls):
     def leave_epoch(self, epoch: int) -> None:
         """End an epoch of the script, unless others are further already."""
         self.abandon_iteration()
+        self.loader.changes.left([part for _, part in self._state.parts])
         if self.position.epoch == epoch and not self._went_back:
             self._state.position, self._state.resumed = self.position.after_epoch(), False
 

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """Looks at the gradients of each step, as a rehearsal does."""
 
+    def started(self) -> None:
+        """Note that the training starts."""
+
     def summed(self) -> None:
         """Look at the gradients of a step, which are summed over all workers. CollectiveError: repeat the step."""
 
@@ -204,8 +207,6 @@ class GlobalStep:
         self._end_pass(begun)
         if self.state in COMPLETE and self._mode.reducer.empty:
             self._change(StepTrigger.SKIPPED)
-            if self.noise:
-                self.noise.drop()
 
     def gather_batch(self, rows: torch.Tensor, largest_share: int) -> torch.Tensor:
         """Return the rows of all workers in this step; zeros in an iteration whose results are dropped."""

@@ -166,15 +166,13 @@ class GradientNoise:
     def add(self, batch: int, of_whole: float, loss_scale: float = 1.0, factor: float = 1.0) -> None:
         """Add a step whose mean gradient has the square `of_whole`; all gradients have `loss_scale` times their size.
 
-        `factor`: by which the sum was multiplied to be the mean. A step that is not finite is left out: a GradScaler
-        does not apply it either.
+        `factor`: by which the sum was multiplied to be the mean. A step that is not finite is not measured. It counts,
+        as any step does: else a training whose weights have become NaN would never end.
         """
         of_parts, parts = self.parts.total * factor / loss_scale**2, self.parts.parts
         of_whole /= loss_scale**2
-        if not (math.isfinite(of_parts) and math.isfinite(of_whole)):
-            self.ticks = 0
-            return
-        found = self._counted.with_step(batch, parts, of_parts, of_whole)
+        finite = math.isfinite(of_parts) and math.isfinite(of_whole)
+        found = self._counted.with_step(batch, parts, of_parts, of_whole) if finite else self._counted
         self.gain = found.gain(batch, self._base)
         self._current = replace(found, scaled_steps=found.scaled_steps + self.gain)
         self.ticks = math.floor(self._current.scaled_steps) - math.floor(self._counted.scaled_steps)

@@ -23,6 +23,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from elastic_runtime.errors import CollectiveError, ElasticError
+from elastic_runtime.rehearsal.loop_variables import LoopVariables
 from elastic_runtime.rehearsal.records import Fingerprints, fingerprint_of, fingerprints_of, flattened
 from elastic_runtime.rehearsal.timetable import FAILING, JOINED, LAST, SAVED, SECOND
 from elastic_runtime.state import checkpoint
@@ -160,6 +161,7 @@ class Observer:
         self._offset: int | None = None
         self._between = -1  # the step before which the state was recorded last
         self._streams: list[Any] = []
+        self._variables = LoopVariables(self._models)
         self._coarse = any(p.dtype in _COARSE for _, p in state.parameters())
         self._exact = state.reduction != "reduction='fast'"
         self._switched = SwitchedOff(self._models)
@@ -171,6 +173,10 @@ class Observer:
         if self._offset is None:
             self._offset = self._state.position.step - self._joined
         return self._state.position.step - self._offset
+
+    def started(self) -> None:
+        """The training starts."""
+        self._variables.start()
 
     def between_steps(self) -> None:
         """A step is about to begin, possibly for the second time."""
@@ -232,7 +238,16 @@ class Observer:
         workers = self._workers()
         objects = objects_beside(self._state, self._models) if workers > 1 else []
         fingerprints = fingerprints_of(flattened(self._captured()))
-        self._records.write("state", step=step, workers=workers, fingerprints=fingerprints, objects=objects)
+        variables, kept = self._variables.changed() if workers > 1 else ({}, [])
+        self._records.write(
+            "state",
+            step=step,
+            workers=workers,
+            fingerprints=fingerprints,
+            objects=objects,
+            variables=variables,
+            kept_states=kept,
+        )
 
     def _captured(self) -> dict[str, Any]:
         """Return the state that all workers share; the position in a stream is each worker's own."""

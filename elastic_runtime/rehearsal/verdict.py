@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,17 @@ class Finding:
 
 def findings_of(rows: Sequence[Row]) -> list[Finding]:
     """All findings, errors first."""
-    rules = (_errors, _untrained, _repeated_steps, _changed_sizes, _states, _objects, _gathered, _checkpoint)
+    rules = (
+        _errors,
+        _untrained,
+        _repeated_steps,
+        _changed_sizes,
+        _states,
+        _objects,
+        _variables,
+        _gathered,
+        _checkpoint,
+    )
     return [finding for rule in rules for finding in rule(rows)]
 
 
@@ -193,6 +204,23 @@ def _objects(rows: Sequence[Row]) -> Iterator[Finding]:
             f"it is neither prepared nor tracked, and differs {when}",
             f"job.track({kind.lower()}=...) carries it to joiners and into checkpoints; or build it from a fixed seed",
         )
+
+
+def _variables(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Look at the last step before which both workers have recorded them."""
+    last = [*_side_by_side(rows)][-1:]
+    first, second = (row.get("variables", {}) for row in last[0]) if last else ({}, {})
+    unlike = sorted({re.split(r"[.\[]", path)[0] for path in _unlike(first, second)})
+    kept = {name for pair in last for row in pair for name in row.get("kept_states", ())}
+    why = "a worker that joins, or a training that resumes, begins with their first values"
+    for names, fails in (([n for n in unlike if n in kept], True), ([n for n in unlike if n not in kept], False)):
+        if names:
+            yield Finding(
+                f"variables of the loop have other values on the worker that joined: {_listed(names)}",
+                f"they hold states of the model, and {why}" if fails else why,
+                "keep them in an object that job.track carries" + ("" if fails else ", unless they are only printed"),
+                fails=fails,
+            )
 
 
 def _alike(objects: list[Row], kind: str, shape: tuple[str, ...]) -> list[Fingerprints]:

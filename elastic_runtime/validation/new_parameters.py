@@ -5,6 +5,8 @@ where it is registered, and a parameter that is none of the model's where it is 
 follow them. A worker that joins builds the model of the script's beginning, before it knows which layers the others
 have.
 
+A parameter that gets another name is refused for the same reason: no checkpoint of it could be read.
+
 Registration is noticed by torch's global hooks, which cost nothing while nothing is registered.
 """
 
@@ -22,6 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.torch_internals.modules import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,14 +59,15 @@ class NewParameters:
         def of_module(module: torch.nn.Module, name: str, added: torch.nn.Module | None) -> None:
             watch = watched()
             if watch is not None and added is not None and module in watch._modules:  # noqa: SLF001
+                known = uncompiled(added) in watch._modules  # noqa: SLF001
                 for inner, parameter in added.named_parameters(name):
-                    watch._check(inner, parameter)  # noqa: SLF001
+                    watch._check(inner, parameter, renamed=not known)  # noqa: SLF001
                 watch._modules.update(added.modules())  # noqa: SLF001
 
         def of_parameter(module: torch.nn.Module, name: str, added: torch.nn.Parameter | None) -> None:
             watch = watched()
             if watch is not None and added is not None and module in watch._modules:  # noqa: SLF001
-                watch._check(name, added)  # noqa: SLF001
+                watch._check(name, added, renamed=name not in module._parameters)  # noqa: SLF001
 
         self._handles = [
             register_module_module_registration_hook(of_module),
@@ -78,7 +82,14 @@ class NewParameters:
             handle.remove()
         self._handles = []
 
-    def _check(self, name: str, parameter: torch.Tensor) -> None:
+    def _check(self, name: str, parameter: torch.Tensor, *, renamed: bool = False) -> None:
+        if renamed and id(parameter) in self._own:
+            raise UsageError(
+                f"a parameter of the model got the name {name!r} after prepare, as pruning and parametrizations rename "
+                "it; a worker that joins or resumes builds the model of the script's beginning and could not load its "
+                "state: do that before prepare (torch.nn.utils.prune.identity(module, name) makes a mask that prunes "
+                "nothing), and change the mask or the buffers in the loop"
+            )
         if id(parameter) not in self._own:
             raise UsageError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)} was created after prepare, in the model; "

@@ -43,6 +43,8 @@ RIGHT = [
     ("layer_frozen_before+cleared_to_zeros", "fast", "with:2 kill:9:1 stop:13 join:15"),
     ("expert_of_every_third_step+cleared_to_zeros+every_fourth_step_skipped", "fast", "with:2 leave:7 stop:12"),
     ("own_numpy_generator+extra_state", "exact", "with:2 kill:5:0 stop:9"),
+    ("weights_that_are_tracked", "fast", "stop:6 join:9 stop_after:3"),
+    ("samples_scaled_by_the_epoch", "fast", "stop_after:1 stop:9 join:13"),
 ]
 
 
@@ -50,6 +52,11 @@ RIGHT = [
 def test_a_script_trains_the_same_through_stops_joins_and_losses(recipe: str, reduction: str, history: str) -> None:
     verdict = of(recipe, reduction, history)
     assert verdict.startswith("passed"), verdict
+
+
+def test_a_mask_that_is_made_before_prepare_prunes_through_stops_and_joins() -> None:
+    verdict = judge(Case("weights_pruned_by_a_mask_made_before", "fast", ("stop:9 join:13", "join:5 kill:10:0")))
+    assert verdict.result == "passed", verdict
 
 
 @pytest.mark.parametrize("script", ["tables_with_sparse_gradients", "word_vectors_of_sparse_gradients_only"])
@@ -65,6 +72,10 @@ REFUSED = [
     ("embedding_max_norm", "stop:5", "refused: alone: table has max_norm"),
     ("embedding_scaled_by_frequency", "stop:5", "refused: alone: table has scale_grad_by_freq"),
     ("stream_with_a_buffer", "stop:5", "refused: alone: .*its state leaves something out"),
+    ("weights_set_by_hand", "stop:5", "refused: alone: the script changed 'weights' of WeightedRandomSampler"),
+    ("more_samples_in_each_epoch", "stop:5", "refused: alone: the loader had 24 samples .*, and 28 in epoch 1"),
+    ("smaller_batches_at_first", "stop:5", "refused: alone: the script changed the loader's batch size from 12 to 6"),
+    ("samples_scaled_after_each_epoch", "stop:5", "refused: alone: the script changed 'size' of its Scaled"),
     ("plateau_of_a_local_loss", "with:2", "refused: with:2: attribute 'best' of ReduceLROnPlateau of rank 1 differs"),
     ("momentum_by_a_counter_of_steps", "join:6", "refused: join:6: 'weight_decay' of group 0 of SGD of rank 1 differs"),
     (

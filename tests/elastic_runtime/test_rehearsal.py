@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_runtime.rehearsal.loop_variables import LoopVariables
 from elastic_runtime.rehearsal.observer import SwitchedOff
 from elastic_runtime.rehearsal.orders import RehearsedOrders, lines
 from elastic_runtime.rehearsal.records import fingerprint_of, flattened
@@ -39,6 +40,7 @@ QUICK = [
     ("scheduler_that_was_not_given", "fast"),
     ("running_mean_that_is_no_buffer", "fast"),
     ("split_without_a_seed", "exact"),
+    ("weights_of_the_best_epoch_in_a_variable", "fast"),
     ("training_that_only_initialises", "fast"),
     ("sharded_layers", "fast"),
     ("sharded_beside_a_count_that_is_not_restored", "fast"),
@@ -215,6 +217,36 @@ def test_state_that_a_joiner_has_with_other_values_is_named() -> None:
     second = {**row, "worker": SECOND, "fingerprints": {"model.bias": [1.1, 1.0], "model.weight": [2.0, 1.0]}}
     (finding,) = findings_of([first, second])
     assert finding.why == "model.bias"
+
+
+@pytest.mark.parametrize("kept", [[], ["best"]])
+def test_variables_of_the_loop_that_a_joiner_has_with_other_values_are_named(kept: list[str]) -> None:
+    """A state of the model is no figure that is printed."""
+    row = {"what": "state", "step": JOINED + 1, "workers": 2, "objects": [], "fingerprints": {}}
+    first = {"best.weight": [1.0, 1.0], "seen[0]": [3.0, 3.0], "equal": [2.0, 2.0]}
+    rows = [
+        {**row, "worker": FIRST, "variables": first, "kept_states": kept},
+        {**row, "worker": SECOND, "variables": {"equal": [2.0, 2.0]}, "kept_states": []},
+    ]
+    found = [(finding.what.rpartition(": ")[2], finding.fails) for finding in findings_of(rows)]
+    assert found == ([("best", True), ("seen", False)] if kept else [("best, seen", False)])
+
+
+def test_variables_that_a_loop_changes_are_found_and_its_targets_are_not() -> None:
+    x, total, seen = torch.zeros(3), 0.0, [1.0]
+    best: Any = None
+    variables = LoopVariables([torch.nn.Linear(2, 1)])
+    assert best is None
+    assert not x.any()
+    variables.start()
+    for number, (x, _) in enumerate([(torch.ones(3), 1)]):  # noqa: B007
+        total += float(x.sum())
+        seen.append(total)
+        best = {"0": torch.nn.Linear(2, 1).state_dict()}
+    changed, kept = variables.changed()
+    own = {re.split(r"[.\[]", path)[0] for path in changed} & {"x", "total", "seen", "best", "number"}
+    assert (own, kept) == ({"total", "seen", "best"}, ["best"])
+    assert number == 0
 
 
 def gathered(worker: str, step: int, workers: int, checksum: str) -> dict[str, Any]:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils import prune as untyped_prune
 from torch.utils.data import DataLoader, RandomSampler
 
 import elastic_runtime
 from tests.elastic_runtime.zoo.classic import quasi_newton_steps, sharpness_aware
 from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, Samples, script, vector, vectors
+
+prune: Any = untyped_prune
 
 
 def trained(job: Any, model: Any, optimizer: Any, loader: Any, after: Any = None) -> None:
@@ -34,6 +37,21 @@ def prepared(init: dict[str, Any], model: nn.Module | None = None, **options: An
 
 
 # Right
+
+
+@script()
+def weights_pruned_by_a_mask_made_before(**init: Any) -> Any:
+    model = nn.Linear(8, 3)
+    prune.identity(model, "weight")
+    job, model, optimizer, loader = prepared(init, model)
+    for epoch in job.epochs(EPOCHS):
+        if epoch == 2:
+            prune.l1_unstructured(model, "weight", amount=0.3)
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
 
 
 @script()
@@ -348,6 +366,19 @@ def second_loader_that_was_not_given(**init: Any) -> None:
     for _epoch in job.epochs(EPOCHS):
         for (x, y), (u, _) in zip(loader, second, strict=False):
             job.backward(cross_entropy(model(x), y) + model(u).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@script(refused="got the name 'weight_orig' after prepare")
+def weights_pruned_in_the_third_epoch(**init: Any) -> None:
+    """Its checkpoints would be of another model than the one that a restart builds."""
+    job, model, optimizer, loader = prepared(init)
+    for epoch in job.epochs(EPOCHS):
+        if epoch == 2:
+            prune.l1_unstructured(model, "weight", amount=0.3)
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
 

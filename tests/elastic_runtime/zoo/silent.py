@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,22 @@ def average_that_is_not_tracked(**init: Any) -> Any:
             average.update_parameters(model)
             optimizer.zero_grad()
     return average
+
+
+@script(rehearsed="variables of the loop have other values on the worker that joined: kept")
+def weights_of_the_best_epoch_in_a_variable(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    best, kept = float("inf"), None
+    for epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if float(epoch % 3) < best:
+            best, kept = float(epoch % 3), copy.deepcopy(model.state_dict())
+    assert kept is not None
+    model.load_state_dict(kept)
+    return model
 
 
 @script(rehearsed="Subset")

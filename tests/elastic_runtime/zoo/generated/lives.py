@@ -262,6 +262,8 @@ class Events:
         Session.begin_iteration, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
 
     def _at_step(self, session: Session, step: int) -> None:
+        if self._life.crashes:
+            session._member._checkpoints.settle()  # a step that ends while the last one is written is not saved
         generation = session._member.generation
         # a life that resumes beyond the step of a change has it at once: a joiner would wait for it in vain
         if 1 <= generation <= len(self._life.changes) and self._life.changes[generation - 1].step <= step:

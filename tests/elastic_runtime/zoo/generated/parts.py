@@ -468,6 +468,83 @@ def weighted(s: Draft) -> None:
     s.loader_options = {"sampler": torch.utils.data.WeightedRandomSampler(weights, SAMPLES, generator=own)}
 
 
+def _weighted_by_the_loss(s: Draft, weigh: Callable[[torch.Tensor], None]) -> None:
+    """After each epoch `weigh` gets the loss of each sample."""
+
+    def look(_: int) -> None:
+        pairs = [vector(torch.Generator().manual_seed(index)) for index in range(SAMPLES)]
+        x, y = (torch.stack(each) for each in zip(*pairs, strict=True))
+        s.model.eval()
+        with torch.no_grad():
+            weigh(cross_entropy(s.model(x), y, reduction="none").double() ** 3 + 0.01)
+        s.model.train()
+
+    s.epilogue.append(look)
+
+
+@part("sampler", refused="changed 'weights' of WeightedRandomSampler")
+def weights_set_by_hand(s: Draft) -> None:
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+    s.loader_options = {"sampler": sampler}
+    _weighted_by_the_loss(s, lambda weights: setattr(sampler, "weights", weights))
+
+
+class Weights:
+    """For `job.track`, and for `DrawnByWeights`."""
+
+    def __init__(self) -> None:
+        self.value = torch.ones(SAMPLES, dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["value"]
+
+
+class DrawnByWeights(Sampler[int]):
+    def __init__(self, weights: Weights) -> None:
+        self._weights, self.generator = weights, torch.Generator()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = torch.multinomial(self._weights.value, SAMPLES, replacement=True, generator=self.generator)
+        return iter(drawn.tolist())
+
+
+@part("sampler")
+def weights_that_are_tracked(s: Draft) -> None:
+    weights = Weights()
+    s.loader_options = {"sampler": DrawnByWeights(weights)}
+    s.prepared.append(lambda: s.job.track(weights=weights))
+    _weighted_by_the_loss(s, lambda found: setattr(weights, "value", found))
+
+
+class Growing(Samples):
+    """Has more samples in each epoch."""
+
+    length = SAMPLES // 2
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@part("sampler", refused="samples when prepare got it")
+def more_samples_in_each_epoch(s: Draft) -> None:
+    s.data = Growing(vector)
+    s.prologue.append(lambda epoch: setattr(s.data, "length", SAMPLES // 2 + 4 * epoch))
+
+
+@part("sampler", refused="changed the loader's batch size from 12 to 6")
+def smaller_batches_at_first(s: Draft) -> None:
+    def set_size(epoch: int) -> None:
+        s.loader.batch_sampler.batch_size = GLOBAL_BATCH // (2 if epoch < 2 else 1)
+
+    s.prologue.append(set_size)
+
+
 class OwnOrder(Sampler[int]):
     """Draws from a generator of its own that it keeps across epochs."""
 
@@ -966,6 +1043,36 @@ def weights_shrunk_after(s: Draft) -> None:
         next(s.model.parameters()).mul_(0.8)
 
     s.epilogue.append(shrink)
+
+
+class Scaled(Samples):
+    """Its samples have a size that the script sets."""
+
+    size = 1.0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * self.size, y
+
+
+def _scaled(s: Draft) -> Scaled:
+    found = Scaled(vector)
+    s.data = s.data or found  # a stream, or what has other lengths, stays
+    return found
+
+
+@part("epilogue")
+def samples_scaled_by_the_epoch(s: Draft) -> None:
+    """And otherwise for what an epoch ends with."""
+    data = _scaled(s)
+    s.prologue.append(lambda epoch: setattr(data, "size", 1.0 + 0.2 * epoch))
+    s.epilogue.append(lambda _: setattr(data, "size", 1.0))
+
+
+@part("epilogue", refused="changed 'size' of its Scaled")
+def samples_scaled_after_each_epoch(s: Draft) -> None:
+    data = _scaled(s)
+    s.epilogue.append(lambda _: setattr(data, "size", data.size * 1.2))
 
 
 # Gradients
