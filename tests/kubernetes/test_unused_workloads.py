@@ -37,7 +37,7 @@ from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import Controlled, pod_body
-from tests.kubernetes.detached import JOBS, POLICIES, Detached, Unanswered, detached
+from tests.kubernetes.detached import JOBS, PODS, POLICIES, Detached, Unanswered, detached
 from tests.kubernetes.gpu_exporter import (
     NAMESPACE,
     SERVICE,
@@ -450,6 +450,24 @@ def test_a_training_that_advances_and_a_notebook_in_use_are_left_alone_whatever_
     assert not [body for body in connection.patches_of("elasticjobs") if "spec" in body]
 
 
+def test_pods_that_were_started_since_are_counted_from_their_start() -> None:
+    """A user has restarted a notebook, or resumed a job, between two looks: it has a whole time again."""
+
+    def restart(running: Detached) -> None:
+        if running.controller._now() == 1_000_000.0 + 480:
+            for name in ("nb-0", "j-0"):
+                (pod,) = [body for body in running.pods if body["metadata"]["name"] == name]
+                running.see(PODS, pod, "DELETED")
+                meta = {**pod["metadata"], "uid": f"{name}-again"}
+                started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(1_000_000 + 470))
+                running.see(PODS, {**pod, "metadata": meta, "status": {**pod["status"], "startTime": started}})
+
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        connection = asyncio.run(watched(exporter, [1_000_000.0], 900, restart))
+    assert connection.patches_of("notebooks") == []
+    assert not [body for body in connection.patches_of("elasticjobs") if "spec" in body]
+
+
 def test_no_exporter_is_asked_without_a_rule_and_none_without_a_source() -> None:
     def without(path: str, uid: str) -> Callable[[Detached], None]:
         return lambda running: running.see(path, {"metadata": {"name": "default", "uid": uid}, "spec": {}}, "DELETED")
@@ -523,7 +541,8 @@ def test_unused_jobs_are_suspended_with_their_reason_and_stay_so(
     assert labels.SUSPENDED not in job["metadata"].get("labels", {})
     status = controlled.until_phase(elastic, "Suspended")["status"]
     assert (status["reason"], status["message"][:31]) == ("gpus-unused", "its GPUs had been unused since ")
-    assert [reason for reason, _ in events_of(controlled, team, "ElasticJob")] == ["GpusUnused", "SuspendedUnused"]
+    reasons = sorted(reason for reason, _ in events_of(controlled, team, "ElasticJob"))
+    assert reasons == ["GpusUnused", "SuspendedUnused"]
     controlled.wait(lambda: controlled.bound(team) == {"bare", *(p for p in exporter_pods(exporter) if "busy" in p)})
     assert {"GpusUnused"} == {reason for reason, _ in events_of(controlled, team, "Pod")} & {"GpusUnused", "Evicted"}
     controlled.kill()

@@ -175,7 +175,7 @@ class UnusedWorkloads:
 
     def _observed(self, one: Workload, policy: WorkloadPolicy) -> Observed:
         meta = self._notebooks.get(one.notebook) if one.stop is Stop.NOTEBOOK else None
-        active_at = 0.0 if meta is None else _activity(meta, self._now())
+        active_at = max(one.started, 0.0 if meta is None else _activity(meta, self._now()))
         return Observed(self._uses(one), policy.idle, policy.name, active_at)
 
     def _uses(self, one: Workload) -> bool | None:

@@ -46,6 +46,11 @@ class Workload(NamedTuple):
     pods: tuple[PodView, ...]
 
     @property
+    def started(self) -> float:
+        """Return when the last one of its pods was started: a resumed workload is counted again."""
+        return max(pod.started for pod in self.pods)
+
+    @property
     def notebook(self) -> tuple[str, str]:
         """Return the namespace and the name of its Notebook, if it is one."""
         return self.namespace, self.pods[0].labels.get(labels.NOTEBOOK, "")
