@@ -33,6 +33,7 @@ from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     plain_workloads,
     stored,
 )
+from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
 from kfp_gpuquota.errors import InvalidFieldError
@@ -378,11 +379,15 @@ class Answering(Slices):
 
 
 async def watched(
-    exporter: GpuExporter, now: list[float], seconds: float, during: Callable[[Detached], None]
+    exporter: GpuExporter,
+    now: list[float],
+    seconds: float,
+    during: Callable[[Detached], None] = lambda _: None,
+    notify: Callable[[Notification], None] = lambda _: None,
 ) -> Answering:
     """Run a controller with a notebook and an ElasticJob for so long, and call `during` before each look."""
     connection = Answering(endpoint_slice("127.0.0.1", exporter.port, ["n0"]))
-    async with detached(clock=lambda: now[0]) as running:
+    async with detached(clock=lambda: now[0], notify=notify) as running:
         controller = running.controller
         controller._writer._connection = controller.unused._exporters._connection = connection
         running.see(POLICIES, {"metadata": {"name": "default", "uid": "qp"}, "spec": {"gpuUse": SOURCE}})
@@ -426,14 +431,24 @@ IDLE = {("a", "nb-0"): ["0"], ("a", "j-0"): ["0"]}
 def test_a_notebook_and_an_elastic_job_are_suspended_once_their_time_is_over() -> None:
     with GpuExporter(dict(IDLE)).serving() as exporter:
         now = [1_000_000.0]
-        connection = asyncio.run(watched(exporter, now, 480, lambda _: None))
+        connection = asyncio.run(watched(exporter, now, 480))
         assert connection.patches_of("notebooks") == []
-        connection = asyncio.run(watched(exporter, [1_000_000.0], 600, lambda _: None))
+        connection = asyncio.run(watched(exporter, [1_000_000.0], 600))
     (notebook, *_) = connection.patches_of("notebooks")
     assert notebook["metadata"]["uid"] == "nb"
     assert set(notebook["metadata"]["annotations"]) == {"kubeflow-resource-stopped", labels.SUSPENDED}
     (job, *_) = [body for body in connection.patches_of("elasticjobs") if "spec" in body]
     assert (job["spec"], job["metadata"]["uid"]) == ({"suspend": True}, "j")
+
+
+def test_webhooks_have_one_message_of_a_warning() -> None:
+    sent = list[Notification]()
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        asyncio.run(watched(exporter, [1_000_000.0], 300, notify=sent.append))
+    assert sorted((one.what, one.kind, one.job) for one in sent) == [
+        (Notified.UNUSED, "Job", "j"),
+        (Notified.UNUSED, "Notebook", "nb"),
+    ]
 
 
 def test_a_training_that_advances_and_a_notebook_in_use_are_left_alone_whatever_their_gpus_do() -> None:

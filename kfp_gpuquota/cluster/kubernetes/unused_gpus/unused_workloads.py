@@ -275,10 +275,11 @@ class UnusedWorkloads:
                 subject = Subject("ElasticJob", meta.name, meta.namespace, meta.uid, labels.API_VERSION)
                 self._events.record(subject, event, message, warning=True)
             return
-        self._events.record(one.pods[0].subject, event, message, warning=True)
-        if one.stop is Stop.NOTEBOOK and (found := self._notebooks.get(one.notebook)) is not None:
+        found = self._notebooks.get(one.notebook) if one.stop is Stop.NOTEBOOK else None
+        if found is not None:
             subject = Subject("Notebook", found.name, found.namespace, found.uid, NOTEBOOK_VERSION)
             self._events.record(subject, event, message, warning=True)
+        self._events.record(one.pods[0].subject, event, message, warning=True, copy=found is not None)
 
     # For others
 
