@@ -57,7 +57,7 @@ class _TokenBucket:
 class Recorder:
     """Writes events within the rate limits; the same event again only after REPEATED_AFTER_S.
 
-    `recorded(subject, reason, message)` is called with each, whether it is written or not, unless it is a `copy` of what
+    `recorded(subject, reason, message)` is called with each, whether it is written or not, but not with a `copy` of what
     was recorded on another object.
     """
 
@@ -68,9 +68,7 @@ class Recorder:
         self._global, self._by_namespace = _TokenBucket(BURST, PER_SECOND), dict[str, _TokenBucket]()
         self._recorded: dict[tuple[Subject, str, str], float] = {}
 
-    def record(
-        self, subject: Subject, reason: str, message: str, *, warning: bool = False, copy: bool = False
-    ) -> None:
+    def record(self, subject: Subject, reason: str, message: str, *, warning: bool = False, copy: bool = False) -> None:
         """Log the event, and write it unless a rate limit is reached or the same one was written recently."""
         log.info("%s %s/%s: %s: %s", subject.kind, subject.namespace, subject.name, reason, message)
         if not copy:

@@ -223,7 +223,7 @@ class Reader:
         metadata = {"generateName": "gpuquota-doctor-", "labels": {labels.MANAGED: "true"}}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
         try:
-            made = self._calls.create("/api/v1/namespaces/default/pods?dryRun=All", pod)
+            made = self._calls.create("/api/v1/namespaces/default/pods", pod, dry_run=True)
         except GpuQuotaError as error:
             self._facts.refusal = error.message
         else:
