@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Kind, Progress
 from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import LONGEST_WHY
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject, UnusedWorkload
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES, WORKLOAD_POLICIES
@@ -275,6 +276,7 @@ EVENTS = st.lists(
         st.sampled_from((RULES.interval_s, RULES.interval_s, GAP_S, GAP_S + 1)),
         st.sampled_from((False, False, False, False, None, True)),
         st.booleans(),
+        st.integers(0, 9),
     ),
     max_size=40,
 )
@@ -282,20 +284,22 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_a_restarted_controller_decides_as_one_that_never_stopped(
-    events: list[tuple[float, bool | None, bool]],
+    events: list[tuple[float, bool | None, bool, int]],
 ) -> None:
     """And nobody is suspended without a whole time in which each of their GPUs was measured and unused."""
     steady, restarted = (UnusedGpus(GAP_S, GAP_S) for _ in range(2))
-    now, last_use, last_seen = 1_000_000.0, 1_000_000.0, 1_000_000.0
-    for after_s, used, restarts in events:
+    now, last_use, last_seen, started = 1_000_000.0, 1_000_000.0, 1_000_000.0, 0.0
+    for after_s, used, restarts, pods in events:
         now += after_s
+        started = now - 5 if pods == 0 else started  # another pod was started
+        last_use = max(last_use, started)
         if restarts:
             written = msgspec.json.encode(stored(restarted.counted(), {"w": "n"}, now + 60))
             restarted = UnusedGpus(GAP_S, GAP_S)
             restarted.restore(
                 {one.uid: counted_of(one) for one in msgspec.json.decode(written, type=tuple[UnusedWorkload, ...])}
             )
-        seen = {"w": Observed(used, RULE, "idle")}
+        seen = {"w": Observed(used, RULE, "idle", started)}
         verdicts, others = steady.observe(seen, now), restarted.observe(seen, now)
         assert verdicts == others
         if used is True or now - last_seen > GAP_S:
@@ -439,6 +443,19 @@ def test_a_notebook_and_an_elastic_job_are_suspended_once_their_time_is_over() -
     assert set(notebook["metadata"]["annotations"]) == {"kubeflow-resource-stopped", labels.SUSPENDED}
     (job, *_) = [body for body in connection.patches_of("elasticjobs") if "spec" in body]
     assert (job["spec"], job["metadata"]["uid"]) == ({"suspend": True}, "j")
+
+
+def test_a_reason_that_a_user_has_written_is_bounded() -> None:
+    def write(running: Detached) -> None:
+        notes = {"annotations": {labels.SUSPENDED: "x" * 100_000}}
+        spec = {**SPEC, "suspend": True}
+        running.see(JOBS, {"metadata": {"name": "j", "namespace": "a", "uid": "j", **notes}, "spec": spec})
+        reason = running.controller.elastic.book.jobs["j"].status.reason
+        assert reason is not None
+        assert len(reason.message) == LONGEST_WHY
+
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        asyncio.run(watched(exporter, [1_000_000.0], 30, write))
 
 
 def test_webhooks_have_one_message_of_a_warning() -> None:

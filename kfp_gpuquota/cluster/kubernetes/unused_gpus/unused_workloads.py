@@ -4,7 +4,7 @@
 |---|---|---|
 | ElasticJob | its status, an event, a webhook | `spec.suspend` and the annotation with the reason |
 | Notebook | an event on it and its pod, a webhook | the annotation by which Kubeflow stops notebooks |
-| Job, JobSet, TrainJob, MPIJob, PyTorchJob | an event on a pod, a webhook | its `suspend`, which its user takes back |
+| Job and other owners that have `suspend` | an event on a pod, a webhook | its `suspend`, which its user takes back |
 | other pods | the same | never |
 
 A suspension is requested at each look until the pods have ended; a controller that was killed in between begins with

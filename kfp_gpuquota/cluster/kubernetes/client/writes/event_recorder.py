@@ -57,8 +57,8 @@ class _TokenBucket:
 class Recorder:
     """Writes events within the rate limits; the same event again only after REPEATED_AFTER_S.
 
-    `recorded(subject, reason, message)` is called with each, whether it is written or not, but not with a `copy` of what
-    was recorded on another object.
+    `recorded(subject, reason, message)` is called with each, whether it is written or not, but not with a `copy` of one
+    on another object.
     """
 
     recorded: Callable[[Subject, str, str], None] = staticmethod(lambda *_: None)
