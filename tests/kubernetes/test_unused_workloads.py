@@ -26,7 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import policy_body,
 from kfp_gpuquota.cluster.kubernetes.unused_gpus import exporters as exporters_module
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.dcgm import MAX_BYTES, MAX_SAMPLES, Reading, readings_in
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import Exporters
-from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import LAST_ACTIVITY, NOTEBOOKS
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import LAST_ACTIVITY, NOTEBOOKS, STOPPED
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     MOST_STORED,
     Stop,
@@ -388,6 +388,7 @@ async def watched(
     seconds: float,
     during: Callable[[Detached], None] = lambda _: None,
     notify: Callable[[Notification], None] = lambda _: None,
+    gpus: int = 8,
 ) -> Answering:
     """Run a controller with a notebook and an ElasticJob for so long, and call `during` before each look."""
     connection = Answering(endpoint_slice("127.0.0.1", exporter.port, ["n0"]))
@@ -397,7 +398,7 @@ async def watched(
         running.see(POLICIES, {"metadata": {"name": "default", "uid": "qp"}, "spec": {"gpuUse": SOURCE}})
         rule = policy_body(WorkloadPolicy(name="idle", idle=RULE))
         running.see(WORKLOAD_POLICIES, {**rule, "metadata": {"name": "idle", "uid": "wp"}})
-        running.node("n0")
+        running.node("n0", gpus)
         running.team("a")
         meta = {"name": "nb", "namespace": "a", "uid": "nb", "annotations": {}}
         running.see(NOTEBOOKS, {"metadata": meta})
@@ -443,6 +444,45 @@ def test_a_notebook_and_an_elastic_job_are_suspended_once_their_time_is_over() -
     assert set(notebook["metadata"]["annotations"]) == {"kubeflow-resource-stopped", labels.SUSPENDED}
     (job, *_) = [body for body in connection.patches_of("elasticjobs") if "spec" in body]
     assert (job["spec"], job["metadata"]["uid"]) == ({"suspend": True}, "j")
+
+
+@pytest.mark.parametrize("first", ["nb", "j"])
+def test_no_second_workload_is_suspended_for_one_job_while_the_pods_of_the_first_end(first: str) -> None:
+    """Pods may have minutes of grace, in which the scheduler counts with what they release."""
+    suspended, served = list[str](), GpuExporter(dict(IDLE))
+    stops = {"nb": stop_notebook, "j": stop_job}
+
+    def play(running: Detached) -> None:
+        now = running.controller._now()
+        if now == 1_000_000 + RULES.interval_s:
+            running.team("b")
+            running.pod("b", "waits")
+        used = "9" if now < 1_000_000 + 120 else "0"  # the other one is unused later
+        served.used = {key: ["0" if key[1] == f"{first}-0" else used] for key in IDLE}
+        connection = running.controller._writer._connection
+        assert isinstance(connection, Answering)
+        for name, plural in (("nb", "notebooks"), ("j", "elasticjobs")):
+            notes = [body["metadata"].get("annotations", {}) for body in connection.patches_of(plural)]
+            if name not in suspended and any(labels.SUSPENDED in each for each in notes):
+                suspended.append(name)
+                stops[name](running)
+                (pod,) = [body for body in running.pods if body["metadata"]["name"] == f"{name}-0"]
+                ends = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now + 600))
+                running.see(PODS, {**pod, "metadata": {**pod["metadata"], "deletionTimestamp": ends}})
+
+    with served.serving():
+        asyncio.run(watched(served, [1_000_000.0], 540, play, gpus=2))
+    assert suspended == [first]
+
+
+def stop_notebook(running: Detached) -> None:
+    notes = {"annotations": {STOPPED: "at"}}
+    running.see(NOTEBOOKS, {"metadata": {"name": "nb", "namespace": "a", "uid": "nb", **notes}})
+
+
+def stop_job(running: Detached) -> None:
+    meta, spec = {"name": "j", "namespace": "a", "uid": "j"}, {**SPEC, "suspend": True}
+    running.see(JOBS, {"metadata": meta, "spec": spec, "status": RUNNING})
 
 
 def test_a_reason_that_a_user_has_written_is_bounded() -> None:
