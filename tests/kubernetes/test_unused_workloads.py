@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Kind, Progress
 from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy
+from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import LONGEST_WHY
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -294,7 +295,7 @@ def test_a_restarted_controller_decides_as_one_that_never_stopped(
         started = now - 5 if pods == 0 else started  # another pod was started
         last_use = max(last_use, started)
         if restarts:
-            written = msgspec.json.encode(stored(restarted.counted(), {"w": "n"}, now + 60))
+            written = msgspec.json.encode(stored(restarted.counted(), now + 60))
             restarted = UnusedGpus(GAP_S, GAP_S)
             restarted.restore(
                 {one.uid: counted_of(one) for one in msgspec.json.decode(written, type=tuple[UnusedWorkload, ...])}
@@ -324,9 +325,9 @@ def test_what_is_stored_of_a_team_is_bounded_and_the_warned_come_first() -> None
     unused = UnusedGpus(GAP_S, GAP_S)
     uids = [f"w{number:03}" for number in range(3 * MOST_STORED)]
     unused.observe({uid: Observed(used=False, rule=RULE) for uid in uids}, 1000.0)
-    found = stored(unused.counted(), dict.fromkeys(uids, "n"), 1060.0)
+    found = stored(unused.counted(), 1060.0)
     assert [one.uid for one in found] == uids[:MOST_STORED]
-    assert stored(unused.counted(), {}, 1001.0) == ()
+    assert stored(unused.counted(), 1001.0) == ()
 
 
 def test_a_stored_warning_with_an_invalid_rule_does_not_hold() -> None:
@@ -353,6 +354,17 @@ def test_pods_of_one_owner_are_suspended_together_and_only_a_notebooks_own_pod_s
         "nb-1": (Stop.NEVER, 1, Kind.BUILD),
         "bare": (Stop.NEVER, 1, Kind.TRAIN),
     }
+
+
+def test_no_name_is_in_what_everybody_reads() -> None:
+    """All users read GpuQuotas, with their status."""
+    owner = Owner("jobset.x-k8s.io/v1alpha2", "JobSet", "a", "secret-plan")
+    pods = [view("secret-0", controller_uid="set"), view("secret-1", controller_uid="job", owner=owner), view("secret")]
+    unused = UnusedGpus(GAP_S, GAP_S)
+    unused.observe({one.uid: Observed(used=False, rule=RULE) for one in plain_workloads(pods)}, 1000.0)
+    found = stored(unused.counted(), 1060.0)
+    assert len(found) == 3
+    assert b"secret" not in msgspec.json.encode(found).replace(b"uid-secret", b"")
 
 
 def test_a_policy_is_the_same_after_it_was_an_object() -> None:
@@ -655,7 +667,8 @@ def test_a_killed_controller_continues_to_count_and_a_notebook_is_stopped_as_kub
     stopped = controlled.until(f"{notebooks}/nb", lambda one: "kubeflow-resource-stopped" in notes_of(one))
     assert "its GPUs had been unused since" in notes_of(stopped)[labels.SUSPENDED]
     (again,) = api.get(quota)["status"]["unused"]
-    assert (again["uid"], again["since"], again["name"]) == (counted["uid"], counted["since"], "nb")
+    assert (again["uid"], again["since"]) == (counted["uid"], counted["since"])
+    assert "nb" not in json.dumps(again).replace(again["uid"], ""), "every user reads it"
     assert {reason for reason, _ in events_of(controlled, team, "Notebook")} >= {"GpusUnused"}
     api.patch(f"{sets}/nb", {"spec": {"replicas": 0}})  # as Kubeflow's controller does
     controlled.wait(lambda: not controlled.pods(team))

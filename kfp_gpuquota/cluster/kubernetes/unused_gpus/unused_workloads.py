@@ -103,7 +103,7 @@ class UnusedWorkloads:
         self._unused = UnusedGpus()
         self._notebooks: dict[tuple[str, str], Metadata] = {}
         self._steps: dict[str, int] = {}  # of trainings at the last look
-        self._names: dict[str, dict[str, str]] = {}  # of what is counted, by team and workload
+        self._counted: dict[str, set[str]] = {}  # the uids of what is counted, by team
 
     # Objects
 
@@ -118,8 +118,8 @@ class UnusedWorkloads:
 
     def stored_of(self, team: str) -> tuple[UnusedWorkload, ...]:
         """Return what is counted of a team's workloads, for its status."""
-        names, counted = self._names.get(team, {}), self._unused.counted()
-        return stored({uid: counted[uid] for uid in names if uid in counted}, names, self._now())
+        counted = self._unused.counted()
+        return stored({uid: counted[uid] for uid in self._counted.get(team, ()) if uid in counted}, self._now())
 
     # Looking
 
@@ -127,7 +127,7 @@ class UnusedWorkloads:
         """Continue what an earlier controller has counted, before any status is written."""
         for quota in quotas:
             self._unused.restore({one.uid: counted_of(one) for one in quota.status.unused})
-            self._names[quota.metadata.name] = {one.uid: one.name for one in quota.status.unused}
+            self._counted[quota.metadata.name] = {one.uid for one in quota.status.unused}
 
     async def run(self) -> None:
         """Look at the workloads again and again."""
@@ -210,11 +210,10 @@ class UnusedWorkloads:
 
     def _note_counted(self, ruled: Mapping[str, tuple[Workload, WorkloadPolicy]]) -> None:
         """Have the status written of the teams of whose workloads something is counted, or was."""
-        before, self._names = self._names, {}
+        before, self._counted = self._counted, {}
         for uid in self._unused.since:
-            workload = ruled[uid][0]
-            self._names.setdefault(workload.namespace, {})[uid] = workload.name
-        for team in before.keys() | self._names.keys():
+            self._counted.setdefault(ruled[uid][0].namespace, set()).add(uid)
+        for team in before.keys() | self._counted.keys():
             self._quota_changed(team)
 
     def _suspend(self, one: Workload, warned: Warned, needed_by: str = "") -> None:
