@@ -33,7 +33,8 @@ LONGEST_GAP_S: Final = 20.0
 class Observed(NamedTuple):
     """A running job: whether its GPUs were used (None: one was not measured), its rule, and the policy that has it.
 
-    `active_at` is when its owner last worked with it otherwise, in seconds since the epoch: it counts as a use then.
+    `active_at` is when its owner last worked with it otherwise, or its last worker was started, in seconds since the
+    epoch: it counts as a use then.
     """
 
     used: bool | None

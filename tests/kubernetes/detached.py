@@ -76,6 +76,7 @@ class Detached:
         # of two watches of a kind, which differ in their labels, the first
         self._reflectors = {reflector._path: reflector for reflector in reversed(self.controller.reflectors)}
         self._versions = itertools.count(1)
+        self.pods: list[Object] = []  # as they were created
 
     def see(self, path: str, body: Object | bytes, event: str = "MODIFIED") -> None:
         """One line of the watch of `path`, as the API server would send it."""
@@ -111,6 +112,7 @@ class Detached:
             "spec": {"containers": [container], **spec, **more},
             "status": {"phase": "Running" if node else "Pending"},
         }
+        self.pods.append(body)
         self.see(PODS, body)
         return uid
 

@@ -116,6 +116,9 @@ def test_policies_are_created_and_deleted_alike(reached: ClusterApi, team: str) 
     policy = WorkloadPolicy(name=team, project=team, gpu_fraction_limit=PartRule(default=1.0))
     assert reached.set_policy(policy) == policy
     assert policy in reached.list_policies()
+    for rule in (PartRule(default=0.5, most=0.75), PartRule(most=0.5)):  # it is replaced, not merged
+        policy = WorkloadPolicy(name=team, gpu_fraction_limit=rule)
+        assert reached.set_policy(policy) == policy
     reached.delete_policy(team)
     with pytest.raises(NotFoundError, match="gpuquota policy list"):
         reached.delete_policy(team)

@@ -24,6 +24,7 @@ from tests.kubernetes.users import connection_of
 from tests.polling import until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tools.devcluster import DevCluster
@@ -135,6 +136,18 @@ def changed(name: str, value: Any) -> Any:
     return lambda state: setattr(state, name, value)
 
 
+def unmeasured(exporter: str, endpoints: Sequence[str] = ()) -> Callable[[Facts], None]:
+    """A rule on unused GPUs, and a source of these endpoints."""
+
+    def damage(state: Facts) -> None:
+        idle = {"warnAfterSeconds": 60, "suspendAfterSeconds": 120}
+        state.workload_policies = [{"metadata": {"name": "sessions"}, "spec": {"idle": idle}}]
+        state.rules = [{"spec": {"gpuUse": {"exporter": exporter}} if exporter else {}}]
+        state.exporters = [{"endpoints": [{"nodeName": name} for name in endpoints] or None}]
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "level", "message", "remedy"),
     [
@@ -161,6 +174,10 @@ def changed(name: str, value: Any) -> Any:
         (outside_pod, "warn", "hold 2 GPUs: team-b/p", "unmanaged"),
         (wrong_pool, "warn", "gpusPerNode is 4, not so on c", "gpusPerNode"),
         (changed("node_pools", [namespaced("np")]), "warn", "an autoscaler runs here", "autoscaled"),
+        (unmeasured(""), "warn", "nothing measures use for the policies sessions", "gpuUse.exporter"),
+        (unmeasured("team-a/dcgm"), "warn", "team-a/dcgm is in the namespace of a team", "without a GpuQuota"),
+        (unmeasured("gpu-operator/dcgm"), "warn", "gpu-operator/dcgm has no endpoint", "kubectl -n gpu-operator"),
+        (unmeasured("gpu-operator/dcgm", ["a"]), "ok", "gpu-operator/dcgm is asked", ""),
         (changed("unreadable", {"nodes": "forbidden"}), "warn", "you may not read: nodes", "administrator"),
     ],
 )  # fmt: skip

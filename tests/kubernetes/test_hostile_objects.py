@@ -10,6 +10,7 @@ import asyncio
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -28,6 +29,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICE
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import MANAGER
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import PATH as BATCH_JOBS
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.paths import WORKLOAD_POLICIES
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import LAST_ACTIVITY, NOTEBOOKS, STOPPED
 from tests.effort import SOAK, effort
 from tests.kubernetes.detached import (
     CLAIMS,
@@ -65,6 +68,9 @@ NOTES = [
     labels.MIN_NODES,
     labels.MAX_NODES,
     labels.CHECKPOINT_CLAIM,
+    labels.SUSPENDED,
+    LAST_ACTIVITY,
+    STOPPED,
     VOLCANO_ANNOTATION,
     INDEX_ANNOTATION,
     *SHARE_ANNOTATIONS,
@@ -182,9 +188,11 @@ def metadata(uid: str, namespace: str = "") -> st.SearchStrategy[dict[str, Any]]
     return drawn.map(lambda meta: {**meta, "uid": uid, "name": uid, "namespace": namespace})
 
 
+TIMES = st.sampled_from(["2026-11-22T10:00:00Z", "0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "2026-W47"])
 STATUSES = maybe(
     {
         "phase": st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Odd"]),
+        "startTime": TIMES,
         "conditions": st.lists(maybe({"type": TEXTS, "status": TEXTS, "message": TEXTS}), max_size=2),
         "allocatable": st.dictionaries(st.sampled_from([labels.GPU_RESOURCE, "cpu", "memory", "pods"]), AMOUNTS),
     }
@@ -234,7 +242,14 @@ QUOTA_SPECS = maybe(
 )
 
 
-QUOTA_STATUSES = maybe({"usage": st.lists(maybe({"gpuSeconds": AMOUNTS, "at": AMOUNTS, "pool": TEXTS}), max_size=2)})
+COUNTED = dict.fromkeys(("since", "observedAt", "warnedAt", "warnAfterSeconds", "suspendAfterSeconds"), AMOUNTS)
+QUOTA_STATUSES = maybe(
+    {
+        "usage": st.lists(maybe({"gpuSeconds": AMOUNTS, "at": AMOUNTS, "pool": TEXTS}), max_size=2),
+        "unused": st.lists(maybe({"uid": st.sampled_from(["team/else", "elasticjobs-1"]), **COUNTED}), max_size=2),
+    }
+)
+IDLE = maybe(dict.fromkeys(("warnAfterSeconds", "preemptAfterSeconds", "suspendAfterSeconds"), AMOUNTS))
 
 
 def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
@@ -254,6 +269,8 @@ def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
             {"spec": maybe({"nodeAffinity": maybe({"required": maybe({"nodeSelectorTerms": TERMS})})})},
         ),
         (LIMIT_RANGES, lambda uid: metadata(uid, "team"), {"spec": LIMITS}),
+        (NOTEBOOKS, lambda uid: metadata(uid, "team"), {"spec": ANY}),
+        (WORKLOAD_POLICIES, metadata, {"spec": maybe({"project": NAMES, "kind": TEXTS, "idle": IDLE})}),
     ]
 
     def of(kind: int, number: int) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
@@ -329,9 +346,32 @@ def plans_beside(before: list[tuple[str, dict[str, Any]]], after: list[tuple[str
         held = [uid for uid, pod in test.controller.snapshot.pods.items() if pod.holds and pod.requested]
         assert all(test.controller.snapshot.allocator.held(uid) for uid in held if not is_worker(test, uid))
         assert not test.controller.plans.health.failures
+        await suspends_what_is_unused(test)
 
     with no_traceback():
         run(scenario)
+
+
+async def suspends_what_is_unused(test: Detached) -> None:
+    """No GPU is used for a long time."""
+    unused, now = test.controller.unused, test.controller._now()
+    test.see(POLICIES, {"metadata": {"name": "default", "uid": "qp"}, "spec": {"gpuUse": {"exporter": "ops/dcgm"}}})
+    rule = {"warnAfterSeconds": 60, "preemptAfterSeconds": 90, "suspendAfterSeconds": 200}
+    test.see(WORKLOAD_POLICIES, {"metadata": {"name": "idle", "uid": "wp"}, "spec": {"idle": rule}})
+    unused.restore(test.controller.snapshot.quotas.values())
+    test.pod("valid", "runs", node="valid")
+    test.team("team")
+    for kind, version, name in (("StatefulSet", "apps/v1", "notebooks-1"), ("Job", "batch/v1", "jobs-2")):
+        owner = {"apiVersion": version, "kind": kind, "name": name, "uid": f"{name}-owner", "controller": True}
+        meta = {"labels": {labels.NOTEBOOK: name}, "ownerReferences": [owner]}
+        test.pod("team", f"{name}-0", node="valid", metadata=meta)
+    for seconds in (0, 100, 200, 300):
+        unused._now = lambda at=now + seconds: at  # type: ignore[misc]
+        with patch.object(unused._exporters, "used", lambda _pod: False):
+            await unused.look()
+        await asyncio.sleep(0)
+        warned = [one.warned_at for one in unused.stored_of("valid")]
+        assert bool(warned) is (100 <= seconds < 300)  # a pod of no owner is only warned, and counted again
 
 
 def is_worker(test: Detached, uid: str) -> bool:

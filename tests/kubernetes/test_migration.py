@@ -54,6 +54,14 @@ def specs(old: Old) -> dict[str, Object]:
     return {one["metadata"]["name"]: one["spec"] for one in migrated(old).objects}
 
 
+def test_objects_without_a_specification_are_read() -> None:
+    bare = {"metadata": {"name": "bare", "namespace": "team-a"}}
+    profiles = {"team-a": {"metadata": {"name": "team-a"}}}
+    quota = {"metadata": {"name": "q", "namespace": "team-a"}, "spec": {"hard": {f"requests.{GPU}": "2"}}}
+    old = Old({GPU: 1.0}, profiles, [bare, quota], *([bare] for _ in range(5)))
+    assert specs(old) == {"team-a": {"plugins": [{"kind": "GpuQuota", "spec": {"guaranteed": 2, "limit": 2}}]}}
+
+
 def test_a_team_with_a_queue_of_its_own_keeps_its_numbers() -> None:
     rows = [row(GPU, "8", borrowingLimit=4), row("cpu", 64, borrowingLimit=0), row("memory", "1Gi", borrowingLimit=0)]
     queue = cluster_queue("q", {"a100": rows}, cohortName="all", fairSharing={"weight": "2"})

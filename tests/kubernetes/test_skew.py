@@ -11,14 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from kfp_gpuquota.api import JobSpec
+from kfp_gpuquota.api.policy import IdleRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.cluster.kubernetes.objects.paths import WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import policy_body
+from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
+from kfp_gpuquota.errors import UsageError
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.kubernetes.test_churn import stuck
 from tests.kubernetes.test_crds import job
+from tests.kubernetes.users import connection_of
 from tests.polling import until
 from tools.observer.churn import Churn
 from tools.observer.watching import Watching
@@ -163,6 +170,26 @@ def test_an_upgrade_and_a_rollback_under_churn_violate_nothing(release_0_1: list
     assert watching.observer.admissions > 0
     assert all(process.poll() is None for process in running)
     assert "Traceback" not in electing.log()
+
+
+@pytest.mark.slow
+def test_a_field_that_the_older_kinds_lack_is_refused_and_never_dropped(
+    release_0_1: list[Object], system_cluster: DevCluster, namespace: str
+) -> None:
+    """A job would run on any GPUs, and a policy would suspend nothing, without a word."""
+    del release_0_1
+    client = KubernetesClient(connection_of(system_cluster.kubeconfig), image="trainer:1", retry_for_s=5)
+    plain = JobSpec(name="plain", project=namespace, command=("true",), gpus=1)
+    assert client.submit(plain).spec.gpus == 1
+    with pytest.raises(UsageError, match=r"has no field spec.gpuTypes: .* kubectl apply --server-side"):
+        client.submit(msgspec.structs.replace(plain, name="typed", gpu_types=("H100",)))
+    assert [job.spec.name for job in client.list_jobs(namespace).jobs] == ["plain"]
+    policy = WorkloadPolicy(name=namespace, project=namespace, gpu_fraction_limit=PartRule(default=1.0))
+    client.set_policy(policy)
+    idle = msgspec.structs.replace(policy, idle=IdleRule(warn_after_s=60, suspend_after_s=120))
+    with pytest.raises(UsageError, match=r"has no field spec.idle"):
+        client.calls.patch(f"{WORKLOAD_POLICIES}/{namespace}", {"spec": policy_body(idle)["spec"]})
+    client.delete_policy(namespace)
 
 
 def end(process: Process) -> None:

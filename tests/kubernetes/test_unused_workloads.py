@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Kind, Progress
 from kfp_gpuquota.api.policy import IdleRule, WorkloadPolicy
+from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import LONGEST_WHY
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject, UnusedWorkload
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES, WORKLOAD_POLICIES
@@ -25,7 +27,7 @@ from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import policy_body,
 from kfp_gpuquota.cluster.kubernetes.unused_gpus import exporters as exporters_module
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.dcgm import MAX_BYTES, MAX_SAMPLES, Reading, readings_in
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import Exporters
-from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import LAST_ACTIVITY, NOTEBOOKS
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import LAST_ACTIVITY, NOTEBOOKS, STOPPED
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     MOST_STORED,
     Stop,
@@ -33,11 +35,12 @@ from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     plain_workloads,
     stored,
 )
+from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import Controlled, pod_body
-from tests.kubernetes.detached import JOBS, POLICIES, Detached, Unanswered, detached
+from tests.kubernetes.detached import JOBS, PODS, POLICIES, Detached, Unanswered, detached
 from tests.kubernetes.gpu_exporter import (
     NAMESPACE,
     SERVICE,
@@ -274,6 +277,7 @@ EVENTS = st.lists(
         st.sampled_from((RULES.interval_s, RULES.interval_s, GAP_S, GAP_S + 1)),
         st.sampled_from((False, False, False, False, None, True)),
         st.booleans(),
+        st.integers(0, 9),
     ),
     max_size=40,
 )
@@ -281,20 +285,22 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_a_restarted_controller_decides_as_one_that_never_stopped(
-    events: list[tuple[float, bool | None, bool]],
+    events: list[tuple[float, bool | None, bool, int]],
 ) -> None:
     """And nobody is suspended without a whole time in which each of their GPUs was measured and unused."""
     steady, restarted = (UnusedGpus(GAP_S, GAP_S) for _ in range(2))
-    now, last_use, last_seen = 1_000_000.0, 1_000_000.0, 1_000_000.0
-    for after_s, used, restarts in events:
+    now, last_use, last_seen, started = 1_000_000.0, 1_000_000.0, 1_000_000.0, 0.0
+    for after_s, used, restarts, pods in events:
         now += after_s
+        started = now - 5 if pods == 0 else started  # another pod was started
+        last_use = max(last_use, started)
         if restarts:
-            written = msgspec.json.encode(stored(restarted.counted(), {"w": "n"}, now + 60))
+            written = msgspec.json.encode(stored(restarted.counted(), now + 60))
             restarted = UnusedGpus(GAP_S, GAP_S)
             restarted.restore(
                 {one.uid: counted_of(one) for one in msgspec.json.decode(written, type=tuple[UnusedWorkload, ...])}
             )
-        seen = {"w": Observed(used, RULE, "idle")}
+        seen = {"w": Observed(used, RULE, "idle", started)}
         verdicts, others = steady.observe(seen, now), restarted.observe(seen, now)
         assert verdicts == others
         if used is True or now - last_seen > GAP_S:
@@ -319,9 +325,9 @@ def test_what_is_stored_of_a_team_is_bounded_and_the_warned_come_first() -> None
     unused = UnusedGpus(GAP_S, GAP_S)
     uids = [f"w{number:03}" for number in range(3 * MOST_STORED)]
     unused.observe({uid: Observed(used=False, rule=RULE) for uid in uids}, 1000.0)
-    found = stored(unused.counted(), dict.fromkeys(uids, "n"), 1060.0)
+    found = stored(unused.counted(), 1060.0)
     assert [one.uid for one in found] == uids[:MOST_STORED]
-    assert stored(unused.counted(), {}, 1001.0) == ()
+    assert stored(unused.counted(), 1001.0) == ()
 
 
 def test_a_stored_warning_with_an_invalid_rule_does_not_hold() -> None:
@@ -348,6 +354,17 @@ def test_pods_of_one_owner_are_suspended_together_and_only_a_notebooks_own_pod_s
         "nb-1": (Stop.NEVER, 1, Kind.BUILD),
         "bare": (Stop.NEVER, 1, Kind.TRAIN),
     }
+
+
+def test_no_name_is_in_what_everybody_reads() -> None:
+    """All users read GpuQuotas, with their status."""
+    owner = Owner("jobset.x-k8s.io/v1alpha2", "JobSet", "a", "secret-plan")
+    pods = [view("secret-0", controller_uid="set"), view("secret-1", controller_uid="job", owner=owner), view("secret")]
+    unused = UnusedGpus(GAP_S, GAP_S)
+    unused.observe({one.uid: Observed(used=False, rule=RULE) for one in plain_workloads(pods)}, 1000.0)
+    found = stored(unused.counted(), 1060.0)
+    assert len(found) == 3
+    assert b"secret" not in msgspec.json.encode(found).replace(b"uid-secret", b"")
 
 
 def test_a_policy_is_the_same_after_it_was_an_object() -> None:
@@ -378,17 +395,22 @@ class Answering(Slices):
 
 
 async def watched(
-    exporter: GpuExporter, now: list[float], seconds: float, during: Callable[[Detached], None]
+    exporter: GpuExporter,
+    now: list[float],
+    seconds: float,
+    during: Callable[[Detached], None] = lambda _: None,
+    notify: Callable[[Notification], None] = lambda _: None,
+    gpus: int = 8,
 ) -> Answering:
     """Run a controller with a notebook and an ElasticJob for so long, and call `during` before each look."""
     connection = Answering(endpoint_slice("127.0.0.1", exporter.port, ["n0"]))
-    async with detached(clock=lambda: now[0]) as running:
+    async with detached(clock=lambda: now[0], notify=notify) as running:
         controller = running.controller
         controller._writer._connection = controller.unused._exporters._connection = connection
         running.see(POLICIES, {"metadata": {"name": "default", "uid": "qp"}, "spec": {"gpuUse": SOURCE}})
         rule = policy_body(WorkloadPolicy(name="idle", idle=RULE))
         running.see(WORKLOAD_POLICIES, {**rule, "metadata": {"name": "idle", "uid": "wp"}})
-        running.node("n0")
+        running.node("n0", gpus)
         running.team("a")
         meta = {"name": "nb", "namespace": "a", "uid": "nb", "annotations": {}}
         running.see(NOTEBOOKS, {"metadata": meta})
@@ -426,14 +448,76 @@ IDLE = {("a", "nb-0"): ["0"], ("a", "j-0"): ["0"]}
 def test_a_notebook_and_an_elastic_job_are_suspended_once_their_time_is_over() -> None:
     with GpuExporter(dict(IDLE)).serving() as exporter:
         now = [1_000_000.0]
-        connection = asyncio.run(watched(exporter, now, 480, lambda _: None))
+        connection = asyncio.run(watched(exporter, now, 480))
         assert connection.patches_of("notebooks") == []
-        connection = asyncio.run(watched(exporter, [1_000_000.0], 600, lambda _: None))
+        connection = asyncio.run(watched(exporter, [1_000_000.0], 600))
     (notebook, *_) = connection.patches_of("notebooks")
     assert notebook["metadata"]["uid"] == "nb"
     assert set(notebook["metadata"]["annotations"]) == {"kubeflow-resource-stopped", labels.SUSPENDED}
     (job, *_) = [body for body in connection.patches_of("elasticjobs") if "spec" in body]
     assert (job["spec"], job["metadata"]["uid"]) == ({"suspend": True}, "j")
+
+
+@pytest.mark.parametrize("first", ["nb", "j"])
+def test_no_second_workload_is_suspended_for_one_job_while_the_pods_of_the_first_end(first: str) -> None:
+    """Pods may have minutes of grace, in which the scheduler counts with what they release."""
+    suspended, served = list[str](), GpuExporter(dict(IDLE))
+    stops = {"nb": stop_notebook, "j": stop_job}
+
+    def play(running: Detached) -> None:
+        now = running.controller._now()
+        if now == 1_000_000 + RULES.interval_s:
+            running.team("b")
+            running.pod("b", "waits")
+        used = "9" if now < 1_000_000 + 120 else "0"  # the other one is unused later
+        served.used = {key: ["0" if key[1] == f"{first}-0" else used] for key in IDLE}
+        connection = running.controller._writer._connection
+        assert isinstance(connection, Answering)
+        for name, plural in (("nb", "notebooks"), ("j", "elasticjobs")):
+            notes = [body["metadata"].get("annotations", {}) for body in connection.patches_of(plural)]
+            if name not in suspended and any(labels.SUSPENDED in each for each in notes):
+                suspended.append(name)
+                stops[name](running)
+                (pod,) = [body for body in running.pods if body["metadata"]["name"] == f"{name}-0"]
+                ends = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now + 600))
+                running.see(PODS, {**pod, "metadata": {**pod["metadata"], "deletionTimestamp": ends}})
+
+    with served.serving():
+        asyncio.run(watched(served, [1_000_000.0], 540, play, gpus=2))
+    assert suspended == [first]
+
+
+def stop_notebook(running: Detached) -> None:
+    notes = {"annotations": {STOPPED: "at"}}
+    running.see(NOTEBOOKS, {"metadata": {"name": "nb", "namespace": "a", "uid": "nb", **notes}})
+
+
+def stop_job(running: Detached) -> None:
+    meta, spec = {"name": "j", "namespace": "a", "uid": "j"}, {**SPEC, "suspend": True}
+    running.see(JOBS, {"metadata": meta, "spec": spec, "status": RUNNING})
+
+
+def test_a_reason_that_a_user_has_written_is_bounded() -> None:
+    def write(running: Detached) -> None:
+        notes = {"annotations": {labels.SUSPENDED: "x" * 100_000}}
+        spec = {**SPEC, "suspend": True}
+        running.see(JOBS, {"metadata": {"name": "j", "namespace": "a", "uid": "j", **notes}, "spec": spec})
+        reason = running.controller.elastic.book.jobs["j"].status.reason
+        assert reason is not None
+        assert len(reason.message) == LONGEST_WHY
+
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        asyncio.run(watched(exporter, [1_000_000.0], 30, write))
+
+
+def test_webhooks_have_one_message_of_a_warning() -> None:
+    sent = list[Notification]()
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        asyncio.run(watched(exporter, [1_000_000.0], 300, notify=sent.append))
+    assert sorted((one.what, one.kind, one.job) for one in sent) == [
+        (Notified.UNUSED, "Job", "j"),
+        (Notified.UNUSED, "Notebook", "nb"),
+    ]
 
 
 def test_a_training_that_advances_and_a_notebook_in_use_are_left_alone_whatever_their_gpus_do() -> None:
@@ -446,6 +530,24 @@ def test_a_training_that_advances_and_a_notebook_in_use_are_left_alone_whatever_
 
     with GpuExporter(dict(IDLE)).serving() as exporter:
         connection = asyncio.run(watched(exporter, [1_000_000.0], 1200, advance))
+    assert connection.patches_of("notebooks") == []
+    assert not [body for body in connection.patches_of("elasticjobs") if "spec" in body]
+
+
+def test_pods_that_were_started_since_are_counted_from_their_start() -> None:
+    """A user has restarted a notebook, or resumed a job, between two looks: it has a whole time again."""
+
+    def restart(running: Detached) -> None:
+        if running.controller._now() == 1_000_000.0 + 480:
+            for name in ("nb-0", "j-0"):
+                (pod,) = [body for body in running.pods if body["metadata"]["name"] == name]
+                running.see(PODS, pod, "DELETED")
+                meta = {**pod["metadata"], "uid": f"{name}-again"}
+                started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(1_000_000 + 470))
+                running.see(PODS, {**pod, "metadata": meta, "status": {**pod["status"], "startTime": started}})
+
+    with GpuExporter(dict(IDLE)).serving() as exporter:
+        connection = asyncio.run(watched(exporter, [1_000_000.0], 900, restart))
     assert connection.patches_of("notebooks") == []
     assert not [body for body in connection.patches_of("elasticjobs") if "spec" in body]
 
@@ -566,7 +668,8 @@ def test_a_killed_controller_continues_to_count_and_a_notebook_is_stopped_as_kub
     stopped = controlled.until(f"{notebooks}/nb", lambda one: "kubeflow-resource-stopped" in notes_of(one))
     assert "its GPUs had been unused since" in notes_of(stopped)[labels.SUSPENDED]
     (again,) = api.get(quota)["status"]["unused"]
-    assert (again["uid"], again["since"], again["name"]) == (counted["uid"], counted["since"], "nb")
+    assert (again["uid"], again["since"]) == (counted["uid"], counted["since"])
+    assert "nb" not in json.dumps(again).replace(again["uid"], ""), "every user reads it"
     controlled.wait(lambda: {reason for reason, _ in events_of(controlled, team, "Notebook")} == EVENTS_OF_UNUSED)
     api.patch(f"{sets}/nb", {"spec": {"replicas": 0}})  # as Kubeflow's controller does
     controlled.wait(lambda: not controlled.pods(team))

@@ -94,6 +94,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     # What became of it
     running: bool = False
+    started: float = 0.0  # when its kubelet took it; 0 if none has
     prepared: bool = False  # its volumes and network are ready: only image pulls and init containers remain
     start_failure: str = ""
     rejected: str = ""  # why its kubelet did not take it

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
 CLAIMS_CHANGED: Final = "the ResourceClaims of its workers request other devices than it counts"
 REQUEUED_FOR_CLAIMS: Final = Reason(code=ReasonCode.USER, message=f"{CLAIMS_CHANGED}; it returns to the queue")
+LONGEST_WHY: Final = 500  # of a suspension: a user may write the annotation, too
 
 
 class ElasticJobs:
@@ -332,7 +333,7 @@ class ElasticJobs:
             return
         self._resubmit(uid)
         job, suspend = self.book.jobs[uid], self.book.runtime_states[uid].object.spec.suspend
-        why = (self.book.runtime_states[uid].object.metadata.annotations or {}).get(labels.SUSPENDED, "")
+        why = (self.book.runtime_states[uid].object.metadata.annotations or {}).get(labels.SUSPENDED, "")[:LONGEST_WHY]
         if suspend and not job.suspended and not job.over:
             unused = Reason(code=ReasonCode.GPUS_UNUSED, message=why)
             self.decisions.stop(job, Intent.SUSPEND, unused if why else requests.SUSPENDED)

@@ -58,13 +58,12 @@ class OverQuotaUsage(Struct, frozen=True):
 
 class UnusedWorkload(Struct, frozen=True):
     """A workload whose GPUs are unused `since` then, were last measured at `observedAt`; its owner was warned at
-    `warnedAt` by the rule of the `policy`. Times are in seconds since 1970.
+    `warnedAt` by the rule of the `policy`. Times are in seconds since 1970. Everybody reads it, so it has no name.
     """
 
     uid: str
     since: float
     observed_at: float
-    name: str = ""
     warned_at: float | None = None
     policy: str = ""
     warn_after_seconds: float | None = None

@@ -106,6 +106,12 @@ def migrated(old: Old) -> Migration:
     return made
 
 
+def _given(one: Json) -> Json:
+    """Return an object's specification, which each of these kinds may lack."""
+    found: Json = one.get("spec") or {}
+    return found
+
+
 # ResourceQuotas
 
 
@@ -138,15 +144,15 @@ def _resource_quotas(old: Old, made: Migration) -> None:
 
 def _scopes(quota: Json) -> str:
     """Return the scopes of a ResourceQuota in words; "" without any."""
-    chosen = [str(scope) for scope in quota["spec"].get("scopes") or ()]
-    for one in (quota["spec"].get("scopeSelector") or {}).get("matchExpressions") or ():
+    chosen = [str(scope) for scope in _given(quota).get("scopes") or ()]
+    for one in (_given(quota).get("scopeSelector") or {}).get("matchExpressions") or ():
         words = (one.get("scopeName"), one.get("operator"), ", ".join(one.get("values") or ()))
         chosen.append(" ".join(str(word) for word in words if word))
     return " and ".join(chosen)
 
 
 def _gpu_lines(quota: Json, old: Old) -> list[str]:
-    hard = quota["spec"].get("hard") or {}
+    hard = _given(quota).get("hard") or {}
     return [line for line in hard if _resource(line) in old.weights]
 
 
@@ -165,7 +171,7 @@ def _kueue(old: Old, made: Migration) -> None:
     queues, cohorts = _tree(old, made)
     flavors = sorted({name.removeprefix(_GPUS) for one in (*queues, *cohorts) for name in one.quotas if _GPUS in name})
     names = _department_names(queues, cohorts, namespaces)
-    stopped = {name_of(one): one["spec"].get("stopPolicy", "None") for one in old.cluster_queues}
+    stopped = {name_of(one): _given(one).get("stopPolicy", "None") for one in old.cluster_queues}
     seen: dict[str, str] = {}
     for queue in queues:
         name, teams = queue.name, sorted(set(namespaces[queue.name]))
@@ -197,8 +203,8 @@ def _namespaces(old: Old, made: Migration) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     there = set(map(name_of, old.cluster_queues))
     for queue in old.local_queues:
-        namespace, policy = queue["metadata"]["namespace"], queue["spec"].get("stopPolicy", "None")
-        named = str(queue["spec"].get("clusterQueue", ""))
+        namespace, policy = queue["metadata"]["namespace"], _given(queue).get("stopPolicy", "None")
+        named = str(_given(queue).get("clusterQueue", ""))
         if named not in there:
             made.notes.append(f"LocalQueue {namespace}/{name_of(queue)}: ClusterQueue {named!r} does not exist")
             continue
@@ -413,7 +419,7 @@ def _in_profile(profile: Json | None, quota: Json) -> Json:
     """Return the fields of the Profile that has the quota as a plugin beside its others; the quota if there is none."""
     if profile is None:
         return quota
-    others = [one for one in profile["spec"].get("plugins") or () if one.get("kind") != "GpuQuota"]
+    others = [one for one in _given(profile).get("plugins") or () if one.get("kind") != "GpuQuota"]
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "Profile",

@@ -124,7 +124,7 @@ def _dry_run(policy: Json, calls: Calls) -> Iterator[Finding]:
     spec: Json = {**dict.fromkeys(schema_of_kind(KIND)["properties"]["spec"]["properties"]), **policy.get("spec", {})}
     try:
         try:
-            calls.patch(f"{join(paths.QUOTA_POLICIES, NAME)}?dryRun=All", {"spec": spec})
+            calls.patch(join(paths.QUOTA_POLICIES, NAME), {"spec": spec}, dry_run=True)
         except NotFoundError:
             calls.create(paths.QUOTA_POLICIES, policy, dry_run=True)
     except GpuQuotaError as error:

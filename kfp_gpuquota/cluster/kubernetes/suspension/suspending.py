@@ -151,7 +151,7 @@ class Suspending:
             return
         others = (pod for pod in self._holding() if pod.uid not in stop.pods)
         if found.has_finished or any(kind.owns(found.metadata, pod) for pod in others):
-            self._evict(stop, "it has finished, or has pods that are used")
+            self._evict(stop, "it has finished, or has other pods that hold GPUs")
             return
         write = suspension(kind, found, stop.reason, resumes=stop.not_suspended is None)
         self._writer.submit(

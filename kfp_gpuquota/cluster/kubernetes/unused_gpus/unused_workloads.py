@@ -4,7 +4,7 @@
 |---|---|---|
 | ElasticJob | its status, an event, a webhook | `spec.suspend` and the annotation with the reason |
 | Notebook | an event on it and its pod, a webhook | the annotation by which Kubeflow stops notebooks |
-| Job, JobSet, TrainJob, MPIJob, PyTorchJob | an event on a pod, a webhook | its `suspend`, which its user takes back |
+| Job and other owners that have `suspend` | an event on a pod, a webhook | its `suspend`, which its user takes back |
 | other pods | the same | never |
 
 A suspension is requested at each look until the pods have ended; a controller that was killed in between begins with
@@ -103,7 +103,7 @@ class UnusedWorkloads:
         self._unused = UnusedGpus()
         self._notebooks: dict[tuple[str, str], Metadata] = {}
         self._steps: dict[str, int] = {}  # of trainings at the last look
-        self._names: dict[str, dict[str, str]] = {}  # of what is counted, by team and workload
+        self._counted: dict[str, set[str]] = {}  # the uids of what is counted, by team
 
     # Objects
 
@@ -118,8 +118,8 @@ class UnusedWorkloads:
 
     def stored_of(self, team: str) -> tuple[UnusedWorkload, ...]:
         """Return what is counted of a team's workloads, for its status."""
-        names, counted = self._names.get(team, {}), self._unused.counted()
-        return stored({uid: counted[uid] for uid in names if uid in counted}, names, self._now())
+        counted = self._unused.counted()
+        return stored({uid: counted[uid] for uid in self._counted.get(team, ()) if uid in counted}, self._now())
 
     # Looking
 
@@ -127,7 +127,7 @@ class UnusedWorkloads:
         """Continue what an earlier controller has counted, before any status is written."""
         for quota in quotas:
             self._unused.restore({one.uid: counted_of(one) for one in quota.status.unused})
-            self._names[quota.metadata.name] = {one.uid: one.name for one in quota.status.unused}
+            self._counted[quota.metadata.name] = {one.uid for one in quota.status.unused}
 
     async def run(self) -> None:
         """Look at the workloads again and again."""
@@ -175,7 +175,7 @@ class UnusedWorkloads:
 
     def _observed(self, one: Workload, policy: WorkloadPolicy) -> Observed:
         meta = self._notebooks.get(one.notebook) if one.stop is Stop.NOTEBOOK else None
-        active_at = 0.0 if meta is None else _activity(meta, self._now())
+        active_at = max(one.started, 0.0 if meta is None else _activity(meta, self._now()))
         return Observed(self._uses(one), policy.idle, policy.name, active_at)
 
     def _uses(self, one: Workload) -> bool | None:
@@ -210,11 +210,10 @@ class UnusedWorkloads:
 
     def _note_counted(self, ruled: Mapping[str, tuple[Workload, WorkloadPolicy]]) -> None:
         """Have the status written of the teams of whose workloads something is counted, or was."""
-        before, self._names = self._names, {}
+        before, self._counted = self._counted, {}
         for uid in self._unused.since:
-            workload = ruled[uid][0]
-            self._names.setdefault(workload.namespace, {})[uid] = workload.name
-        for team in before.keys() | self._names.keys():
+            self._counted.setdefault(ruled[uid][0].namespace, set()).add(uid)
+        for team in before.keys() | self._counted.keys():
             self._quota_changed(team)
 
     def _suspend(self, one: Workload, warned: Warned, needed_by: str = "") -> None:
@@ -275,10 +274,11 @@ class UnusedWorkloads:
                 subject = Subject("ElasticJob", meta.name, meta.namespace, meta.uid, labels.API_VERSION)
                 self._events.record(subject, event, message, warning=True)
             return
-        self._events.record(one.pods[0].subject, event, message, warning=True)
-        if one.stop is Stop.NOTEBOOK and (found := self._notebooks.get(one.notebook)) is not None:
+        found = self._notebooks.get(one.notebook) if one.stop is Stop.NOTEBOOK else None
+        if found is not None:
             subject = Subject("Notebook", found.name, found.namespace, found.uid, NOTEBOOK_VERSION)
             self._events.record(subject, event, message, warning=True)
+        self._events.record(one.pods[0].subject, event, message, warning=True, copy=found is not None)
 
     # For others
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api import Kind, Phase
@@ -16,7 +17,7 @@ from kfp_gpuquota.engine.unused_gpus import Counted, Warned
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
@@ -46,6 +47,11 @@ class Workload(NamedTuple):
     pods: tuple[PodView, ...]
 
     @property
+    def started(self) -> float:
+        """Return when the last one of its pods was started: a resumed workload is counted again."""
+        return max(pod.started for pod in self.pods)
+
+    @property
     def notebook(self) -> tuple[str, str]:
         """Return the namespace and the name of its Notebook, if it is one."""
         return self.namespace, self.pods[0].labels.get(labels.NOTEBOOK, "")
@@ -65,7 +71,14 @@ def plain_workloads(pods: Iterable[PodView]) -> Iterator[Workload]:
     for (namespace, owner), members in grouped.items():
         members.sort(key=lambda pod: pod.name)
         kind = Kind.BUILD if all(pod.kind is Kind.BUILD for pod in members) else Kind.TRAIN
-        yield Workload(f"{namespace}/{owner}", namespace, kind, _stop_of(members), tuple(members))
+        yield Workload(_uid(namespace, owner, members), namespace, kind, _stop_of(members), tuple(members))
+
+
+def _uid(namespace: str, owner: str, pods: Sequence[PodView]) -> str:
+    """Return a key that everybody may read: a JobSet's name is in none."""
+    if owner not in {pods[0].controller_uid, pods[0].uid}:
+        owner = sha256(f"{namespace}/{owner}".encode()).hexdigest()[:32]
+    return f"{namespace}/{owner}"
 
 
 def _stop_of(pods: list[PodView]) -> Stop:
@@ -91,25 +104,24 @@ def runs(job: JobRecord) -> bool:
     return job.status.phase is Phase.RUNNING and job.intent is Intent.RUN and not job.completing
 
 
-def stored(counted: Mapping[str, Counted], names: Mapping[str, str], now: float) -> tuple[UnusedWorkload, ...]:
-    """Return what is counted of one team's workloads, for its status; `names` are their names."""
+def stored(counted: Mapping[str, Counted], now: float) -> tuple[UnusedWorkload, ...]:
+    """Return what is counted of one team's workloads, for its status."""
     lasting = [
         (one.since, uid, one)
         for uid, one in counted.items()
         if one.warned is not None or now - one.since >= STORED_AFTER_S
     ]
     oldest = sorted(lasting, key=lambda each: (each[2].warned is None, *each[:2]))[:MOST_STORED]
-    return tuple(_stored(uid, names.get(uid, ""), one) for _, uid, one in oldest)
+    return tuple(_stored(uid, one) for _, uid, one in oldest)
 
 
-def _stored(uid: str, name: str, one: Counted) -> UnusedWorkload:
-    seen = UnusedWorkload(uid=uid, name=name, since=round(one.since, 3), observed_at=round(one.observed_at, 3))
+def _stored(uid: str, one: Counted) -> UnusedWorkload:
+    seen = UnusedWorkload(uid=uid, since=round(one.since, 3), observed_at=round(one.observed_at, 3))
     if (warned := one.warned) is None:
         return seen
     rule = warned.rule
     return UnusedWorkload(
         uid=uid,
-        name=name,
         since=seen.since,
         observed_at=seen.observed_at,
         warned_at=round(warned.at, 3),

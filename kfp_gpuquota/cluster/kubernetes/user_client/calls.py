@@ -3,11 +3,15 @@
 Connection errors, 429 and 5xx are retried with exponential backoff and the server's Retry-After. While the server is
 starting, so is 403: an API server denies all requests until it has loaded its RBAC roles. After 401 the credentials are
 read again, once.
+
+An object of this project's kinds is refused if it has a field that the cluster's kind lacks: an older kind would drop
+it, and the job would run on any GPUs.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -16,6 +20,7 @@ import msgspec
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.cluster.kubernetes.objects import paths
 from kfp_gpuquota.cluster.kubernetes.user_client.connection import url
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
@@ -44,6 +49,7 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _STARTING_S: Final = 30.0
+_UNKNOWN: Final = re.compile(r'unknown field "([^"]+)"')
 _RETRYABLE: Final = frozenset({429, 500, 502, 503, 504})
 _KINDS: Final = {404: NotFoundError, 409: ConflictError, 403: UnauthorizedError}
 
@@ -73,12 +79,12 @@ class Calls:
 
         A retried creation may find its own first attempt: AlreadyExistsError.
         """
-        return _decoded(self._answer("POST", url(path, {"dryRun": "All"} if dry_run else {}), body), Json)
+        return _decoded(self._answer("POST", _writing(path, dry_run=dry_run), body), Json)
 
-    def patch(self, path: str, body: Json | list[Json]) -> Json:
-        """Patch an object: by JSON patch operations (a list), or by a merge patch."""
+    def patch(self, path: str, body: Json | list[Json], *, dry_run: bool = False) -> Json:
+        """Patch an object, or with `dry_run` check that: by JSON patch operations (a list), or by a merge patch."""
         content_type = JSON_PATCH if isinstance(body, list) else MERGE_PATCH
-        return _decoded(self._answer("PATCH", path, body, content_type), Json)
+        return _decoded(self._answer("PATCH", _writing(path, dry_run=dry_run), body, content_type), Json)
 
     def service_account_token(self, namespace: str, account: str, valid_s: int, audiences: Sequence[str] = ()) -> str:
         """Return a token of a service account, for the API server itself unless audiences are named."""
@@ -160,6 +166,25 @@ class Calls:
         return _refusal(status, raw)
 
 
+def strictly(path: str) -> dict[str, str]:
+    """Return the query by which the API server refuses unknown fields of this project's kinds."""
+    return {"fieldValidation": "Strict"} if path.startswith(f"{paths.GROUP}/") else {}
+
+
+def _writing(path: str, *, dry_run: bool) -> str:
+    return url(path, {"dryRun": "All" if dry_run else "", **strictly(path)})
+
+
+def unknown_fields(message: str) -> str:
+    """Return why an object was refused that has fields which its kind lacks; "" if that was not the reason."""
+    if not (fields := dict.fromkeys(_UNKNOWN.findall(message))):
+        return ""
+    return (
+        f"the cluster's kind has no field {', '.join(fields)}: it is misspelled, or the kinds are older than this "
+        "command; an admin updates them with: kubectl apply --server-side --force-conflicts -f charts/kfp-gpuquota/crds"
+    )
+
+
 class _Status(msgspec.Struct, frozen=True):
     """The Status object that the API server returns for a refused call."""
 
@@ -186,4 +211,4 @@ def _refusal(status: int, raw: bytes) -> GpuQuotaError:
         return kind(body.message)
     if status in _RETRYABLE:  # even after all retries
         return ClusterUnavailableError(f"the API server responds with {status}: {body.message}")
-    return UsageError(body.message) if status in {400, 422} else RunError(body.message)
+    return UsageError(unknown_fields(body.message) or body.message) if status in {400, 422} else RunError(body.message)

@@ -128,8 +128,7 @@ class ProjectCalls:
         try:
             self.calls.create(paths.WORKLOAD_POLICIES, wanted)
         except AlreadyExistsError:
-            cleared = dict.fromkeys(custom_types.PolicySpec.__struct_encode_fields__)
-            self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+            self.calls.patch(path, [{"op": "replace", "path": "/spec", "value": wanted["spec"]}])
         return workload_policies.policy_of(self.calls.read(path, custom_types.PolicyObject))
 
     def delete_policy(self, name: str) -> None:

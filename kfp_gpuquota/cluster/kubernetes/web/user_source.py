@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, Gpu
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_GPUS, MAX_VISIBLE, Question
 from kfp_gpuquota.cluster.kubernetes.user_client import views
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import strictly, unknown_fields
 from kfp_gpuquota.cluster.kubernetes.user_client.views import is_over
 from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
 from kfp_gpuquota.errors import (
@@ -366,11 +367,12 @@ class UserSource:
     async def _call(self, verb: str, path: str, body: Json | None, name: str) -> bytes:
         """Return the API server's answer; `name` is that of the object that is written."""
         try:
-            return await self._connection.call(verb, path, body, content_type=MERGE_PATCH if verb == "PATCH" else JSON)
+            content_type, params = MERGE_PATCH if verb == "PATCH" else JSON, {} if verb == "GET" else strictly(path)
+            return await self._connection.call(verb, path, body, content_type=content_type, params=params)
         except ApiError as error:
             if error.status == 422:
                 raise InvalidFieldError("the change", name, error.message) from None
-            raise _REFUSED.get(error.status, UsageError)(error.message) from None
+            raise _REFUSED.get(error.status, UsageError)(unknown_fields(error.message) or error.message) from None
 
     def _sees(self, namespace: str) -> bool:
         return self._visible is None or namespace in self._visible

@@ -57,7 +57,8 @@ class _TokenBucket:
 class Recorder:
     """Writes events within the rate limits; the same event again only after REPEATED_AFTER_S.
 
-    `recorded(subject, reason, message)` is called with each, whether it is written or not.
+    `recorded(subject, reason, message)` is called with each, whether it is written or not, but not with a `copy` of one
+    on another object.
     """
 
     recorded: Callable[[Subject, str, str], None] = staticmethod(lambda *_: None)
@@ -67,10 +68,11 @@ class Recorder:
         self._global, self._by_namespace = _TokenBucket(BURST, PER_SECOND), dict[str, _TokenBucket]()
         self._recorded: dict[tuple[Subject, str, str], float] = {}
 
-    def record(self, subject: Subject, reason: str, message: str, *, warning: bool = False) -> None:
+    def record(self, subject: Subject, reason: str, message: str, *, warning: bool = False, copy: bool = False) -> None:
         """Log the event, and write it unless a rate limit is reached or the same one was written recently."""
         log.info("%s %s/%s: %s: %s", subject.kind, subject.namespace, subject.name, reason, message)
-        self.recorded(subject, reason, message)
+        if not copy:
+            self.recorded(subject, reason, message)
         now = asyncio.get_running_loop().time()
         key = (subject, reason, message)
         recently = now - self._recorded.get(key, -REPEATED_AFTER_S) < REPEATED_AFTER_S

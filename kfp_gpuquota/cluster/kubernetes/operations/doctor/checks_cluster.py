@@ -12,6 +12,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import whole_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
+from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import exporter_of
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import is_running, summary
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import EXEMPT_PREFIXES
 
@@ -143,6 +144,26 @@ def autoscaled_pools(facts: Facts) -> Iterator[Finding]:
     if not declared and (facts.node_pools or _has_autoscaler(facts)):
         remedy = "declare pools with GPUs that grow in the QuotaPolicy (pools.NAME.autoscaled): gated pods grow none"
         yield warn("pools", "an autoscaler runs here, and no pool is declared as autoscaled", remedy)
+
+
+def unused_gpus(facts: Facts) -> Iterator[Finding]:
+    """Check that rules on unused GPUs have a source: without one they suspend nothing, and say so nowhere."""
+    ruled = [one for one in facts.workload_policies if one["spec"].get("idle")]
+    if not ruled:
+        return
+    exporter = next(filter(None, map(exporter_of, facts.rules)), "")
+    endpoints = [one for part in facts.exporters for one in part.get("endpoints") or ()]
+    if not exporter:
+        remedy = "name the Service of dcgm-exporter as gpuUse.exporter in the QuotaPolicy"
+        yield warn("unused GPUs", f"nothing measures use for the policies {_names(ruled)}", remedy)
+    elif exporter.partition("/")[0] in {one["metadata"]["name"] for one in facts.quotas}:
+        remedy = "run dcgm-exporter in a namespace without a GpuQuota"
+        yield warn("unused GPUs", f"{exporter} is in the namespace of a team, and is not asked", remedy)
+    elif not endpoints and "endpointslices" not in facts.unreadable:
+        remedy = f"see: kubectl -n {exporter.partition('/')[0]} get service,endpointslices"
+        yield warn("unused GPUs", f"Service {exporter} has no endpoint, so nothing is measured", remedy)
+    else:
+        yield ok("unused GPUs", f"{exporter} is asked for {len(ruled)} policies")
 
 
 def _has_autoscaler(facts: Facts) -> bool:

@@ -29,6 +29,7 @@ CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (
     checks_cluster.kueue,
     checks_cluster.unmanaged,
     checks_cluster.autoscaled_pools,
+    checks_cluster.unused_gpus,
 )
 
 

@@ -69,6 +69,7 @@ def _element(data: bytes) -> tuple[int, bytes, bytes]:
 Json = dict[str, Any]
 
 _SECRET: Final = "gpuquota-webhook"  # noqa: S105 (a name)
+_SLICES: Final = Kind("/apis/discovery.k8s.io/v1", "endpointslices", namespaced=True)
 CONTROLLER: Final = "gpuquota-controller"
 KINDS: Final = {
     "nodes": inventory.NODES,
@@ -81,6 +82,7 @@ KINDS: Final = {
     "resource_quotas": Kind("/api/v1", "resourcequotas", namespaced=True),
     "quotas": Kind(paths.GROUP, "gpuquotas"),
     "rules": Kind(paths.GROUP, "quotapolicies"),
+    "workload_policies": Kind(paths.GROUP, "workloadpolicies"),
     "local_queues": Kind("/apis/kueue.x-k8s.io/v1beta1", "localqueues", namespaced=True),
     "node_pools": Kind("/apis/karpenter.sh/v1", "nodepools"),
 }
@@ -119,6 +121,8 @@ class Facts:
     resource_quotas: list[Json] = field(default_factory=list)
     quotas: list[Json] = field(default_factory=list)
     rules: list[Json] = field(default_factory=list)
+    workload_policies: list[Json] = field(default_factory=list)
+    exporters: list[Json] = field(default_factory=list)  # EndpointSlices of the Service in gpuUse
     local_queues: list[Json] = field(default_factory=list)
     node_pools: list[Json] = field(default_factory=list)
     lease: Json | None = None
@@ -153,6 +157,7 @@ class Reader:
         for name, kind in KINDS.items():
             self._try(kind.plural, partial(self._list, name, kind))
         self._try("resourceslices", self._add_devices)
+        self._try("endpointslices", self._list_exporters)
         for kind in inventory.WORKLOADS:
             self._try(kind.plural, partial(self._list_programs, kind))
         for one in facts.programs:
@@ -172,6 +177,12 @@ class Reader:
         rows = (row for rule in self._facts.rules for row in rule.get("spec", {}).get("gpuResources") or ())
         counted = {labels.GPU_RESOURCE, *(row["name"] for row in rows)}
         inventory.add_devices(self._facts.nodes, ProjectCalls(self._calls).published_devices(counted))
+
+    def _list_exporters(self) -> None:
+        for exporter in filter(None, map(exporter_of, self._facts.rules)):
+            namespace, _, service = exporter.partition("/")
+            selected = {"labelSelector": f"kubernetes.io/service-name={service}"}
+            self._facts.exporters += self._inventory.listed(_SLICES, namespace, **selected)
 
     def _list_programs(self, kind: Kind) -> None:
         self._facts.programs += self._inventory.ours(kind)
@@ -223,7 +234,7 @@ class Reader:
         metadata = {"generateName": "gpuquota-doctor-", "labels": {labels.MANAGED: "true"}}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
         try:
-            made = self._calls.create("/api/v1/namespaces/default/pods?dryRun=All", pod)
+            made = self._calls.create("/api/v1/namespaces/default/pods", pod, dry_run=True)
         except GpuQuotaError as error:
             self._facts.refusal = error.message
         else:
@@ -233,3 +244,8 @@ class Reader:
 def seconds(text: str) -> float:
     """Return a time of Kubernetes in seconds since 1970."""
     return datetime.fromisoformat(text).timestamp()
+
+
+def exporter_of(rule: Json) -> str:
+    """Return the Service by which a QuotaPolicy has the use of GPUs measured, as NAMESPACE/NAME; "" without one."""
+    return str((rule.get("spec", {}).get("gpuUse") or {}).get("exporter", ""))
