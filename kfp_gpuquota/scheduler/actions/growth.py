@@ -163,6 +163,7 @@ class Growth:
         for job in jobs:
             if self._may_change(job):
                 by_queue.setdefault(job.queue, []).append(job)
+                self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
         if not by_queue:
             return
         idle = self._shares_of_idle(by_queue)
@@ -189,10 +190,7 @@ class Growth:
         """Divide the idle GPUs: one after the other to the queue with the least lent that can use it."""
         idle = self._ledger.idle_gpus()
         shares = dict.fromkeys(by_queue, 0.0)
-        hunger = {
-            q: min(_below_limit(q), sum((job.most - job.active) * self._each(job) for job in jobs))
-            for q, jobs in by_queue.items()
-        }
+        hunger = {queue: min(_below_limit(queue), sum(map(self._useful, jobs))) for queue, jobs in by_queue.items()}
         heap = [(_lent_key(queue), queue) for queue in by_queue if hunger[queue] > 0]
         heapify(heap)
         while heap:
@@ -208,14 +206,17 @@ class Growth:
                 heappop(heap)
         return shares
 
+    def _useful(self, job: Job) -> float:
+        """Return the GPUs more that would raise the job's goodput."""
+        steps = self._values[job].free_sizes.steps
+        return max(0, steps[-1][1] - job.active) * self._each(job) if steps else 0.0
+
     def _each(self, job: Job) -> float:
         return max(_EPSILON, job.request.amount(self._ledger.gpu_memory_mib).gpu / GPU)
 
     def _choose(self, jobs: list[Job], idle: float) -> None:
         """Choose the sizes of the jobs of one queue; they keep theirs unless that is worth more."""
         jobs.sort(key=lambda job: (job.lent, -job.priority, job.submitted_at, job.uid))
-        for job in jobs:
-            self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
         gpus = idle + sum((job.active - self._values[job].sizes.least) * self._each(job) for job in jobs)
         chosen = allocate([self._values[job].sizes for job in jobs], gpus)
         if _sum(self._values[j](n) - self._values[j](j.active) for j, n in zip(jobs, chosen, strict=True)):
