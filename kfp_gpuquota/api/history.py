@@ -62,18 +62,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_hours_of(usage: Iterable[Usage]) -> tuple[GpuHours, ...]:
-    """Return the projects' GPU-hours in these intervals, the most first."""
+    """Return the projects' GPU-hours in these intervals, the most first. The parts as shown add up to the total."""
     held: dict[str, tuple[float, float]] = {}
     for one in usage:
         total, borrowed = held.get(one.project, (0.0, 0.0))
         held[one.project] = total + one.held * one.seconds, borrowed + one.borrowed * one.seconds
-    rows = [
-        GpuHours(
-            project=project,
-            guaranteed=round((total - borrowed) / _HOUR_S, 2),
-            borrowed=round(borrowed / _HOUR_S, 2),
-            total=round(total / _HOUR_S, 2),
-        )
-        for project, (total, borrowed) in held.items()
-    ]
+    rows = []
+    for project, (total, borrowed) in held.items():
+        hours, over = round(total / _HOUR_S, 2), round(borrowed / _HOUR_S, 2)
+        rows.append(GpuHours(project=project, guaranteed=round(hours - over, 2), borrowed=over, total=hours))
     return tuple(sorted(rows, key=lambda row: (-row.total, row.project)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise, product
 from math import log
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.scheduler import ProgressReported
-from kfp_gpuquota.scheduler.actions.growth import Sizes, allocate, worth
-from kfp_gpuquota.scheduler.state.model import Job, Queue, Request
+from kfp_gpuquota.scheduler.actions.growth import LONGEST_S, Sizes, allocate, worth
+from kfp_gpuquota.scheduler.state.model import GPU, Job, Queue, Request
 from kfp_gpuquota.scheduler.state.progress import Scaling
 from tests.scheduler.world import World
 
@@ -242,6 +243,72 @@ def test_a_team_at_its_limit_keeps_no_idle_gpu_from_others(pause_s: float) -> No
     world.release()
     world.settle()
     assert (world.size("hungry"), world.size("train")) == (2, 14)
+
+
+def test_a_team_whose_jobs_gain_nothing_keeps_no_idle_gpu_from_others() -> None:
+    world = world_of(3, flat=1, steep=1)
+    for job, team in (("flat-job", "flat"), ("steep-job", "steep")):
+        world.submit(job, team, 1, 1, 4, cool_down_s=0)
+        for workers in range(1, 5):
+            report(world, job, workers, 10.0 * workers if team == "steep" else 10.0 / workers)
+    world.settle()
+    assert (world.size("flat-job"), world.size("steep-job")) == (1, 2)
+
+
+def goodput_with(serial: float, workers: int) -> float:
+    """Return the throughput by Amdahl's law, or for more than 1 one that falls."""
+    return 10 / (serial + (1 - serial) / workers) if serial <= 1 else 10 / (1 + 0.1 * (workers - 1))
+
+
+def short_of(world: World, serial: dict[str, float]) -> list[str]:
+    """Return the queues in which other sizes, of what is idle and lent there, have a larger sum of log(goodput)."""
+    idle = sum(world.nodes.values()) - sum(len(running.devices) for running in world.workers.values())
+    by_queue: dict[Queue, list[Job]] = {}
+    for job in world.state.jobs.values():
+        if job.name in serial and job.active >= job.wanted:
+            by_queue.setdefault(job.queue, []).append(job)
+    found = []
+    for queue, jobs in by_queue.items():
+        left = min((one.limit[0] - one.held[0]) / GPU for one in queue.path)
+        sizes = [
+            Sizes(job.wanted, job.most, 1.0, lambda n, name=job.name: log(goodput_with(serial[name], n)))  # type: ignore[misc]
+            for job in jobs
+        ]
+        gpus = min(idle, left) + sum(job.lent for job in jobs)
+        if best(sizes, gpus) - total(sizes, [job.active for job in jobs]) > 1e-3:
+            found.append(queue.name)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_in_no_team_would_other_sizes_achieve_more_once_all_is_measured(seed: int) -> None:
+    draw = Random(seed)
+    world, teams, serial = World(), list[str](), dict[str, float]()
+    for i in range(draw.choice([1, 1, 2, 3])):
+        world.node(f"n{i}", draw.randint(1, 4))
+    capacity = sum(world.nodes.values())
+    world.project("department", capacity, draw.choice([None, capacity]))
+    for i in range(draw.randint(1, 3)):
+        guaranteed = draw.randint(0, max(1, capacity // 2))
+        limit = draw.choice([None, None, max(guaranteed, draw.randint(1, capacity))])
+        world.project(f"team-{i}", guaranteed, limit, parent=draw.choice([None, "department"]))
+        teams.append(f"team-{i}")
+    for round_ in range(draw.randint(3, 6)):
+        if round_ < 3 or draw.random() < 0.5:
+            wanted = draw.randint(1, 2)
+            name, most = f"job-{round_}", draw.randint(wanted, max(2, capacity))
+            world.submit(name, draw.choice(teams), wanted, 1, most, cool_down_s=draw.choice([0, 5]))
+            serial[name] = draw.choice([0.0, 0.3, 0.9, 1.0, 1.3, 1.3])
+        elif (name := draw.choice([*serial])) in world.specs:
+            world.remove(name)
+            world.release()
+        for name in [name for name in serial if name in world.specs]:
+            for workers in range(1, capacity + 1):
+                report(world, name, workers, goodput_with(serial[name], workers), pause_s=0.001)
+        world.settle(60)
+    world.now += LONGEST_S
+    world.settle(60)
+    assert short_of(world, serial) == []
 
 
 HUGE = (10**400, 2**63, -1, 0, 1, 64)

@@ -7,14 +7,16 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import pytest
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase
 from kfp_gpuquota.api.history import Report
+from kfp_gpuquota.api.time_spent import Activity
 from kfp_gpuquota.errors import ConflictError, NotFoundError
 from kfp_gpuquota.web.views import logs
 from kfp_gpuquota.web.views.figures import Run, View, figure_charts
-from kfp_gpuquota.web.views.job import Ending
+from kfp_gpuquota.web.views.job import Ending, facts
 
 if TYPE_CHECKING:
     from kfp_gpuquota.web.source import Source
@@ -51,6 +53,12 @@ class Named:
 
 def view_of(source: Named, **query: str) -> View:
     return View.of(query, "team-a", cast("Source", source))
+
+
+def test_what_a_job_does_that_was_just_submitted_is_a_sentence_of_its_own() -> None:
+    waits = job("waits", phase=Phase.PENDING)
+    status = msgspec.structs.replace(waits.status, counted_until=2.0, spent={Activity.ROOM: 0.1})
+    assert dict(facts(msgspec.structs.replace(waits, status=status)))["Time spent"] == "now waiting for room"
 
 
 def test_jobs_are_compared_by_name_or_project_and_those_that_do_not_exist_are_named() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kfp_gpuquota.api import ExpectedStart
-from kfp_gpuquota.api.history import Usage
+from kfp_gpuquota.api.history import Usage, gpu_hours_of
 from tests.web.listed import NOW, Cluster, job, on
 
 
@@ -35,6 +35,18 @@ def test_jobs_are_shown_with_their_sizes_over_time_and_waiting_ones_where_they_a
     assert "line-uid-before" in cluster.show("/timeline?span=day").lists["timeline"]
     assert not cluster.show("/timeline?project=team-b").lists["timeline"]
     assert len(cluster.show("/timeline?size=2&page=2").lists["timeline"]) == 1
+
+
+def test_a_moment_is_not_shown_by_a_power_of_ten() -> None:
+    cluster = Cluster([job("failed", started_at=NOW - 60, finished_at=NOW - 59.9)])
+    cluster.sizes = {"failed": [(NOW - 60, 1.0), (NOW - 59.9, 0.0)]}
+    assert "&lt; 0.001 <small>GPU-hours" in cluster.show("/timeline").lists["timeline"]["line-uid-failed"]
+
+
+def test_gpu_hours_within_the_guarantee_and_borrowed_add_up_to_all_as_they_are_shown() -> None:
+    usage = Usage(project="p", at=0, width_s=60, seconds=60.0, held=2.0, borrowed=0.99, wanted=2.0, guaranteed=1.0)
+    (row,) = gpu_hours_of([usage])
+    assert (row.guaranteed, row.borrowed, row.total) == (0.01, 0.02, 0.03)
 
 
 @pytest.mark.parametrize("project", ["", "team-a"])

@@ -166,6 +166,7 @@ class Growth:
         for job in jobs:
             if self._may_change(job):
                 by_queue.setdefault(job.queue, []).append(job)
+                self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
         if not by_queue:
             return
         idle = self._shares_of_idle(by_queue)
@@ -209,9 +210,14 @@ class Growth:
         return shares
 
     def _hunger(self, queue: Queue, jobs: list[Job]) -> float:
-        """Return the GPUs that the jobs of a queue may still be lent, by their bounds and the limits above them."""
+        """Return the GPUs that the jobs of a queue gain by, within the limits above them."""
         left = min((above.limit[0] - above.held[0] - above.leaving[0]) / GPU for above in queue.path)
-        return min(left, sum((job.most - job.active) * self._each(job) for job in jobs))
+        return min(left, sum(map(self._useful, jobs)))
+
+    def _useful(self, job: Job) -> float:
+        """Return the GPUs more that would raise the job's goodput."""
+        steps = self._values[job].free_sizes.steps
+        return max(0, steps[-1][1] - job.active) * self._each(job) if steps else 0.0
 
     def _each(self, job: Job) -> float:
         return max(_EPSILON, job.request.amount(self._ledger.gpu_memory_mib).gpu / GPU)
@@ -220,7 +226,6 @@ class Growth:
         """Choose the sizes of the jobs of one queue; they keep theirs unless that is worth more."""
         jobs.sort(key=lambda job: (job.lent, -job.priority, job.submitted_at, job.uid))
         for job in jobs:
-            self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
             if job.lent and self._values[job].sizes.least > job.wanted:
                 self._cycle.review_at(job.started_at + job.cool_down_s)
         gpus = idle + sum((job.active - self._values[job].sizes.least) * self._each(job) for job in jobs)

@@ -154,7 +154,7 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
             f"{activity.label} {duration(seconds)}" for activity, seconds in spent.items() if seconds >= 1
         )
         doing = activity_of(status)
-        yield "Time spent", parts + (f"; now {doing.label}" if doing else "")
+        yield "Time spent", "; ".join(filter(None, [parts, f"now {doing.label}" if doing else ""]))
     for word, count in (("Restarts", status.restarts), ("Preempted", status.evictions), ("Moved", status.moves)):
         if count:
             yield word, "once" if count == 1 else f"{count} times"
