@@ -10,9 +10,9 @@
     python benchmarks/planning.py --case cold --nodes 10000 --jobs 50000
     python benchmarks/planning.py --case elastic --nodes 1000
 
-Nodes have 8 GPUs. The cluster is filled by events, as a driver would. Time is of `plan` alone (for `steady` and `elastic`: applying
-one arrival and planning), the best of --repeats, and of the first plan (`first_s`); memory is the process's peak. The
-last line is JSON.
+Nodes have 8 GPUs. The cluster is filled by events, as a driver would. Time is of `plan` alone (for `steady` and
+`elastic`: applying one arrival and planning), the best of --repeats, and of the first plan (`first_s`); memory is the
+process's peak. The last line is JSON.
 """
 
 from __future__ import annotations
