@@ -213,6 +213,8 @@ class Invariants:
             self.fail(f"{new.spec.name} is suspended, and has used its GPUs")
         if clock < self.announced.get(new.uid, math.inf) - EPSILON:
             self.fail(f"{new.spec.name} is suspended, and its owner was not warned in time")
+        if clock - (old.status.started_at or clock) < rule.suspend_after_s - EPSILON:
+            self.fail(f"{new.spec.name} is suspended, and has not run for so long since it was resumed")
         self.idle_suspensions += 1
 
     def _check_core(self, stopped: JobRecord, beneficiary: str) -> None:

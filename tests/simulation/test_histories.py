@@ -8,8 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
+from kfp_gpuquota.api.policy import IdleRule
 from tests.simulation import kubernetes
-from tests.simulation.histories import Delete, History, Kill, Restart, Submit, draw_history, from_seed, hard_history
+from tests.simulation.histories import (
+    Delete,
+    History,
+    Kill,
+    Restart,
+    Resume,
+    Submit,
+    Suspend,
+    draw_history,
+    from_seed,
+    hard_history,
+)
 from tests.simulation.running import play
 from tests.simulation.trainings import ELASTIC
 
@@ -187,3 +199,11 @@ def test_jobs_deleted_together_cost_no_other_job_anything() -> None:
     assert {j.spec.name: (j.attempt, j.status.moves) for j in cluster.state.jobs.values()} == {
         "s1": (1, 0), "s2": (1, 0), "s3": (1, 0), "held": (1, 0)
     }  # fmt: skip
+
+
+def test_an_unused_job_that_was_resumed_between_two_looks_has_its_time_again() -> None:
+    spec = JobSpec(name="j01", project="a", command=("works",), gpus=1)
+    idle = IdleRule(warn_after_s=10.0, suspend_after_s=11.0)
+    happenings = ((0.5, Submit(spec, (0.3, 1.0, None, 1.0))), (15.0, Suspend(0)), (2.0, Resume(0)), (20.0, Suspend(0)))
+    for seed in range(4):  # it uses its GPUs with some
+        play(History((2,), (Project(name="a", guaranteed=2),), happenings, seed=seed, idle=idle))

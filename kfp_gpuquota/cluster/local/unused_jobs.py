@@ -103,7 +103,12 @@ class UnusedJobs:
         rules = ((job.uid, idle_rule_of(job.spec.project, job.spec.kind, policies)) for job in jobs)
         ruled = {uid: found for uid, found in rules if found is not None}
         used = self._measured(ruled) if ruled else {}
-        return {uid: Observed(self._uses(uid, used), policy.idle, policy.name) for uid, policy in ruled.items()}
+        return {uid: self._observed_job(uid, policy, used) for uid, policy in ruled.items()}
+
+    def _observed_job(self, uid: str, policy: WorkloadPolicy, used: Mapping[str, bool]) -> Observed:
+        """Return what a job's GPUs did. One that was resumed since the last time is counted from then."""
+        started_at = self._state.jobs[uid].status.started_at or 0.0
+        return Observed(self._uses(uid, used), policy.idle, policy.name, active_at=started_at)
 
     def _measured(self, uids: Iterable[str]) -> Mapping[str, bool]:
         """Return what was used, by device, or by worker if these are elsewhere."""
