@@ -61,7 +61,7 @@ class Receiver:
     async def serving(self) -> AsyncIterator[Receiver]:
         app = web.Application()
         app.router.add_post("/{tail:.*}", self._post)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

@@ -201,13 +201,13 @@ def test_the_noise_scale_decides_between_trainings_of_the_same_throughput() -> N
     assert (world.size("quiet"), world.size("noisy")) == (1, 7)
 
 
-def test_a_worker_that_makes_its_job_slower_leaves_though_nobody_needs_its_gpu() -> None:
+def test_a_worker_that_makes_a_job_slower_that_changes_at_a_cost_leaves_though_nobody_needs_its_gpu() -> None:
     world = world_of(2, nodes=2, team=4)
     world.submit("job", "team", 1, 1, 4, cool_down_s=0)
     world.settle()
     assert world.size("job") == 4
     for workers, throughput in ((1, 10.0), (2, 19.0), (4, 12.0)):
-        report(world, "job", workers, throughput)
+        report(world, "job", workers, throughput, pause_s=2.0)
     plans = world.settle()
     assert world.size("job") == 2
     assert len(world.nodes_of("job")) == 1
@@ -218,8 +218,8 @@ def test_a_size_that_was_only_measured_in_its_first_steps_is_not_left_at_once() 
     world = world_of(4, team=4)
     world.submit("job", "team", 1, 1, 4, cool_down_s=0)
     world.settle()
-    report(world, "job", 1, 10.0)
-    report(world, "job", 4, 5.0)
+    report(world, "job", 1, 10.0, pause_s=2.0)
+    report(world, "job", 4, 5.0, pause_s=2.0)
     decided = world.step()
     assert decided.empty
     assert decided.again_at == pytest.approx(62.0, abs=2)
@@ -275,7 +275,7 @@ def short_of(world: World, serial: dict[str, float]) -> list[str]:
             for job in jobs
         ]
         gpus = min(idle, left) + sum(job.lent for job in jobs)
-        if best(sizes, gpus) - total(sizes, [job.active for job in jobs]) > 1e-3:
+        if best(sizes, gpus) - total(sizes, [job.active for job in jobs]) > 2e-3:  # what a change costs
             found.append(queue.name)
     return found
 
@@ -304,7 +304,7 @@ def test_in_no_team_would_other_sizes_achieve_more_once_all_is_measured(seed: in
             world.release()
         for name in [name for name in serial if name in world.specs]:
             for workers in range(1, capacity + 1):
-                report(world, name, workers, goodput_with(serial[name], workers), pause_s=0.001)
+                report(world, name, workers, goodput_with(serial[name], workers), pause_s=1.01)
         world.settle(60)
     world.now += LONGEST_S
     world.settle(60)

@@ -97,11 +97,14 @@ def test_an_idle_gpu_goes_where_it_helps_most() -> None:
     assert (world.size("a"), world.size("b")) == (1, 3)
 
 
-@pytest.mark.parametrize(("at_two", "grows"), [(120.0, True), (100.1, False), (90.0, False)])
-def test_a_job_grows_only_if_that_pays_though_gpus_stay_idle(at_two: float, grows: bool) -> None:
+@pytest.mark.parametrize(
+    ("at_two", "pause_s", "grows"), [(120.0, 2.0, True), (100.1, 2.0, False), (90.0, 2.0, False), (90.0, 0.02, True)]
+)
+def test_a_job_that_changes_at_a_cost_grows_only_if_that_pays(at_two: float, pause_s: float, grows: bool) -> None:
+    """One that changes in place gets what nobody gains by."""
     world = growing()
-    report(world, "a", throughput=100.0, workers=1)
-    report(world, "a", throughput=at_two, workers=2)
+    report(world, "a", throughput=100.0, workers=1, pause_s=pause_s)
+    report(world, "a", throughput=at_two, workers=2, pause_s=pause_s)
     world.remove("session")
     world.settle()
     assert (world.size("a"), world.size("b")) == (1, 3)

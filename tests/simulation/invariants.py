@@ -13,7 +13,7 @@ from kfp_gpuquota.api import Phase, ReasonCode, StopPolicy
 from kfp_gpuquota.cluster.local.unused_jobs import INTERVAL_S
 from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
-from kfp_gpuquota.scheduler.actions.growth import worth
+from kfp_gpuquota.scheduler.actions import growth
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.conditions import Conditions, stop_policy_of
@@ -64,9 +64,8 @@ def contradiction(resize: Resize) -> str:
 
 
 def gains(job: ScheduledJob, now: float) -> bool:
-    """Return whether one more worker is requested, or is worth the change by what the job has reported."""
-    value = worth(job, now, 1.0, changes=False)
-    return job.active < job.wanted or value(job.active + 1) > value(job.active)
+    """Return whether one more worker is requested, or lent to the job if it is idle."""
+    return job.active < job.wanted or growth.gains(job, growth.worth(job, now, 1.0, changes=False))
 
 
 def contradictions(job: JobRecord) -> Iterator[str]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.groups import loose
-from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, PAUSE_S, Host, Job, Status, Task
 from kfp_gpuquota.scheduler.state.progress import Scaling
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ LONGEST_S: Final = 600.0
 
 MOST_MORE: Final = 1024
 """The workers more than requested that are considered for one job."""
+
+CHEAP_S: Final = PAUSE_S
+"""A job whose changes of size stop it no longer than this is lent what no other job gains by."""
 
 _EPSILON: Final = 1e-9
 _SMALLEST: Final = 1e-300
@@ -150,6 +153,11 @@ def worth(job: Job, now: float, each: float, *, changes: bool) -> Worth:
 def _since(job: Job) -> float:
     """Return the time since which the job has had its size."""
     return max(job.started_at, job.grown_at, job.shrunk_at)
+
+
+def gains(job: Job, value: Worth) -> bool:
+    """Return whether the job is lent one worker more that is idle."""
+    return job.pause_s <= CHEAP_S or value(job.active + 1) > value(job.active) + _EPSILON
 
 
 class Growth:
@@ -315,7 +323,9 @@ class Growth:
         """
         for job, target in self._targets.items():
             value = self._values[job]
-            if target < job.active and job not in self._cycle.touched and value(target) > value(job.active) + _EPSILON:
+            if job.pause_s <= CHEAP_S or job in self._cycle.touched:
+                continue
+            if target < job.active and value(target) > value(job.active) + _EPSILON:
                 if self._cycle.now < (lasted := _since(job) + SHORTEST_S):
                     self._cycle.review_at(lasted)
                     continue
@@ -323,9 +333,10 @@ class Growth:
                     self._take(spare[0], job, "release")
 
     def _fill(self) -> None:
-        """Lend what the chosen sizes leave idle, one worker at a time, where it is of use.
+        """Lend what the chosen sizes leave idle, one worker at a time, first where it is of use.
 
-        Nodes, limits or the size of workers may keep a job from what was meant for it.
+        Nodes, limits or the size of workers may keep a job from what was meant for it. What no job gains by goes to
+        those whose changes are cheap: their users allow the size, and what was measured may be wrong.
         """
         jobs = [job for job in self._values if job not in self._cycle.victims]
         heap = [(self._fill_key(job), job) for job in jobs if self._gains(job)]
@@ -337,8 +348,7 @@ class Growth:
                 heappush(heap, (self._fill_key(job), job))
 
     def _gains(self, job: Job) -> bool:
-        value = self._values[job]
-        return job.active < job.most and value(job.active + 1) > value(job.active) + _EPSILON
+        return job.active < job.most and gains(job, self._values[job])
 
     def _fill_key(self, job: Job) -> tuple[float, float, int, int, float, str]:
         value = self._values[job]

@@ -16,6 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import aiohttp
+from yarl import URL
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.backoff import Backoff
@@ -137,7 +138,8 @@ class Exporters:
 
     async def _ask(self, session: aiohttp.ClientSession, slots: asyncio.Semaphore, node: str, address: str) -> None:
         try:
-            async with slots, session.get(f"http://{address}/metrics", headers=PLAIN, allow_redirects=False) as answer:
+            url = URL.build(scheme="http", authority=address, path="/metrics")
+            async with slots, session.get(url, headers=PLAIN, allow_redirects=False) as answer:
                 if answer.status != 200:
                     raise ValueError(f"it answered {answer.status}")
                 readings = readings_in(await _bounded(answer))
