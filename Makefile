@@ -67,6 +67,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' --timeout 7200 tests/api tests/membership tests/scheduler
 	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m slow --timeout 7200 tests/server/test_fuzz.py \
 	  $(SOAKED:%=tests/kubernetes/test_%.py)
+	SOAK=1 $(BIN)/python -m pytest -n 0 -m slow tests/test_release_images.py --timeout 3600
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 	ELASTIC_RECIPES=2000 $(BIN)/python -m pytest -n 2 -m slow tests/elastic_runtime/test_generated.py --timeout 7200
 	PIPELINES=200 $(BIN)/python -m pytest $(PARALLEL) -m slow tests/dsl/test_generated_pipelines.py --timeout 3600
