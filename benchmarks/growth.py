@@ -8,7 +8,7 @@ workloads are generated. The cluster has 16 nodes of 4 GPUs; plans are made each
 or nodes stops a job for 30 s, as in the published figures. Jobs arrive in turn in `--teams` teams that share the
 guarantee.
 
-The scheduler knows of a job: its bounds (1 GPU to as many as its largest batch has smallest local batches; ncf has one
+The scheduler has of a job: its bounds (1 GPU to as many as its largest batch has smallest local batches; ncf has one
 GPU and one batch, as in Pollux' simulation), and what it has reported at the sizes that it had: throughput, batch size,
 noise scale, pause. It does not know how much work a job has, other runs of the application, or sizes that the job did
 not have. A job chooses its batch at its size for its goodput, as Pollux' do (`tuned`), or has its first batch on each

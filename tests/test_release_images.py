@@ -311,7 +311,8 @@ def index_address() -> str:
     return os.environ.get("PIP_INDEX_URL") or done.stdout.strip()
 
 
-BUILT = list(images.ARCHITECTURES) if SOAK else [ARCHITECTURES[os.uname().machine]]
+HOST = ARCHITECTURES[os.uname().machine]
+BUILT = list(images.ARCHITECTURES) if SOAK else [HOST]
 """The architectures that are built: the other one takes minutes, half of them in an emulator."""
 
 
@@ -380,7 +381,7 @@ class TestBuiltImages:
             for name in images.NAMES:
                 run("images", "import", str(built.folder / images.archive_name(name)))
             start = ("run", "--rm", "--read-only", "--net-host")
-            entrypoint = built.archive("controller").config(ARCHITECTURES[os.uname().machine])["config"]["Entrypoint"]
+            entrypoint = built.archive("controller").config(HOST)["config"]["Entrypoint"]
             usage = run(*start, f"{REGISTRY}/controller:v1", "usage", *entrypoint, "--help")
             assert usage.startswith("usage: gpuquota-controller")
             python = ("/opt/gpuquota/bin/python", "-c", STARTED)
@@ -400,7 +401,7 @@ class TestBuiltImages:
             skip_or_fail("chroot needs root")
         built.archive("controller").unpack(architecture, tmp_path)
         emulator: list[str] = []
-        if architecture != ARCHITECTURES[os.uname().machine]:
+        if architecture != HOST:
             emulator = [f"/{self.emulator(architecture, tmp_path)}"]
         command = ["chroot", "--userspec=65532:65532", str(tmp_path), *emulator, "/opt/gpuquota/bin/python"]
         done = subprocess.run([*command, "-c", STARTED], capture_output=True, text=True, check=False)

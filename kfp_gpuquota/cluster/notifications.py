@@ -134,7 +134,7 @@ class Notifications:
                         found[path.stem] = msgspec.json.decode(file.read(LARGEST_FILE), type=Webhook)
                 except (OSError, ValueError, msgspec.DecodeError) as error:  # which quote no value
                     problems[path.stem] = str(error)
-                    if path.stem in self._webhooks:  # half-written perhaps: what was read last stays in effect
+                    if path.stem in self._webhooks:  # it may be half written: what was read last stays in effect
                         found[path.stem] = self._webhooks[path.stem]
         for name in problems.keys() - self._shown.keys():
             log.error("webhook %s cannot be used: %s", name, problems[name])

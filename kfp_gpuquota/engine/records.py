@@ -132,6 +132,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether the job is suspended, or will be when its workers have exited."""
         return self.status.phase is Phase.SUSPENDED or self.intent is Intent.SUSPEND
 
+    @property
+    def runs(self) -> bool:
+        """Whether the job runs, and nothing stops it."""
+        return self.status.phase is Phase.RUNNING and self.intent is Intent.RUN and not self.completing
+
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The stored record of a worker.

@@ -122,7 +122,8 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
             workers=size.workers,
             batch_size=size.batch_size,
         )
-    pauses = [change.pause_ms for change in after.status.resizes if change.pause_ms is not None]
+    changes = reversed(after.status.resizes)
+    pause_ms = next((change.pause_ms for change in changes if change.pause_ms is not None), None)
     yield scheduler.ProgressReported(
         after.uid,
         new.step,
@@ -132,7 +133,7 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
         workers=new.workers if new.workers is not None or not new.sizes else new.sizes[-1].workers,
         batch_size=new.batch_size,
         noise_scale=new.noise_scale,
-        pause_s=pauses[-1] / 1000 if pauses else None,
+        pause_s=None if pause_ms is None else pause_ms / 1000,
     )
 
 

@@ -19,9 +19,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from kfp_gpuquota.engine import requests
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.policy import IdleRule
 
 T = TypeVar("T")
@@ -62,6 +65,15 @@ class Warned(NamedTuple):
         """From when on it is suspended for a job that waits; None: not earlier than `suspended_at`."""
         after_s = self.rule.preempt_after_s
         return None if after_s is None else self.at + after_s - self.rule.warn_after_s
+
+    @property
+    def warning(self) -> Reason:
+        """What its owner is told."""
+        return requests.gpus_unused(self.policy, self.since, self.suspended_at, preemptible_at=self.preemptible_at)
+
+    def suspension(self, needed_by: str = "") -> Reason:
+        """Return why it is suspended; `needed_by`: the project that needs its GPUs now."""
+        return requests.gpus_unused(self.policy, self.since, None, needed_by=needed_by)
 
 
 class Verdicts(NamedTuple):

@@ -11,11 +11,9 @@ import logging
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.policy import idle_rule_of
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.local.workers.sharing import device_name, simulated_directory
-from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.records import Intent, with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus, fewest
 from kfp_gpuquota.errors import StateFileError
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
@@ -94,12 +91,12 @@ class UnusedJobs:
         for one in verdicts.suspend:
             self._suspend(one)
         self._suspend_for_others(verdicts.preemptible)
-        for job in [job for job in self._state.jobs.values() if _runs(job)]:
+        for job in [job for job in self._state.jobs.values() if job.runs]:
             self._keep_true(job)
 
     def _observed(self, policies: Iterable[WorkloadPolicy]) -> dict[str, Observed]:
         """Return the running jobs to which a policy applies, with what their GPUs did since the last time."""
-        jobs = (job for job in self._state.jobs.values() if _runs(job))
+        jobs = (job for job in self._state.jobs.values() if job.runs)
         rules = ((job.uid, idle_rule_of(job.spec.project, job.spec.kind, policies)) for job in jobs)
         ruled = {uid: found for uid, found in rules if found is not None}
         used = self._measured(ruled) if ruled else {}
@@ -145,7 +142,7 @@ class UnusedJobs:
         return names
 
     def _warn(self, one: Warned) -> None:
-        job, reason = self._state.jobs[one.uid], _warning(one)
+        job, reason = self._state.jobs[one.uid], one.warning
         log.warning("job %s of project %s: %s", job.spec.name, job.spec.project, reason.message)
         with self._state.noting(one.uid) as recorder:
             recorder.note(job, EventKind.GPUS_UNUSED, reason=reason)
@@ -153,14 +150,14 @@ class UnusedJobs:
     def _keep_true(self, job: JobRecord) -> None:
         """Record the warning that holds as the job's reason, and that none does (also one of an earlier daemon)."""
         one = self._unused.warned.get(job.uid)
-        wanted = None if one is None else _warning(one)
+        wanted = None if one is None else one.warning
         if job.status.reason != wanted and (one is not None or job.status.gpus_unused):
             with self._state.noting(job.uid) as recorder:
                 recorder.record(with_status(job, reason=wanted))
 
     def _suspend_for_others(self, preemptible: Iterable[Warned]) -> None:
         """Suspend the fewest of these jobs, the longest unused first, that make a waiting job start."""
-        ones = [one for one in preemptible if _runs(self._state.jobs[one.uid])]
+        ones = [one for one in preemptible if self._state.jobs[one.uid].runs]
         if not ones or not self._state.scheduler.ledger.has_waiting:
             return
         needed, starts = fewest(ones, self._starts_without)
@@ -178,14 +175,6 @@ class UnusedJobs:
     def _suspend(self, one: Warned, needed_by: str = "") -> None:
         job = self._state.jobs[one.uid]
         self._unused.forget(one.uid)
-        reason = requests.gpus_unused(one.policy, one.since, None, needed_by=needed_by)
+        reason = one.suspension(needed_by)
         log.warning("job %s of project %s is suspended: %s", job.spec.name, job.spec.project, reason.message)
         self._decisions.stop(job, Intent.SUSPEND, reason)
-
-
-def _runs(job: JobRecord) -> bool:
-    return job.status.phase is Phase.RUNNING and job.intent is Intent.RUN and not job.completing
-
-
-def _warning(one: Warned) -> Reason:
-    return requests.gpus_unused(one.policy, one.since, one.suspended_at, preemptible_at=one.preemptible_at)

@@ -98,7 +98,7 @@ class EndWorkers(_Tagged, frozen=True):
 
 
 class MeasureUse(_Tagged, frozen=True):
-    """Answer with UseMeasured of each of these workers whose actor knows whether it used its GPUs."""
+    """Answer with UseMeasured of each of these workers whose actor has measured whether it used its GPUs."""
 
     workers: tuple[str, ...]
 

@@ -10,7 +10,8 @@ proportional fairness: a GPU goes where it raises the goodput by the largest par
 equally, no job starves, and the unit of a goodput does not matter. docs/decisions/growth.md has what was rejected.
 
 Invariant: workers are taken from one job for another only if the sum grows by it, and only those that are lent. So with
-the same measurements the sizes reach a fixed point. What is lent to each queue does not depend on goodput.
+the same measurements the sizes reach a fixed point. A queue's part of what is idle depends on goodput only in that it
+is no more than its jobs gain by; what no job gains by is lent last, to jobs whose changes are cheap.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class Controller:
             self.events,
             self._planner,
             state=self.current_state,
-            quota_changed=self._team_measured,
+            quota_changed=self._quota_status.changed,
             now=self._now,
         )
         self.gangs = Gangs(snapshot.pods, self.put_pod, self._owner_unread, self._writer, self.claims.counted_in)
@@ -484,9 +484,6 @@ class Controller:
     def gpu_changed(self, holder: str, why: str) -> None:
         """Replace a sharer whose GPU is no longer reserved; its next pod gets the reserved one."""
         self._recovery.gpu_changed(holder, why)
-
-    def _team_measured(self, team: str) -> None:
-        self._quota_status.changed(team)
 
     # As `EvictionContext`
 

@@ -37,10 +37,8 @@ from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     counted_of,
     elastic_workloads,
     plain_workloads,
-    runs,
     stored,
 )
-from kfp_gpuquota.engine import requests
 from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus, fewest
 from kfp_gpuquota.errors import ClusterUnavailableError
@@ -204,8 +202,8 @@ class UnusedWorkloads:
         """Record the warning that holds as the job's reason, and that none does (also one of an earlier controller)."""
         for uid, job in list(self._elastic.book.jobs.items()):
             one = self._unused.warned.get(uid)
-            wanted = None if one is None else _announcement(one)
-            if runs(job) and job.status.reason != wanted and (one is not None or job.status.gpus_unused):
+            wanted = None if one is None else one.warning
+            if job.runs and job.status.reason != wanted and (one is not None or job.status.gpus_unused):
                 self._elastic.book.record(with_status(job, reason=wanted))
 
     def _note_counted(self, ruled: Mapping[str, tuple[Workload, WorkloadPolicy]]) -> None:
@@ -217,7 +215,7 @@ class UnusedWorkloads:
             self._quota_changed(team)
 
     def _suspend(self, one: Workload, warned: Warned, needed_by: str = "") -> None:
-        reason = requests.gpus_unused(warned.policy, warned.since, None, needed_by=needed_by).message
+        reason = warned.suspension(needed_by).message
         match one.stop:
             case Stop.ELASTIC_JOB:
                 self._suspend_job(one, reason)
@@ -328,12 +326,8 @@ def _activity(meta: Metadata, now: float) -> float:
     return min(now, at.timestamp()) if at.tzinfo is not None else 0.0
 
 
-def _announcement(warned: Warned) -> Reason:
-    return requests.gpus_unused(warned.policy, warned.since, warned.suspended_at, preemptible_at=warned.preemptible_at)
-
-
 def _warning(one: Workload, warned: Warned) -> Reason:
-    reason = _announcement(warned)
+    reason = warned.warning
     if one.stop is not Stop.NEVER:
         return reason
     text = f"{reason.message.partition(';')[0]}; delete what is not needed: others wait for GPUs"

@@ -6,13 +6,12 @@ from enum import Enum
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kfp_gpuquota.api import Kind, Phase
+from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.policy import IdleRule
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import UnusedWorkload
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import may_be_suspended
 from kfp_gpuquota.cluster.kubernetes.suspension.suspending import owner_key
-from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.engine.unused_gpus import Counted, Warned
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
-    from kfp_gpuquota.engine.records import JobRecord
 
 MOST_STORED: Final = 100
 """Of one team: its status must not grow without bound. The longest unused are stored."""
@@ -58,7 +56,7 @@ class Workload(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name by which its team knows it."""
+        """Return the name that its team uses."""
         return self.notebook[1] if self.stop is Stop.NOTEBOOK else self.pods[0].name
 
 
@@ -92,16 +90,11 @@ def _stop_of(pods: list[PodView]) -> Stop:
 def elastic_workloads(book: ElasticJobStore, pods: Mapping[str, PodView]) -> Iterator[Workload]:
     """Yield the ElasticJobs that run, with their workers' pods; one of whose pods is not there is left out."""
     for job in book.jobs.values():
-        if runs(job):
+        if job.runs:
             workers = [pods.get(record.worker.id) for record in book.alive_of(job.uid)]
             found = tuple(pod for pod in workers if pod is not None)
             if found and len(found) == len(workers):
                 yield Workload(job.uid, job.spec.project, job.spec.kind, Stop.ELASTIC_JOB, found)
-
-
-def runs(job: JobRecord) -> bool:
-    """Return whether the job runs, and nothing stops it."""
-    return job.status.phase is Phase.RUNNING and job.intent is Intent.RUN and not job.completing
 
 
 def stored(counted: Mapping[str, Counted], now: float) -> tuple[UnusedWorkload, ...]:
