@@ -44,6 +44,7 @@ class FaultyProxy:
         self._live: set[asyncio.Transport] = set()
         self._refusals = 0
         self.partitioned = False  # nothing comes through
+        self.load_balancer = 0  # the status of the page that one in front of the server shows instead
         self.writes: list[tuple[str, str]] = []  # that came, by verb and path
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -113,6 +114,8 @@ class FaultyProxy:
             self.writes.append((request.method, request.path))
         if self.partitioned:
             return _break_off(request)
+        if self.load_balancer:
+            return web.Response(status=self.load_balancer, text="<html>no backend</html>", content_type="text/html")
         if self._refusals:
             self._refusals -= 1
             self.injected[request.method, "403"] += 1

@@ -409,6 +409,29 @@ def test_an_api_server_that_has_just_started_may_refuse_what_it_allows(
         assert proxy.injected["GET", "403"] == 3
 
 
+def test_a_server_that_starts_for_longer_than_the_retries_is_unavailable(
+    crds_cluster: DevCluster, quota: str, tmp_path: Path
+) -> None:
+    """A step of a pipeline waits on for a cluster that is unavailable, and fails for a right that is missing."""
+    with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
+        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=1)
+        client.get_project(quota)
+        proxy.restart(refusals=1000)
+        with pytest.raises(ClusterUnavailableError, match="is starting: it denies all requests"):
+            client.get_project(quota)
+
+
+@pytest.mark.parametrize("status", [502, 503])
+def test_an_outage_behind_a_load_balancer_is_one_of_the_cluster(
+    crds_cluster: DevCluster, quota: str, tmp_path: Path, status: int
+) -> None:
+    with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
+        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=1)
+        proxy.load_balancer = status
+        with pytest.raises(ClusterUnavailableError, match=f"{status}: <html>no backend"):
+            client.get_project(quota)
+
+
 def test_a_refusal_by_a_server_that_has_long_been_there_is_final(
     crds_cluster: DevCluster, quota: str, tmp_path: Path
 ) -> None:

@@ -1,8 +1,8 @@
 """Blocking calls to an API server with the user's own credentials, for the command line and a step's launcher.
 
 Connection errors, 429 and 5xx are retried with exponential backoff and the server's Retry-After. While the server is
-starting, so is 403: an API server denies all requests until it has loaded its RBAC roles. After 401 the credentials are
-read again, once.
+starting, so is 403: an API server denies all requests until it has loaded its RBAC roles. One that still does after the
+last attempt is unavailable; the user's rights are not known then. After 401 the credentials are read again, once.
 
 An object of this project's kinds is refused if it has a field that the cluster's kind lacks: an older kind would drop
 it, and the job would run on any GPUs.
@@ -127,10 +127,16 @@ class Calls:
                     self.connection.renew()
                     renewed = True
                     continue
-                if backoff.exhausted or not self._is_retryable(status):
-                    if status >= HTTPStatus.MULTIPLE_CHOICES:
-                        raise self._refusal(status, raw)
+                if status < HTTPStatus.MULTIPLE_CHOICES:
                     return raw
+                denied = status == HTTPStatus.FORBIDDEN and self._is_starting()
+                if not denied and (backoff.exhausted or status not in _RETRYABLE):
+                    raise self._refusal(status, raw)
+                if backoff.exhausted:
+                    raise ClusterUnavailableError(
+                        f"the API server {self.connection.server} is starting: it denies all requests until it has "
+                        "loaded its roles; see: kubectl get --raw /readyz"
+                    )
             time.sleep(backoff.next_s(after_s))
 
     def _attempt(self, method: str, target: str, body: bytes | None, content_type: str) -> tuple[int, bytes, float]:
@@ -140,10 +146,6 @@ class Calls:
 
     def _note_unreachable(self) -> None:
         self._starting_until = time.monotonic() + _STARTING_S
-
-    def _is_retryable(self, status: int) -> bool:
-        """Return whether a later attempt may have another result."""
-        return status in _RETRYABLE or (status == HTTPStatus.FORBIDDEN and self._is_starting())
 
     def _is_starting(self) -> bool:
         """Return whether the server was unreachable a moment ago, or is not ready: it refuses to say so, too."""
@@ -202,9 +204,10 @@ def _decoded(raw: bytes, kind: type[T]) -> T:
 def _refusal(status: int, raw: bytes) -> GpuQuotaError:
     try:
         body = msgspec.json.decode(raw, type=_Status)
-    except msgspec.MsgspecError:  # of a kind that it does not serve it says so in plain text
-        unknown = NotFoundError if status == HTTPStatus.NOT_FOUND else RunError
-        return unknown(f"the API server responded with {status}: {raw[:200].decode(errors='replace').strip()}")
+    except msgspec.MsgspecError:  # of a kind that it does not serve it says so in plain text; so does a load balancer
+        text = raw[:200].decode(errors="replace").strip()
+        unknown = {HTTPStatus.NOT_FOUND: NotFoundError, **dict.fromkeys(_RETRYABLE, ClusterUnavailableError)}
+        return unknown.get(status, RunError)(f"the API server responded with {status}: {text}")
     if body.reason == "AlreadyExists":
         return AlreadyExistsError(body.message)
     if kind := _KINDS.get(status):
