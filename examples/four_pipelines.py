@@ -3,13 +3,11 @@
     python examples/four_pipelines.py
 
 Each team is guaranteed one GPU. Team A's first pipeline runs alone and borrows team B's. B's first one takes the GPU
-back, and now each team's second one waits, for its team's GPU or for one that is idle. A table at the end shows what
-became of each. The four are processes, as four people would start them: `gpuquota pipeline run` with this very
-file. Where the machine has no GPUs two CPU slots stand for them, and the steps only pretend to work. On a slow
-machine the first pipeline needs more --steps, to be training still when the second one starts.
+back, and now each team's second one waits, for its team's GPU or for one that is idle; then the first ones may end. A
+table at the end shows what became of each. The four are processes, as four people would start them: `gpuquota pipeline
+run` with this very file. Where the machine has no GPUs two CPU slots stand for them; the steps only pretend to work.
 """
 
-import argparse
 import contextlib
 import re
 import signal
@@ -32,16 +30,20 @@ from kfp_gpuquota.server.client import Client
 OUT = Path("out/four_pipelines").absolute()
 GPUS = 2
 TEAMS = {"team-a": 1, "team-b": 1}
-LONG, SHORT = 100, 20
-BORROWED_FOR_STEPS = 10
+STEPS, BORROWED_FOR_STEPS = 20, 10
+ENOUGH = OUT / "enough"
 
 
 @gpuquota.component(gpus=1, min_gpus=1, max_gpus=2)
 @dsl.component(base_image="python:3.11", install_kfp_package=False)
-def train(steps: int) -> float:
-    """A small regression with micro-batches of 40 ms: two GPUs need half the time of one."""
+def train(steps: int, enough: str) -> float:
+    """A small regression with micro-batches of 40 ms: two GPUs need half the time of one.
+
+    It takes so many steps, and more until the file `enough` is there.
+    """
     # ruff: noqa: PLC0415  # KFP runs a component's source by itself, so it imports what it uses
     import time
+    from pathlib import Path
 
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -56,7 +58,7 @@ def train(steps: int) -> float:
 
     job = elastic.init(global_batch_size=64, max_batch_per_gpu=32)
     model, optimizer, loader = job.prepare(model, optimizer, loader)
-    for _ in job.epochs(steps // 10):
+    for epoch in job.epochs(10**6):
         for inputs, wanted in loader:
             loss = (model(inputs) - wanted).square().mean()
             time.sleep(0.04)
@@ -64,24 +66,27 @@ def train(steps: int) -> float:
             optimizer.step()
             optimizer.zero_grad()
             job.report(loss=loss.item())
+        there = job.all_reduce(torch.tensor(float(Path(enough).exists())))  # for all workers at the same step
+        if there and (epoch + 1) * 10 >= steps:
+            break
     return loss.item()
 
 
 @gpuquota.pipeline
 @dsl.pipeline(name="study")
-def study(steps: int) -> float:
+def study(steps: int, enough: str) -> float:
     """One training; returns its last loss."""
-    return train(steps=steps).output
+    return train(steps=steps, enough=enough).output
 
 
 class Run:
     """One pipeline in its own process, and the messages about its job in the step's log."""
 
-    def __init__(self, name: str, team: str, steps: int) -> None:
+    def __init__(self, name: str, team: str) -> None:
         self.name, self.team = name, team
         self.job = ""
         command = [sys.executable, "-m", "kfp_gpuquota.cli.main", "pipeline", "run", __file__]
-        command += [f"--project={team}", f"--arg=steps={steps}", f"--root={OUT / name}"]
+        command += [f"--project={team}", f"--arg=steps={STEPS}", f"--arg=enough={ENOUGH}", f"--root={OUT / name}"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -120,6 +125,11 @@ def holds(status: JobStatus) -> bool:
     return status.gpus > 0
 
 
+def waits(status: JobStatus) -> bool:
+    """Return whether the pipeline's job waits for a GPU, and is told why."""
+    return status.gpus == 0 and status.reason is not None
+
+
 def row(run: Run, job: Job) -> list[str]:
     """What became of one pipeline's job."""
     status, resizes = job.status, job.status.resizes
@@ -139,23 +149,21 @@ def row(run: Run, job: Job) -> list[str]:
 
 def main() -> int:
     """Run all four; returns 0 when every one has succeeded."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=LONG, help="of the first pipeline")
-    steps = parser.parse_args().steps
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same cleanup as for Ctrl-C
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(own_cluster(OUT, TEAMS, GPUS))
         runs: list[Run] = []
 
-        def start(name: str, team: str, steps: int) -> Run:
-            runs.append(Run(name, team, steps))
+        def start(name: str, team: str) -> Run:
+            runs.append(Run(name, team))
             stack.callback(end_with_its_steps, runs[-1].process)
             return runs[-1]
 
-        wait_until(borrows, client, start("a-first", "team-a", steps))
-        wait_until(holds, client, start("b-first", "team-b", SHORT))
-        start("a-second", "team-a", SHORT)
-        start("b-second", "team-b", SHORT)
+        wait_until(borrows, client, start("a-first", "team-a"))
+        wait_until(holds, client, start("b-first", "team-b"))
+        for second in (start("a-second", "team-a"), start("b-second", "team-b")):
+            wait_until(waits, client, second)
+        ENOUGH.touch()
         for run in runs:
             run.wait()
         table = Table("pipeline", "waited", "ran", "GPUs", "borrowed", "gave back")

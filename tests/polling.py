@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 
-TIMEOUT_S = 120.0
-"""Long, because CI machines are shared: a success ends the wait early, and only a failure takes the whole time."""
+TIMEOUT_S = 300.0
+"""Long, because CI machines are shared: a success ends the wait early, and only a failure takes the whole time.
+Tests have no shorter patience of their own."""
 
 
 def until(condition: Callable[[], Found | None], what: object = "", timeout_s: float = TIMEOUT_S) -> Found:
@@ -26,6 +27,15 @@ def until(condition: Callable[[], Found | None], what: object = "", timeout_s: f
             raise TimeoutError(f"not within {timeout_s:g} s: {what() if callable(what) else what}")
         time.sleep(0.02)
     return found
+
+
+def pace(began: float, part: int, least_s: float = 0.02) -> float:
+    """Return the pause before a training's next step, a `part`th of the time since it began (time.monotonic).
+
+    So a training of some hundred steps does not end before its test lets it, on a machine of any speed: the last steps
+    would take hours.
+    """
+    return max(least_s, (time.monotonic() - began) / part)
 
 
 async def until_async(condition: Callable[[], object]) -> None:

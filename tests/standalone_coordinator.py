@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.server.membership.service import MembershipService, Notices
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,17 +47,17 @@ class StandaloneCoordinator:
         async def run() -> T:
             return action(self._service)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(TIMEOUT_S)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(TIMEOUT_S)
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(TIMEOUT_S)
         self._loop.close()
 
     async def _stop(self) -> None:

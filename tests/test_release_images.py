@@ -335,7 +335,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("release-images")
-@pytest.mark.timeout(600)
 class TestBuiltImages:
     """Built once from packages that are downloaded."""
 

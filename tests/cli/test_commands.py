@@ -21,6 +21,7 @@ from kfp_gpuquota.cluster.local.storage.database import stored_config
 from kfp_gpuquota.fractions import Policy
 from tests import forked, programs
 from tests.cli.conftest import PROGRAM
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -330,6 +331,6 @@ def test_logs_follow_the_job_from_one_worker_to_the_next(cli: Cli, tmp_path: Pat
     cli("resume x")
     assert following.stdout.readline().startswith("worker ")
     gate.touch()
-    out, err = following.communicate(timeout=30)
+    out, err = following.communicate(timeout=TIMEOUT_S)
     assert "end of" in out
     assert "goes on:" in err

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.polling import TIMEOUT_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -14,7 +16,7 @@ def bare(code: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         check=False,
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.conftest import PROGRAM
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
@@ -52,7 +53,7 @@ def test_one_that_waits_says_why_and_goes_on_once_it_has_started(team: Cli) -> N
     assert following.stderr.readline().startswith("job x submitted")
     assert following.stderr.readline().startswith("waiting: needs 1 GPU; ")
     team("delete hog")
-    out, err = following.communicate(timeout=60)
+    out, err = following.communicate(timeout=TIMEOUT_S)
     assert (following.returncode, out) == (0, "mine\n")
     assert "job x succeeded" in err
 
@@ -62,7 +63,7 @@ def test_an_interrupt_ends_the_following_and_not_the_job(team: Cli) -> None:
     assert following.stdout is not None
     assert following.stdout.readline() == "here\n"
     following.send_signal(signal.SIGINT)
-    _, err = following.communicate(timeout=60)
+    _, err = following.communicate(timeout=TIMEOUT_S)
     assert following.returncode == 130
     assert "job x goes on; follow it again with: gpuquota logs x -p team-a -f; stop it with: gpuquota delete x" in err
     assert team.job("x", "team-a")["status"]["phase"] == "Running"
@@ -73,7 +74,7 @@ def test_a_job_that_is_deleted_ends_the_following_with_1(team: Cli) -> None:
     assert following.stdout is not None
     assert following.stdout.readline() == "here\n"
     team("delete x")
-    _, err = following.communicate(timeout=60)
+    _, err = following.communicate(timeout=TIMEOUT_S)
     assert following.returncode == 1
     assert "Traceback" not in err
 

@@ -28,6 +28,7 @@ from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
 from tests.cli.habit_table import HABITS, SUBMITTED
 from tests.conftest import running_cluster
+from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def test_an_interrupted_run_cancels_its_job(team: Cli) -> None:
     assert program.stdout is not None
     assert program.stdout.readline() == "begun\n"
     program.terminate()
-    assert program.wait(60) == 130
+    assert program.wait(TIMEOUT_S) == 130
     assert team.run("wait run2").code == 1
     assert team.job("run2", "team-a")["status"]["phase"] == "Cancelled"
 
@@ -206,13 +207,13 @@ def test_an_interrupted_run_cancels_its_job(team: Cli) -> None:
 def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUQUOTA_HOME", str(team.cluster.home.root))
     job = kfp_gpuquota.submit([sys.executable, "-c", "print('from a notebook')"], gpus=0.1)
-    assert job.wait(timeout_s=60).phase is Phase.SUCCEEDED
+    assert job.wait(timeout_s=TIMEOUT_S).phase is Phase.SUCCEEDED
     assert job.logs() == "from a notebook\n"
     assert "".join(job.follow_logs()) == "from a notebook\n"
     assert job.name.startswith("python")
     failing = kfp_gpuquota.submit("sh -c 'exit 4'", name="failing", gpu_memory="1Gi", labels={"a": "b"})
     with pytest.raises(JobFailedError, match="has ended as failed with exit code 4"):
-        failing.wait(timeout_s=60)
+        failing.wait(timeout_s=TIMEOUT_S)
     assert kfp_gpuquota.get_job("failing").job().spec.gpu_memory_mib == 1024
     later = kfp_gpuquota.submit(
         "true", gpus=0.1, begin=timedelta(hours=1), after=[job, "any:failing"], max_runtime="2h"

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.local.start import await_stop, ensure_running
 from kfp_gpuquota.cluster.local.workers.shim import start_time
 from kfp_gpuquota.errors import ClusterStartError, StateFileError
 from tests.conftest import running_cluster
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
@@ -205,7 +205,7 @@ def test_many_clients_at_once_start_one_daemon(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(6)
     ]
-    output = {caller.communicate(timeout=60)[0].strip() for caller in callers}
+    output = {caller.communicate(timeout=TIMEOUT_S)[0].strip() for caller in callers}
     assert len(output) == 1
     connect(environment).stop_cluster()
     await_stop(home)

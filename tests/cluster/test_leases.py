@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.cluster.local.workers import shims
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +39,7 @@ async def run(directory: Path, lease_s: float) -> int:
         command=("sleep", "1000"), environment={}, working_directory="/", grace_period_s=60.0, lease_s=lease_s
     )
     watched.start("worker", directory, command)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT_S):
         return await ended.code
 
 

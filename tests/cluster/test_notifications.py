@@ -21,6 +21,7 @@ from kfp_gpuquota.engine.job_book import JobBook
 from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.engine.records import JobRecord
 from tests.conftest import running_cluster
+from tests.polling import TIMEOUT_S
 from tests.webhook_receiver import receiving
 
 if TYPE_CHECKING:
@@ -297,6 +298,6 @@ def test_a_cluster_notifies_of_a_jobs_start_and_failure(tmp_path: Path) -> None:
         written(folder, "all", f"{url}/{SECRET}")
         cluster.project("team-a", 1)
         cluster.submit("train", "sh", "-c", "exit 7")
-        assert texts.get(timeout=30).startswith("Job train of project team-a started")
-        assert texts.get(timeout=30).startswith("Job train of project team-a failed")
+        assert texts.get(timeout=TIMEOUT_S).startswith("Job train of project team-a started")
+        assert texts.get(timeout=TIMEOUT_S).startswith("Job train of project team-a failed")
         assert SECRET not in cluster.home.log_file.read_text()

@@ -16,6 +16,7 @@ from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.planning import MAX_FAILURES, PlanningHealth
 from kfp_gpuquota.errors import PlanningFailedError
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,7 @@ def test_a_daemon_plans_again_after_a_plan_that_raised(tmp_path: Path, monkeypat
         plans = [False] * (MAX_FAILURES - 1)
         with driver_with(plans, tmp_path, monkeypatch) as (driver, ended):
             driver.wake()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(TIMEOUT_S):
                 while plans or driver.health.failures:
                     await asyncio.sleep(0)
             assert not ended
@@ -63,7 +64,7 @@ def test_a_daemon_whose_plans_keep_failing_ends(tmp_path: Path, monkeypatch: pyt
     async def scenario() -> None:
         with driver_with([False] * 100, tmp_path, monkeypatch) as (driver, ended):
             driver.wake()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(TIMEOUT_S):
                 while not ended:
                     await asyncio.sleep(0)
             with pytest.raises(PlanningFailedError):

@@ -12,6 +12,7 @@ from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.storage.recalled_usage import recalled
 from tests.conftest import EmbeddedCluster, running_cluster
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +67,7 @@ def test_who_borrowed_yields_to_who_did_not_also_after_the_daemon_was_killed(tmp
         cluster.kill_daemon()
         for name in ("b1", "b2"):
             cluster.submit(name, project="team-b")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT_S
         while sizes(cluster) != (0, 2) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert sizes(cluster) == (0, 2)

@@ -13,6 +13,7 @@ import pytest
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop
+from tests.polling import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ def test_every_command_of_a_tutorial_succeeds(name: str, tmp_path: Path) -> None
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=90,
+                timeout=TIMEOUT_S,
                 check=False,
             )
             assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.dsl.pipelines.route import masked
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     import signal
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from tests.conftest import EmbeddedCluster
 
-TIMEOUT_S = 60.0
 RESULT = masked("{{$.outputs.parameters['result'].output_file}}")
 
 

@@ -16,7 +16,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import Event, EventKind
 from tests.cli.conftest import PROGRAM
 from tests.conftest import kill_processes_of, processes_of
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-pytestmark = pytest.mark.timeout(420)  # whole trainings, on a machine that may be busy
 
 
 @pytest.fixture
@@ -152,14 +150,14 @@ def test_a_notebooks_session_keeps_its_gpu_and_what_was_left_in_it_is_the_steps_
         env=embedded_cluster.environment,
         check=True,
     )
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output.splitlines()[-1]) == (0, "Output: ['notes.txt']")
     assert [path.read_text() for path in (tmp_path / "root").rglob("notes.txt")] == ["1\n"]
 
 
 @pytest.mark.slow
 def test_four_pipelines_share_the_gpus_of_two_teams(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "four_pipelines.py"), "--steps=300"]
+    command = [sys.executable, str(EXAMPLES / "four_pipelines.py")]
     environment = {**os.environ, "COLUMNS": "100"}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

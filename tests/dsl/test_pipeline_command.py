@@ -19,6 +19,7 @@ from kfp_gpuquota.dsl.pipelines.source import load
 from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
 from tests.dsl.kfp_server import COOKIE, TOKEN, kfp_server
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
@@ -173,7 +174,7 @@ def test_a_run_that_is_interrupted_cancels_its_job(cli: Cli, tmp_path: Path, num
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, "Traceback" in errors) == (code, False), errors
     (job,) = cli.cluster.client.list_jobs("team-a").jobs
     cli.cluster.wait_for_phase(job.spec.name, Phase.CANCELLED)

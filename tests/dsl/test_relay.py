@@ -30,7 +30,7 @@ from kfp_gpuquota.dsl.worker import start as worker_module
 from kfp_gpuquota.errors import JobFailedError
 from kfp_gpuquota.server.transport.tls import load_pair
 from tests.kubernetes.conftest import skip_or_fail
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tools import worker_program
 from tools.devcluster import UnavailableError
 
@@ -107,7 +107,7 @@ class Step:
 
     def ask(self, method: str, path: str, token: str = "", body: bytes | None = None) -> tuple[int, bytes]:
         assert self.relay
-        connection = http.client.HTTPSConnection(host_of(self.relay), timeout=10, context=trusting(self.relay))
+        connection = http.client.HTTPSConnection(host_of(self.relay), timeout=TIMEOUT_S, context=trusting(self.relay))
         connection.request(method, path, body, {"Authorization": f"Bearer {token or self.relay.token}"})
         answer = connection.getresponse()
         return answer.status, answer.read()
@@ -133,7 +133,7 @@ def worker(step: Step, *options: str, environment: dict[str, str] | None = None)
     """A worker as its pod starts it."""
     with started(step, *options, environment=environment) as running:
         try:
-            output, errors = running.communicate(timeout=60)
+            output, errors = running.communicate(timeout=TIMEOUT_S)
         finally:
             running.kill()
     return subprocess.CompletedProcess(running.args, running.returncode, output, errors)
@@ -363,12 +363,12 @@ def test_a_worker_is_stopped_at_once_during_a_transfer_and_says_which(
 
     def held(*_: object) -> None:
         reached.set()
-        release.wait(60)
+        release.wait(TIMEOUT_S)
 
     monkeypatch.setattr(relay_module._Handler, request_, held)
     step.serve(*WRITE_MODEL)
     with started(step) as running:
-        assert reached.wait(30)
+        assert reached.wait(TIMEOUT_S)
         running.send_signal(signal.SIGTERM)
         assert f"gpuquota: stopped by signal 15 (terminated) while {phase} the step's" in running.communicate()[1]
     release.set()
@@ -445,7 +445,7 @@ def test_without_the_token_nothing_is_open(step: Step) -> None:
 
 def test_whoever_speaks_no_tls_gets_no_answer(step: Step) -> None:
     relay = step.serve("true")
-    connection = http.client.HTTPConnection(host_of(relay), timeout=10)
+    connection = http.client.HTTPConnection(host_of(relay), timeout=TIMEOUT_S)
     connection.request("GET", "/step", headers={"Authorization": f"Bearer {relay.token}"})
     with pytest.raises((ConnectionError, http.client.BadStatusLine)):
         connection.getresponse()
@@ -505,7 +505,7 @@ def test_no_token_is_sent_to_a_server_without_the_relays_certificate(step: Step,
 def test_a_transfer_that_breaks_leaves_nothing_and_is_repeated(step: Step) -> None:
     relay = step.serve("true")
     place = step.root / "out" / ".gpuquota" / "job-1" / "w0" / "model"
-    connection = http.client.HTTPSConnection(host_of(relay), timeout=10, context=trusting(relay))
+    connection = http.client.HTTPSConnection(host_of(relay), timeout=TIMEOUT_S, context=trusting(relay))
     connection.putrequest("PUT", f"/file?path={place}")
     connection.putheader("Authorization", f"Bearer {relay.token}")
     connection.putheader("Content-Length", "1000")
@@ -606,7 +606,7 @@ def test_a_connection_that_does_not_send_the_token_is_closed_in_time_however_oft
     monkeypatch.setattr(relay_module, "PROOF_TIMEOUT_S", 1.0)
     relay = step.serve("echo")
     slow = trusting(relay).wrap_socket(connected(step), server_hostname="127.0.0.1")
-    kept = http.client.HTTPSConnection(host_of(relay), timeout=10, context=trusting(relay))
+    kept = http.client.HTTPSConnection(host_of(relay), timeout=TIMEOUT_S, context=trusting(relay))
     kept.request("GET", "/step", headers={"Authorization": f"Bearer {relay.token}"})
     assert kept.getresponse().read()
 

@@ -334,8 +334,8 @@ class Cluster:
         for worker in left:
             self.kill(worker)
         for process in self.processes.values():
-            process.join(10)
-        self._watcher.join(10)
+            process.join(TIMEOUT_S)
+        self._watcher.join(TIMEOUT_S)
         self.coordinator.__exit__(None, None, None)
         if self.relay:
             self.relay.__exit__(None, None, None)

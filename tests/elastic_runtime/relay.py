@@ -9,6 +9,8 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from tests.polling import TIMEOUT_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
@@ -142,7 +144,7 @@ class Relay:
         self._run(do())
 
     def _run(self, coroutine: Coroutine[None, None, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_S)
 
     async def _open(self, worker: str) -> int:
         lane = self._lanes[worker] = Lane(self._coordinator_port, self._host)
@@ -158,7 +160,7 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(TIMEOUT_S)
         self._loop.close()
 
     async def _close(self) -> None:

@@ -15,6 +15,7 @@ from tests.elastic_runtime import training
 from tests.elastic_runtime.accelerate_training import train
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, trained_alone
+from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
 
 PLAN = Plan(body=train)
@@ -106,7 +107,7 @@ def test_under_torchrun_the_ranks_are_the_jobs(
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=TIMEOUT_S,
     )
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):

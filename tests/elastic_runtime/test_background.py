@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.polling import TIMEOUT_S
+
 MANY_GROUPS = """
 import datetime
 import torch.distributed as dist
@@ -51,5 +53,7 @@ done.wait()
     ("program", "output"), [(MANY_GROUPS, ""), (WAITING, ""), (LATER, "at once\n")], ids=["drop", "wait", "later"]
 )
 def test_a_process_ends_well_while_threads_are_in_native_code(program: str, output: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, output, "")

@@ -24,7 +24,7 @@ from elastic_runtime.sharded import files
 from elastic_runtime.sharded.checkpoint_schedule import ReplicatedCheckpoints
 from elastic_runtime.state import checkpoint
 from tests.elastic_runtime.training import Plan, train
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -138,7 +138,8 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(
         "import sys, pathlib, time; from tests.elastic_runtime import training\n"
         "class Gate:\n"
         "    def pass_through(self, index, step):\n"
-        "        print(step, flush=True); time.sleep(0.005)\n"
+        "        print(step, flush=True)\n"
+        "        time.sleep(0.005 * 2 ** max(0, step - 16) if len(sys.argv) > 2 else 0)\n"  # it cannot end before
         "training.train(training.Plan(), 0, pathlib.Path(sys.argv[1]), Gate())\n"
     )
     environment = {
@@ -147,13 +148,13 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(
         "ELASTIC_REPORT_FILE": str(disturbed / "report.jsonl"),
     }
     command = [*forked_python, "-c", code, str(disturbed)]
-    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen([*command, "first"], env=environment, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     while int(first.stdout.readline()) < 17:
         pass
     first.send_signal(signal.SIGTERM)
     first.stdout.read()
-    assert first.wait(30) == 128 + signal.SIGTERM
+    assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
     assert subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
     expected, got = (torch.load(d / "final-0.pt") for d in (undisturbed, disturbed))
     for name, value in expected["model"].items():
@@ -233,9 +234,9 @@ def test_a_process_that_the_script_forked_ends_by_sigterm_as_ever(
     try:
         job._member._preemption.soft = True  # type: ignore[union-attr]
         child.start()
-        assert running.wait(30)
+        assert running.wait(TIMEOUT_S)
         child.terminate()
-        child.join(30)
+        child.join(TIMEOUT_S)
         assert child.exitcode == -signal.SIGTERM
     finally:
         child.kill()

@@ -16,6 +16,7 @@ from elastic_runtime.errors import BatchPlanError, SettingsError, StateError
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, Points, train
 from tests.forked import context
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ def train_alone(plan: Plan, directory: Path) -> str:
     directory.mkdir(exist_ok=True)
     process = context.Process(target=train, args=(plan, 0, directory, None))
     process.start()
-    process.join(120)
+    process.join(TIMEOUT_S)
     assert process.exitcode == 0
     found: str = torch.load(directory / "final-0.pt")["sha256"]
     return found
@@ -111,7 +112,7 @@ def test_a_worker_that_computes_with_another_number_of_threads_is_refused(tmp_pa
         cluster.target(0, 1)
         cluster.wait_until_prepared(0, 1)
         cluster.let_go()
-        cluster.processes["w1"].join(60)
+        cluster.processes["w1"].join(TIMEOUT_S)
         assert cluster.processes["w1"].exitcode == 1
         assert "the same torch, number of threads and kind of device" in cluster.logs()
         cluster.wait_for_end(0)

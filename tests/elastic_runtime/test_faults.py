@@ -343,7 +343,7 @@ def interrupt_in_a_signal_handler(_arguments: list[str]) -> None:
 
 
 def test_a_signal_handler_sets_an_interrupt_that_the_loop_is_clearing() -> None:
-    assert forked.run(interrupt_in_a_signal_handler, timeout=30).returncode == 0
+    assert forked.run(interrupt_in_a_signal_handler, timeout=TIMEOUT_S).returncode == 0
 
 
 @pytest.mark.slow

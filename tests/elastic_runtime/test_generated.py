@@ -108,7 +108,6 @@ def test_what_goes_wrong_in_silence_is_found_by_a_rehearsal(recipe: str, history
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_generated_script_goes_wrong_without_a_word(part: int) -> None:
     """ELASTIC_RECIPES: how many in all; ELASTIC_RECIPES_SEED: others."""

@@ -26,6 +26,7 @@ from tests.elastic_runtime.histories import History, Word, histories
 from tests.elastic_runtime.play import Play
 from tests.elastic_runtime.training import train
 from tests.forked import context
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 SHRINKING = bool(os.environ.get("ELASTIC_SHRINK"))
 PHASES = [Phase.generate, *([Phase.shrink] if SHRINKING else [])]
-pytestmark = pytest.mark.timeout(1800 if SHRINKING else 300)
+pytestmark = pytest.mark.timeout(1800 if SHRINKING else 900)
 
 
 def asked() -> list[object]:
@@ -64,7 +65,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
                 plan = replace(plan, options={"sharded": ""})
             process = context.Process(target=plan.body or train, args=(plan, 0, directory, None))
             process.start()
-            process.join(120)
+            process.join(TIMEOUT_S)
             known[kind] = torch.load(directory / "final-0.pt")
         return known[kind]
 

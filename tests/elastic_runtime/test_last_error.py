@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.polling import TIMEOUT_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -34,7 +36,11 @@ report_errors(sys.argv[1])
 def test_the_error_that_ends_the_script_is_reported(tmp_path: Path, last: str, code: int, line: str | None) -> None:
     file = tmp_path / "error"
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(last), file], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SCRIPT.format(last), file],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     assert (file.read_text() if file.exists() else None) == line
@@ -44,5 +50,5 @@ def test_the_error_that_ends_the_script_is_reported(tmp_path: Path, last: str, c
 def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     script = SCRIPT.format("raise errors.LoopError('x')")
     arguments: list[str | Path] = [sys.executable, "-c", script, tmp_path / "no" / "folder"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "elastic_runtime.errors.LoopError: x")

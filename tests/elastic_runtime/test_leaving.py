@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.polling import TIMEOUT_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -91,11 +93,13 @@ def test_a_loader_process_ends_with_its_killed_worker(tmp_path: Path, what: str)
     reader, writer = os.pipe()  # at its end when the last process that could write to it has exited
     worker = subprocess.Popen([sys.executable, str(script)], stdout=writer)
     os.close(writer)
-    assert worker.wait(60) == -signal.SIGKILL
+    assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
     with os.fdopen(reader) as output:
         assert output.read() == ""
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     """The script, to its end."""
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )

@@ -18,6 +18,7 @@ from elastic_runtime.errors import LoopError, UsageError
 from tests.elastic_runtime.adversarial import train_adversaries
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import FEATURES, Plan, Points, Record, trained_alone
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -279,6 +280,6 @@ def train_leaving_the_optimizer_out(plan: Plan, index: int, directory: Path, gat
 def test_who_skips_must_still_step_for_the_others_samples(tmp_path: Path) -> None:
     with Cluster(tmp_path, Plan(body=train_leaving_the_optimizer_out)) as cluster:
         cluster.target(0, 1)
-        cluster.processes["w1"].join(60)
+        cluster.processes["w1"].join(TIMEOUT_S)
         assert "an iteration with job.skip() ended without optimizer.step()" in cluster.logs()
         cluster.wait_for_end(0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.elastic_runtime.relay import Relay
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ def port() -> Iterator[int]:
         thread.start()
         yield listening.getsockname()[1]
         listening.shutdown(socket.SHUT_RDWR)
-        thread.join(30)
+        thread.join(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def relay(port: int) -> Iterator[Relay]:
 
 
 def connect(relay: Relay) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", relay.open_lane("w0")), timeout=30)
+    return socket.create_connection(("127.0.0.1", relay.open_lane("w0")), timeout=TIMEOUT_S)
 
 
 def ask(worker: socket.socket) -> bytes:
@@ -76,7 +77,7 @@ def test_what_is_held_comes_when_the_network_is_whole_again(relay: Relay) -> Non
         with pytest.raises(TimeoutError):
             worker.recv(100)
         relay.heal()
-        worker.settimeout(30)
+        worker.settimeout(TIMEOUT_S)
         assert worker.recv(100) == LINE
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, train, trained_alone
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,7 +211,7 @@ def test_a_worker_with_another_model_is_refused_and_the_others_go_on(tmp_path: P
         cluster.target(0, 1, 2)
         cluster.wait_until_prepared(0, 1, 2)
         cluster.let_go()
-        cluster.processes["w2"].join(60)
+        cluster.processes["w2"].join(TIMEOUT_S)
         assert cluster.processes["w2"].exitcode == 1
         assert "ModelMismatchError: the model of rank 2 differs from that of rank 0" in cluster.logs()
         cluster.plan = Plan()
@@ -222,6 +222,6 @@ def test_a_worker_with_a_wrong_token_ends_and_says_so(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         (tmp_path / "token").write_text("another")
         cluster.target(0)
-        cluster.processes["w0"].join(60)
+        cluster.processes["w0"].join(TIMEOUT_S)
         assert cluster.processes["w0"].exitcode == 1
         assert "read it from ELASTIC_TOKEN_FILE" in cluster.logs()

@@ -28,7 +28,7 @@ import elastic_runtime
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, StateError, UsageError
 from tests.elastic_runtime.training import Points
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -608,7 +608,7 @@ def test_sigterm_in_a_long_validation_saves_the_epoch_that_was_trained(
             until(lambda: list(tmp_path.glob("*.elastic")), "a checkpoint")
         finally:
             process.kill()
-    second = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    second = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S)
     assert second.stdout.split("\n")[:2] == ["validating 4", "validating 6"]
 
 

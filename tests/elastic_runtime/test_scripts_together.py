@@ -19,7 +19,7 @@ from elastic_runtime.membership.coordinator_client import WARN_AFTER_S, Away
 from elastic_runtime.state.join_exchange import relay
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, train, trained_alone
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,7 +144,7 @@ def test_workers_at_different_steps_are_told_so(tmp_path: Path) -> None:
     with Cluster(tmp_path, plan) as cluster:
         cluster.target(0, 1)
         for worker in ("w0", "w1"):
-            cluster.processes[worker].join(60)
+            cluster.processes[worker].join(TIMEOUT_S)
         assert {cluster.processes[worker].exitcode for worker in ("w0", "w1")} == {2}
         assert "the workers are not at the same step" in cluster.logs()
 

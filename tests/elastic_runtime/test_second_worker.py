@@ -10,6 +10,7 @@ import pytest
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.rehearsal.second_worker import start_again
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +23,7 @@ def test_it_is_the_same_command_with_another_environment_and_its_output_in_a_fil
     monkeypatch.setattr(sys, "orig_argv", ["python", "-S", "-c", code, "a"])
     process = start_again({**os.environ, "REHEARSED": "join:x"}, tmp_path / "output")
     process.stdin.close()  # type: ignore[attr-defined]
-    assert process.wait(60) == 0
+    assert process.wait(TIMEOUT_S) == 0
     assert sorted((tmp_path / "output").read_text().splitlines()) == ["join:x ['-c', 'a'] ", "no"]
 
 

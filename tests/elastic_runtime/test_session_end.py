@@ -14,7 +14,7 @@ import pytest
 from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.environment import Environment
 from tests.membership.test_service import Recorder
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.standalone_coordinator import StandaloneCoordinator
 
 FINISHED = {"worker": "w0", "event": "TrainingFinished", "step": 7}
@@ -41,7 +41,7 @@ def test_what_a_worker_says_last_is_heard_though_the_coordinator_is_away_when_it
     first = serve(recorder, tmp_path)
     worker = client(tmp_path, standing, ordered)
     worker.start()
-    assert ordered.wait(30)
+    assert ordered.wait(TIMEOUT_S)
     first.__exit__(None, None, None)
     standing.append(FINISHED)
     worker.send("TrainingFinished", step=7)
@@ -49,7 +49,7 @@ def test_what_a_worker_says_last_is_heard_though_the_coordinator_is_away_when_it
     leaving.start()
     second = serve(recorder, tmp_path)
     try:
-        leaving.join(60)
+        leaving.join(TIMEOUT_S)
         assert not leaving.is_alive(), "the end of the request was never answered"
         assert ("finished", "w0", 7) in recorder.rows
     finally:
@@ -82,7 +82,7 @@ def test_a_clusters_worker_that_never_began_the_loop_fails_and_says_why(end: str
     }
     script = f"import sys, elastic_runtime; job = elastic_runtime.init(); print('trained', job.is_leader); {end}"
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
     assert (done.returncode, done.stdout) == (code, "trained False\n")
     assert words in done.stderr

@@ -28,7 +28,7 @@ from tests.elastic_runtime.sharded_training import (
 )
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, backpropagate, trained_alone, worker_main
 from tests.forked import context
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_the_remedy(tmp_path
         for victim in ("w1", "w2"):  # the copies of one are with the other
             cluster.kill(victim)
         cluster.let_go()
-        cluster.processes["w0"].join(60)
+        cluster.processes["w0"].join(TIMEOUT_S)
         assert cluster.processes["w0"].exitcode == 1, cluster.logs()
         assert "neither a copy of them nor a checkpoint; set ELASTIC_CHECKPOINT_DIR" in cluster.logs()
 
@@ -379,7 +379,7 @@ class Alone:
         """The exit codes of this round."""
         self.gate.limit.value = 1 << 40
         for process in self.processes:
-            process.join(60)
+            process.join(TIMEOUT_S)
             process.kill()
         codes = [process.exitcode for process in self.processes]
         self.processes.clear()

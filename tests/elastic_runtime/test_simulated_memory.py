@@ -15,6 +15,7 @@ from elastic_runtime.process.simulated_memory import (
     create_device,
     entries,
 )
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -33,7 +34,7 @@ def test_what_a_killed_process_held_is_free_and_its_entry_is_removed(tmp_path: P
     holds = fork.Event()
     other = fork.Process(target=hold, args=(tmp_path / "gpu", 700, holds))
     other.start()
-    assert holds.wait(60)
+    assert holds.wait(TIMEOUT_S)
     device.allocate(200)
     assert dict(entries(device.directory)) == {other.pid: 700, os.getpid(): 200}
     with pytest.raises(SimulatedOutOfMemoryError, match="cannot allocate 101 MiB: 100 of 1000 MiB are free on gpu"):

@@ -17,6 +17,7 @@ from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 from kfp_gpuquota.cluster.certificates import issue, new_authority
 from kfp_gpuquota.server.membership.service import MembershipService
 from tests.membership.test_service import Recorder
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,16 +42,16 @@ def environment(tmp_path: Path) -> Iterator[Environment]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    runner, port = asyncio.run_coroutine_threadsafe(_serve(tls), loop).result(30)
+    runner, port = asyncio.run_coroutine_threadsafe(_serve(tls), loop).result(TIMEOUT_S)
     yield Environment(
         worker_id="w0",
         coordinator=f"https://127.0.0.1:{port}/v1/membership/job",
         token_file=str(tmp_path / "token"),
         ca_file=str(tmp_path / "ca.crt"),
     )
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(TIMEOUT_S)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    thread.join(TIMEOUT_S)
     loop.close()
 
 
@@ -78,11 +79,11 @@ def test_orders_come_while_events_go_out_over_one_tls_connection(environment: En
     joined = [{"event": "WorkerJoined", "worker": "w0"}]
     coordinator = Coordinator(environment, on_order, lambda: joined, lambda error: pytest.fail(str(error)))
     coordinator.start()
-    assert greeted.wait(20)
+    assert greeted.wait(TIMEOUT_S)
     for step in range(EVENTS):
         coordinator.send("ProgressReported", step=step)
     coordinator.send("WorkerReady")
-    assert arrived.wait(20), orders
+    assert arrived.wait(TIMEOUT_S), orders
     coordinator.close()
     assert orders[-1].members == ("w0",)
 

@@ -56,7 +56,7 @@ def torchrun(python: tuple[str, ...], folder: Path, nodes: int, workers: int) ->
             run = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             agents.append(run)
             stack.callback(run.kill)
-        codes = [agent.wait(170) for agent in agents]
+        codes = [agent.wait(TIMEOUT_S) for agent in agents]
     assert not any(codes), "\n".join((folder / f"node-{n}.log").read_text()[-3000:] for n in range(nodes))
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_waits_for_lost_ones_ends_by_sigterm_at_once(
             store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
             del store  # it is there: the rank waits within torch
             waiting.terminate()
-            assert waiting.wait(20) == -signal.SIGTERM
+            assert waiting.wait(TIMEOUT_S) == -signal.SIGTERM
         finally:
             waiting.kill()
 

@@ -18,6 +18,7 @@ from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.test_trainer import DATA, Small, arguments
 from tests.elastic_runtime.training import Gate, Plan, trained_alone
 from tests.forked import preload
+from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
 
 preload("elastic_runtime.integrations.transformers")
@@ -128,7 +129,7 @@ def test_under_torchrun_the_ranks_are_the_jobs(
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=TIMEOUT_S,
     )
     assert ended.returncode == 0, ended.stderr
     received = [json.loads((tmp_path / f"report-{rank}.json").read_text()) for rank in range(2)]

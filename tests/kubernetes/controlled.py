@@ -110,7 +110,7 @@ class Controlled:
         for process in self.processes:
             process.terminate()
         for process in self.processes:
-            process.wait(30)
+            process.wait(TIMEOUT_S)
 
     def log(self) -> str:
         """Return the log of the controllers."""

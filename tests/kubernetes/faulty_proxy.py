@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 from aiohttp import web
 
+from tests.polling import TIMEOUT_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -58,7 +60,7 @@ class FaultyProxy:
                 transport.abort()
             self._live.clear()
 
-        asyncio.run_coroutine_threadsafe(now(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(now(), self._loop).result(TIMEOUT_S)
 
     def restart(self, refusals: int) -> None:
         """Break all connections off, and answer the next calls, this many, with 403."""
@@ -69,7 +71,7 @@ class FaultyProxy:
                 if isinstance(transport, asyncio.Transport):
                     transport.abort()
 
-        asyncio.run_coroutine_threadsafe(now(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(now(), self._loop).result(TIMEOUT_S)
 
     @property
     def kubeconfig(self) -> Path:
@@ -78,16 +80,16 @@ class FaultyProxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(TIMEOUT_S)
         config = json.loads(self._cluster.kubeconfig.read_bytes())
         config["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{port}"}
         self.kubeconfig.write_text(json.dumps(config))
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(TIMEOUT_S)
         self._loop.close()
 
     async def _start(self) -> int:

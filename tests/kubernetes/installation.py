@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject, Q
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES, WORKLOAD_POLICIES
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
+from tests.polling import TIMEOUT_S
 from tools.devcluster.api import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_port
 
@@ -125,7 +126,7 @@ def _await_policies(cluster: DevCluster) -> None:
         "metadata": {"name": "worker", "labels": {"gpuquota.dev/job": "none"}},
         "spec": {"containers": [{"name": "main", "image": "none"}]},
     }
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             cluster.api.create("/api/v1/namespaces/default/pods", worker, dryRun="All")
@@ -192,7 +193,7 @@ def await_gate(cluster: DevCluster) -> None:
     """The API server takes a moment to follow its own configuration: return when it has GPU pods gated."""
     container = {"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
     pod = {"metadata": {"name": "gate", "labels": {labels.MANAGED: "true"}}, "spec": {"containers": [container]}}
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
             made = cluster.api.create("/api/v1/namespaces/default/pods", pod, dryRun="All")
@@ -217,7 +218,7 @@ def point_to(cluster: DevCluster, url: str) -> None:
 
 def refused_in_the_end(cluster: DevCluster, path: str, pod: dict[str, Any]) -> str:
     """The words with which the pod is refused, once the API server follows its configuration; nothing is created."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             cluster.api.create(path, pod, dryRun="All")

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from tests.polling import TIMEOUT_S
 from tools.devcluster import ApiError
 from tools.devcluster.layout import free_port
 
@@ -91,7 +92,7 @@ class Repeating:
     def close(self) -> None:
         """End the thread; raises what it has met."""
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(TIMEOUT_S)
         if self.failure is not None:
             raise self.failure
 

@@ -28,6 +28,7 @@ from kfp_gpuquota.scheduler import planner
 from kfp_gpuquota.scheduler.dump import decode_dump, replay, take_dump
 from tests.kubernetes.test_uninstall import gpuquota
 from tests.kubernetes.users import connection_of
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def url_of(controlled: Controlled) -> str:
 
 
 def status_of(url: str, authorization: str | None) -> int:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/debug/state", headers={"Authorization": authorization} if authorization else {})
         return connection.getresponse().status

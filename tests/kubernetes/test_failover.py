@@ -22,7 +22,7 @@ from tests.kubernetes.controlled import LEASE, Controlled, Process
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import NAMESPACE
 from tests.kubernetes.running_workers import Observer, RunningWorkers
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class World:
         for process in self.replicas:
             process.terminate()
         for process in self.replicas:
-            process.wait(30)
+            process.wait(TIMEOUT_S)
         for shard in self.shards:
             shard.kill()
 
@@ -209,7 +209,7 @@ def leader_paused(world: World) -> None:
         proxy.writes.clear()
     finally:
         leader.send_signal(signal.SIGCONT)  # it reads the changes, and must not write about them
-    assert leader.wait(30) == 3
+    assert leader.wait(TIMEOUT_S) == 3
     assert not proxy.writes
     for path in kept:
         world.cluster.api.delete(path, 0)
@@ -219,7 +219,7 @@ def leader_partitioned(world: World) -> None:
     leader = world.leader()
     world.proxies[leader.pid].cut(off=True)
     try:
-        assert leader.wait(60) == 3
+        assert leader.wait(TIMEOUT_S) == 3
         world.settle()
     finally:
         world.proxies[leader.pid].cut(off=False)
@@ -276,7 +276,6 @@ FAULTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1])
 def test_no_worker_ends_and_no_quota_is_exceeded_whatever_happens_to_our_processes(
     world: World, pytestconfig: pytest.Config, seed: int

@@ -49,14 +49,14 @@ def test_every_call_may_fail_and_the_cluster_comes_out_right(controlled: Control
         for i in range(6):
             controlled.pod(owner, f"o{i}")
         settles(controlled, owner, 6)
-        controlled.until(job, lambda j: j.get("status", {}).get("gpus", 0) >= 2, seconds=90)
+        controlled.until(job, lambda j: j.get("status", {}).get("gpus", 0) >= 2)
         controlled.wait(lambda: len(controlled.bound(jobs)) == active(controlled, jobs))
         controlled.cluster.api.delete(job)
-        controlled.wait(lambda: not controlled.pods(jobs), controlled.log, seconds=90)
+        controlled.wait(lambda: not controlled.pods(jobs), controlled.log)
         for name in list(controlled.pods(owner)):
             controlled.cluster.api.delete(f"/api/v1/namespaces/{owner}/pods/{name}")
         controlled.pod(borrower, "last")
-        controlled.wait(lambda: "last" in controlled.bound(borrower), controlled.log, seconds=90)
+        controlled.wait(lambda: "last" in controlled.bound(borrower), controlled.log)
         assert {fault for _, fault in proxy.injected} >= {"429", "500", "503", "reset", "lost answer", "409"}
         controlled.stop()
 

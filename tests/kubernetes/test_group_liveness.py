@@ -263,8 +263,8 @@ class LongHistories(World):
 
 World.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 LongHistories.TestCase.settings = settings(max_examples=effort(150, 5000), stateful_step_count=40, deadline=None)
-TestAnyHistory = pytest.mark.timeout(600)(World.TestCase)
-TestAnyLongHistory = pytest.mark.slow(pytest.mark.timeout(600)(LongHistories.TestCase))
+TestAnyHistory = World.TestCase
+TestAnyLongHistory = pytest.mark.slow(LongHistories.TestCase)
 
 
 def test_the_table_of_stages_is_that_of_the_transitions() -> None:

@@ -46,6 +46,7 @@ from tests.kubernetes.detached import (
     Detached,
     detached,
 )
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -310,7 +311,7 @@ def no_traceback() -> Iterator[None]:
 
 def run(scenario: Callable[[Detached], Coroutine[Any, Any, None]]) -> None:
     async def all_of_it() -> None:
-        async with detached() as test, asyncio.timeout(60):
+        async with detached() as test, asyncio.timeout(TIMEOUT_S):
             await scenario(test)
 
     asyncio.run(all_of_it())

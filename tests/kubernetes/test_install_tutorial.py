@@ -52,7 +52,6 @@ def values(cluster: DevCluster) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a cluster of its own, and six replicas that start in it
 def test_the_tutorial_installs_runs_a_job_and_removes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE
+from tests.polling import TIMEOUT_S
 from tools.devcluster import Options
 from tools.devcluster.layout import free_port
 
@@ -100,7 +101,7 @@ def karpenter(tmp_path: Path) -> Iterator[DevCluster]:
         yield cluster
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(TIMEOUT_S)
         cluster.stop()
 
 

@@ -24,7 +24,7 @@ from kfp_gpuquota.cluster.certificates import issue, new_authority
 from tests.kubernetes.controlled import holds
 from tests.kubernetes.installation import MANIFESTS
 from tests.kubernetes.test_managed_jobs import active, has, job_body
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Client:
     def __call__(self, *job: str) -> str:
         """What it prints: the name of the TrainJob that it starts, or how that goes."""
         command = [PROGRAMS / "sdk" / "bin" / "python", self.script, self.team, self.cluster.kubeconfig, *job]
-        done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

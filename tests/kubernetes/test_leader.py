@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.kubernetes.controlled import LEASE, Controlled
+from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
 
 TAKEN_OVER_WITHIN_S = 20.0
@@ -46,7 +47,7 @@ def test_a_leader_that_is_told_to_stop_lets_go_at_once(electing: Controlled) -> 
     electing.until_bound(electing.pod(team, "first"))
     electing.start()
     leader.terminate()
-    assert leader.wait(30) == 0
+    assert leader.wait(TIMEOUT_S) == 0
     asked = time.monotonic()
     electing.until_bound(electing.pod(team, "second"))
     assert time.monotonic() - asked < 8.0  # far less than the lease lasts
@@ -56,5 +57,5 @@ def test_a_leader_whose_lease_somebody_took_ends(electing: Controlled) -> None:
     electing.start()
     electing.cluster.api.until(LEASE, lambda lease: lease["spec"]["holderIdentity"])
     electing.cluster.api.patch(LEASE, {"spec": {"holderIdentity": "somebody-else"}})
-    assert electing.processes[0].wait(20) == 3
+    assert electing.processes[0].wait(TIMEOUT_S) == 3
     electing.processes.clear()

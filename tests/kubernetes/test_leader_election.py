@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.client.leader.renewal import Renewal
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.errors import InvalidFieldError
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -204,7 +205,7 @@ def test_a_leader_that_finds_another_holder_stops_at_once(elect: Any) -> None:
         election.cluster.api.patch(election.path, {"spec": {"holderIdentity": "somebody-else"}})
         assert not await first.attempt()
         assert not first.validity.valid()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(TIMEOUT_S):
             await first.hold()  # returns
         assert election.spec["holderIdentity"] == "somebody-else"
 
@@ -308,12 +309,12 @@ def test_a_writer_sends_nothing_on_a_stale_lease_not_even_again(elect: Any) -> N
             writer.submit(Write(verb="POST", path=path, about=name, body=body), answers.append, answers.append)
 
         write(f"{election.name}-valid")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while len(answers) < 1:
                 await asyncio.sleep(0.01)
         election.clock.now += DEADLINE_S
         write(f"{election.name}-stale")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while writer._tasks:
                 await asyncio.sleep(0.01)
         with pytest.raises(StaleLeaseError, match="another process may lead"):

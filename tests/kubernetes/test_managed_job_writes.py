@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.detached import JOBS, Detached, Object, detached
 from tests.kubernetes.test_hostile_objects import no_traceback
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def run(scenario: Callable[[Detached], Coroutine[Any, Any, None]]) -> None:
     async def all_of_it() -> None:
-        async with detached() as test, asyncio.timeout(60):
+        async with detached() as test, asyncio.timeout(TIMEOUT_S):
             await scenario(test)
 
     with no_traceback():

@@ -25,6 +25,7 @@ from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, install
 from tests.kubernetes.test_crds import job
 from tests.kubernetes.test_webhook import pod
+from tests.polling import TIMEOUT_S
 from tools.devcluster import ApiError, DevCluster, Options
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def test_closed_or_open_as_configured(standalone: DevCluster, tmp_path: Path) ->
 
 def created_in_the_end(cluster: DevCluster, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The pod; the API server takes a second or two to follow its own admission configuration."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
             return cluster.api.create(path, body)

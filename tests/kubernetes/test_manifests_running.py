@@ -92,7 +92,6 @@ def holder(lease: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)  # a cluster of its own, and two replicas that start in it
 def test_the_installed_controller_gates_and_admits_and_another_replica_takes_over(tmp_path: Path) -> None:
     archive = built_or_skip("controller")
     cluster = start_or_skip(tmp_path / "cluster", Options(kubelet=True, gpus=2))

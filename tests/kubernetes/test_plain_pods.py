@@ -145,7 +145,7 @@ class World(RuleBasedStateMachine):
 
 
 World.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestAnyHistory = pytest.mark.timeout(600)(World.TestCase)  # many histories, and the machine may be busy
+TestAnyHistory = World.TestCase
 
 
 def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:

@@ -11,6 +11,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods import recovery
 from tests.kubernetes.detached import PODS, Detached, detached
 from tests.kubernetes.test_workers_ready import complain, stuck
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
@@ -131,7 +132,7 @@ def test_a_pod_whose_gpu_stays_failed_is_replaced_as_a_lost_worker(
             await asyncio.sleep(0.1)
             test.see(PODS, with_gpu(name, later, owner))
             marker = asyncio.get_running_loop().time() + 0.4
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(TIMEOUT_S):
                 while asyncio.get_running_loop().time() < marker or (evicted and not evictions(test)):
                     await asyncio.sleep(0.01)
             return evictions(test)

@@ -115,7 +115,6 @@ def test_a_team_that_borrows_nothing_keeps_its_budgets(tight: Controlled) -> Non
     tight.until_bound(urgent)
 
 
-@pytest.mark.timeout(300)
 def test_processes_that_ignore_sigterm_for_a_day_are_gone_within_the_bound_on_a_real_node(
     kubelet_system: DevCluster, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership.service import NotStoredYetError
 from kfp_gpuquota.server.transport import connections
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -99,7 +100,7 @@ class Leader:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -127,7 +128,7 @@ class Worker:
         return self.response.status
 
     async def hear(self, order: str) -> dict[str, Any]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 line = await self.response.content.readline()
                 assert line, "the stream ended"
@@ -168,7 +169,11 @@ class World:
 def run(test: Callable[[World], Awaitable[None]]) -> None:
     async def main() -> None:
         timeout = aiohttp.ClientTimeout(30)
-        async with asyncio.timeout(60), AsyncExitStack() as stack, aiohttp.ClientSession(timeout=timeout) as session:
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            AsyncExitStack() as stack,
+            aiohttp.ClientSession(timeout=timeout) as session,
+        ):
             await test(World(stack, session))
 
     asyncio.run(main())
@@ -369,7 +374,7 @@ def test_whoever_sends_half_a_request_is_cut_off(monkeypatch: pytest.MonkeyPatch
         async with serving(jobs, ControlEndpoint(jobs), 0, None) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST /v1/membership/job/workers/a HTTP/1.1\r\nHost: x\r\n")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(TIMEOUT_S):
                 assert await reader.read() == b""
             writer.close()
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
     from tools.devcluster.api import Api
 
-pytestmark = pytest.mark.timeout(420)  # containers that start Python, on a machine that may be busy
-
 TOTAL = 16_000
 REPOSITORY = Path(__file__).parents[2]
 NODE = "/api/v1/nodes/real-0"
@@ -98,7 +96,7 @@ class Node:
 
     def until(self, condition: Any) -> None:
         text = lambda: f"{self.used()}; {self.controlled.log()[-3000:]}; {self.agent_log()}"  # noqa: E731
-        self.controlled.wait(condition, text, seconds=120.0)
+        self.controlled.wait(condition, text)
 
     def start_agent(self, *options: str) -> forked.Program:
         """Start an agent beside the kubelet, and its pod, by which the controller detects it."""
@@ -282,7 +280,7 @@ def test_a_real_training_gives_memory_back_between_two_steps_and_goes_on(node: N
     pod["containers"][0]["volumeMounts"].append({"name": "devices", "mountPath": str(node.folder)})
     spec = {"gpuFraction": 0.25, "gpuFractionLimit": 0.8, "gracePeriodSeconds": 2}
     job = node.controlled.job(node.team, "digits", template, **spec)
-    node.controlled.until(job, lambda one: _steps(one) > 20, seconds=150)
+    node.controlled.until(job, lambda one: _steps(one) > 20)
     node.until(lambda: node.used() == [0.8 * TOTAL])
     owner = node.run("owner", {"gpu-fraction": "0.75"}, "take", "0.75")
     node.until(lambda: node.used() == [0.25 * TOTAL, 0.75 * TOTAL])

@@ -26,7 +26,7 @@ from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.kubernetes.test_churn import stuck
 from tests.kubernetes.test_crds import job
 from tests.kubernetes.users import connection_of
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tools.observer.churn import Churn
 from tools.observer.watching import Watching
 
@@ -195,4 +195,4 @@ def test_a_field_that_the_older_kinds_lack_is_refused_and_never_dropped(
 def end(process: Process) -> None:
     """End a replica as a kubelet does."""
     process.terminate()
-    process.wait(30)
+    process.wait(TIMEOUT_S)

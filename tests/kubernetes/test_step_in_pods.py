@@ -450,7 +450,7 @@ def test_a_step_with_set_retry_and_no_defaults_of_argo_runs_again_as_a_new_job(c
 
 @pytest.mark.slow  # it takes its timeout
 def test_a_step_that_reaches_set_timeout_fails_and_its_job_is_cancelled(controlled: Controlled) -> None:
-    steps = Steps(controlled, shout(WAIT), defaults=False, timeout_s=15)
+    steps = Steps(controlled, shout(WAIT), defaults=False, timeout_s=30)
     controlled.start()
     run = steps.run()
     phase, log = steps.until_ended(run)
@@ -458,8 +458,8 @@ def test_a_step_that_reaches_set_timeout_fails_and_its_job_is_cancelled(controll
     assert "deadline" in steps.node(run)["message"]
     (name,) = steps.jobs()
     cancelled = controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
-    assert "the step has reached its timeout of 15 s" in cancelled["status"]["message"]
-    assert "gpuquota: cancelled: the step has reached its timeout of 15 s" in log
+    assert "the step has reached its timeout of 30 s" in cancelled["status"]["message"]
+    assert "gpuquota: cancelled: the step has reached its timeout of 30 s" in log
     controlled.wait(lambda: not workers_of(steps), lambda: workers_of(steps))
 
 
@@ -469,7 +469,7 @@ def test_workers_that_start_after_a_take_over_find_the_steps_file_and_all_goes_w
     steps = Steps(controlled, shout())
     session = hold_gpus(controlled, 2)
     run = steps.run()
-    controlled.wait(steps.jobs, controlled.log, seconds=90)
+    controlled.wait(steps.jobs, controlled.log)
     path = steps.backend.pod_path(run, "shout")
     waiting = steps.api.until(path, lambda pod: "kfp.gpuquota.dev/state" in pod["metadata"]["annotations"])
     assert waiting["metadata"]["annotations"]["kfp.gpuquota.dev/state"].startswith("waiting: ")

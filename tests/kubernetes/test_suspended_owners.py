@@ -21,6 +21,7 @@ from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.detached import Unanswered, detached
 from tests.kubernetes.installation import batch_jobs_of
 from tests.kubernetes.trainer import AppWrappers, Trainer, TrainingOperator, install_kinds, path_of
+from tests.polling import TIMEOUT_S
 
 Object = dict[str, Any]
 BY_KIND = {kind.kind: kind for kind in KINDS}
@@ -318,7 +319,7 @@ def test_pods_whose_owner_cannot_be_suspended_or_does_not_end_them_are_evicted(
             test.pod("a", "p", uid="p", node="node", metadata={**meta, "annotations": {labels.DEVICES: "0"}})
             test.pod("b", "back")
             await test.start()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(TIMEOUT_S):
                 while "eviction" not in connection.written():
                     await asyncio.sleep(0.001)
             assert connection.written() == writes

@@ -13,6 +13,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.version import __version__
 from tests.kubernetes.controlled import LEASE
+from tests.polling import TIMEOUT_S
 from tools.observer.watching import Watching
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def test_the_lease_passes_between_two_versions_and_no_pod_notices(electing: Cont
                 electing.pod(team, f"before-{number}")
             leader = running.pop(0)
             (leader.kill if number % 2 else leader.terminate)()
-            leader.wait(60)
+            leader.wait(TIMEOUT_S)
             for team in teams:
                 electing.pod(team, f"after-{number}")
             for team in teams:

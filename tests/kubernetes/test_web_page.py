@@ -251,7 +251,7 @@ def test_no_second_header_and_no_look_alike_names_a_user(
     page: WebPage, ours: Team, headers: list[tuple[str, str]]
 ) -> None:
     """What a pod can add that reaches the page, beside or instead of the proxy's own header."""
-    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=TIMEOUT_S)
     connection.putrequest("GET", f"{BASE}/teams", skip_host=True)
     connection.putheader("Host", f"localhost:{page.port}")
     for name, value in headers:

@@ -13,6 +13,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.installation import CONFIGURATION, await_gate, live_webhook, point_to, refused_in_the_end
+from tests.polling import TIMEOUT_S
 from tools.devcluster import ApiError
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def test_a_call_that_is_no_review_is_refused_and_the_next_one_answered(
     client = kubeflow_cluster.api.get(CONFIGURATION)["webhooks"][0]["clientConfig"]
     context = ssl.create_default_context(cadata=base64.b64decode(client["caBundle"]).decode())
     url = urllib.parse.urlsplit(client["url"])
-    connection = http.client.HTTPSConnection(url.netloc, context=context, timeout=30)
+    connection = http.client.HTTPSConnection(url.netloc, context=context, timeout=TIMEOUT_S)
     connection.request(method, url.path + path, body)
     assert connection.getresponse().status == status
     connection.close()

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUDIENCE, AUTHORITY,
 from kfp_gpuquota.cluster.kubernetes.web.planner import TOKEN_FILE
 from tests.kubernetes.installation import NAMESPACE
 from tests.kubernetes.web_page import ACCOUNT, COMPONENT, ROLES, WebPage, bind, web_page
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.web.visitor import Tags
 from tools.devcluster.layout import free_port
 
@@ -85,7 +85,7 @@ class Asking:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(f"https://127.0.0.1:{self.port}{PATH}", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=60, context=tls) as response:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=tls) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import (
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import SLOTS, Writer
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -85,7 +86,7 @@ def with_writer(answer: Callable[[str], bytes | Exception], test: Test, *, timeo
         connection = Scripted(answer)
         writer = Writer(connection, retry_for_s=timeout_s)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(TIMEOUT_S):
                 await test(writer, connection)
         finally:
             await writer.close()

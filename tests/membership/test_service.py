@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership.service import MembershipService, NotStoredYetError
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -159,7 +160,7 @@ def run(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     async def body() -> None:
-        async with served(limits, clock) as bench, asyncio.timeout(30):
+        async with served(limits, clock) as bench, asyncio.timeout(TIMEOUT_S):
             await scenario(bench)
 
     asyncio.run(body())

@@ -15,7 +15,7 @@ import pytest
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from tests.conftest import running_cluster
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,7 +135,7 @@ def cluster(shared_cluster: EmbeddedCluster) -> Iterator[EmbeddedCluster]:
 def log_of(cluster: EmbeddedCluster, name: str, project: str = "team-a") -> str:
     """The log of a job's worker, through the API."""
     text, offset = b"", 0
-    end = time.monotonic() + 30
+    end = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
         chunk = cluster.client.read_log(project, name, offset=offset, timeout_s=1.0)
         text, offset = text + chunk.text, chunk.next_offset

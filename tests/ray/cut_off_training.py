@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_runtime
+from tests.polling import pace
 
-STEPS, PLENTY, BATCH = 600, 200, 16
-SLOW_S = 0.02
+STEPS, PART, BATCH = 1200, 150, 16
 
 
 def reach_through(lanes: dict[str, int]) -> None:
@@ -44,6 +44,7 @@ def main(directory: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / BATCH)  # with a power of two each step is exact
     loader = DataLoader(TensorDataset(torch.ones(STEPS * BATCH, 1)), batch_size=BATCH)
     model, optimizer, loader = job.prepare(model, optimizer, loader)
+    began = time.monotonic()
     with (directory / f"steps-{os.getpid()}").open("w", buffering=1) as applied:
         for _ in job.epochs(1):
             for (ones,) in loader:
@@ -53,7 +54,7 @@ def main(directory: Path) -> None:
                 if job.applied:
                     applied.write(f"{job.step} {job.world_size}\n")
                 if not (directory / "go").exists():
-                    time.sleep(SLOW_S if job.step < PLENTY else 25 * SLOW_S)
+                    time.sleep(pace(began, PART))
     print("weight", model.weight.item(), "after", job.step)
 
 

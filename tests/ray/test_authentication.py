@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.ray.conftest import RayCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 SERVE = """
 import sys

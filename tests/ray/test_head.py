@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from tests.conftest import EmbeddedCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 LOGGING = ("sh", "-c", 'echo "begin $$" >> "$STARTS"; trap "exit 0" TERM; while :; do sleep 0.1; done')
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
     from tests.ray.conftest import RayCluster
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("ray")]
 
 COUNTING = ("sh", "-c", 'echo begin >> "$STARTS"; trap "exit 0" TERM; while :; do sleep 0.1; done')
 """Writes down each start, and runs until it is stopped."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import EmbeddedCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 ROOT = str(Path(__file__).parents[2])
 CUT_OFF = "1"

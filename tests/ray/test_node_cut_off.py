@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import EmbeddedCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 ROOT = str(Path(__file__).parents[2])
 SILENCE_S = 15.0

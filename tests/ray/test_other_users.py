@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import EmbeddedCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 @as_root

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from tests.conftest import EmbeddedCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 PRINTS = "import os, helper; print(os.getcwd(), open('data').read(), helper.NAME, os.environ['COLOR'])"
 

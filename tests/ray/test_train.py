@@ -24,7 +24,7 @@ from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_workers, limit_workers
 from elastic_runtime.integrations.ray.datasets import shards_of
 from elastic_runtime.integrations.ray.leave import drain, is_empty
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.ray.conftest import FEW_PROCESSES
 from tests.ray.train_loops import (
     ROWS,
@@ -41,7 +41,7 @@ from tests.ray.train_loops import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.xdist_group("ray-train"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("ray-train")]
 
 EPOCHS = 20
 NODE = {"num_cpus": 1, **FEW_PROCESSES}
@@ -90,7 +90,7 @@ class Training:
     def go(self) -> Any:
         """Return the result."""
         (self.directory / "go").touch()
-        return self.future.result(120)
+        return self.future.result(TIMEOUT_S)
 
     def pid(self, rank: int) -> int:
         """The running process that was this rank last; 0: it has ended, and the next one has made no step yet."""
@@ -160,7 +160,7 @@ def shrinks_and_grows_in_place(training: Training) -> None:
 
 def leaves_a_node_that_drains(training: Training, raylets: Any) -> None:
     leaves = raylets.list_all_nodes()[-1]
-    drain(raylets.address, leaves.node_id, 60.0)
+    drain(raylets.address, leaves.node_id, TIMEOUT_S)
     training.wait_for(1)
     until(lambda: is_empty(leaves.node_id), "the drained node is empty")
     raylets.remove_node(leaves)
@@ -220,7 +220,7 @@ def test_each_row_of_a_streamed_dataset_is_trained_once_an_epoch_through_two_one
             until(lambda: limited("stream", size), "the training")  # noqa: B023
             until(lambda: future.done() or current_workers("stream") == size, f"{size} workers")  # noqa: B023
         (tmp_path / "go").touch()
-        future.result(120)
+        future.result(TIMEOUT_S)
     seen = [line.split() for file in tmp_path.glob("seen-*") for line in file.read_text().splitlines()]
     wanted = [(epoch, number) for epoch in range(STREAM_EPOCHS) for number in range(ROWS)]
     assert sorted((int(epoch), int(number)) for epoch, number, _ in seen) == wanted

@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 import torch
 
 from tests.forked import Program
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.ray import unmodified_loops
 from tests.ray.unmodified_loops import EPOCHS, SAMPLES
 from tests.standalone_coordinator import StandaloneCoordinator
@@ -81,7 +81,7 @@ class Workers:
 
     def end(self, worker: str) -> None:
         """Wait for a worker's end, which must be a good one."""
-        assert self.running.pop(worker).wait(60) == 0, self.log()
+        assert self.running.pop(worker).wait(TIMEOUT_S) == 0, self.log()
         self.coordinator.call(lambda service: service.worker_exited(JOB, worker))
 
     def log(self) -> str:

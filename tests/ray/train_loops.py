@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_runtime as elastic
 from elastic_runtime.integrations.ray.unmodified.names import driver
+from tests.polling import pace
 
 SAMPLES, BATCH = 256, 16
 STEPS_PER_EPOCH = SAMPLES // BATCH
-WAIT_S, PLENTY, LONG_WAIT_S = 0.02, 100, 0.5
-"""What happens to a training in between takes a second on a quiet machine, and a minute on a busy one."""
+PART, STREAM_PART = 40, 3
+"""What happens to a training in between takes a second on a quiet machine, and minutes on a busy one."""
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -40,6 +41,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     directory = Path(config["directory"])
     job = elastic.init(global_batch_size=BATCH, reduction="exact")
     model, optimizer, loader = job.prepare(*make())
+    began = time.monotonic()
     for epoch in job.epochs(config["epochs"]):
         for inputs, targets in loader:
             job.backward(F.mse_loss(model(inputs), targets))
@@ -52,7 +54,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
                 with (directory / "steps").open("a") as steps:
                     steps.write(f"{job.step}\n")
             if not (directory / "go").exists():
-                time.sleep(WAIT_S if job.step < PLENTY else LONG_WAIT_S)
+                time.sleep(pace(began, PART))
         if not config["alone"]:
             report(epoch, model)
     return {name: value.tolist() for name, value in model.state_dict().items()}
@@ -136,6 +138,7 @@ def over_stream(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     seen = (directory / f"seen-{os.getpid()}").open("w", buffering=1)
+    began = time.monotonic()
     for epoch in range(STREAM_EPOCHS):
         model.train()
         size = 8 // ray.train.get_context().get_world_size()
@@ -147,7 +150,7 @@ def over_stream(config: dict[str, Any]) -> None:
                 pairs = zip(batch["x"].tolist(), batch["drawn"].tolist(), strict=True)
                 seen.write("".join(f"{epoch} {int(x)} {value}\n" for x, value in pairs))
             if not (directory / "go").exists():
-                time.sleep(0.05 if epoch < STREAM_EPOCHS // 2 else LONG_WAIT_S)
+                time.sleep(pace(began, STREAM_PART))
         model.eval()
         count = torch.zeros(1)
         for arrays in rows.iter_batches(batch_size=8):

@@ -25,12 +25,13 @@ from elastic_runtime import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer
 from elastic_runtime.integrations.ray.unmodified.names import driver
 from tests.forked import preload
+from tests.polling import pace
 
 preload("tests.ray.unmodified_loops")
 
 SAMPLES, BATCH, EPOCHS = 48, 4, 16
-SOME, PLENTY = 40, 120
-"""Steps that take 20 ms, and 200 ms; those after them take a second, as long as there is no file "go"."""
+PART = 20
+"""As long as there is no file "go", a step takes so small a part of the time since the first one."""
 
 
 def data() -> TensorDataset:
@@ -49,20 +50,18 @@ def train(config: dict[str, Any]) -> None:
     loader = prepare_data_loader(DataLoader(data(), batch_size=BATCH, shuffle=True))
     evaluation = prepare_data_loader(DataLoader(data(), batch_size=BATCH))
     seen = (directory / f"seen-{os.environ['ELASTIC_WORKER_ID']}").open("w", buffering=1)
-    steps = 0
-    checkpoint = ray.train.get_checkpoint()
+    checkpoint, began = ray.train.get_checkpoint(), time.monotonic()
     for epoch in range(0 if checkpoint is None else int(Path(checkpoint.path, "epoch").read_text()) + 1, EPOCHS):
         loader.sampler.set_epoch(epoch)
         model.train()
         for x, y in loader:
-            steps += 1
             optimizer.zero_grad()
             mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if not driver().replaying:
                 seen.write("".join(f"{epoch} {int(number)}\n" for number in x.flatten()))
             if not (directory / "go").exists():
-                time.sleep(0.02 if steps < SOME else 0.2 if steps < PLENTY else 1.0)
+                time.sleep(pace(began, PART))
         schedule.step()
         count = evaluate(model, evaluation)
         workers = ray.train.get_context().get_world_size()

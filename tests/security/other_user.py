@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.polling import TIMEOUT_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -38,7 +40,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 def run(script: str, *arguments: object) -> str:
     """What it printed; it must end by itself."""
     program = start(script, *arguments)
-    return program.communicate(timeout=60)[0].strip()
+    return program.communicate(timeout=TIMEOUT_S)[0].strip()
 
 
 def open_to_everybody(path: Path) -> None:

@@ -16,6 +16,7 @@ from kfp_gpuquota.cluster.local.daemon_log import BURST, PERIOD_S, RateLimit
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection, listen
 from tests.conftest import running_cluster
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +129,9 @@ def half_request(path: Path) -> UnixConnection:
 
 def other_process_sees_the_cluster(environment: dict[str, str]) -> bool:
     code = "from kfp_gpuquota.cluster.connect import connect; print(connect(retry_for_s=1.0).health().pid)"
-    asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False, timeout=60)
+    asked = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=False, timeout=TIMEOUT_S
+    )
     return asked.returncode == 0
 
 

@@ -17,6 +17,7 @@ import pytest
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.cluster.local.workers.device_locks import hold
 from kfp_gpuquota.errors import ConflictError
+from tests.polling import TIMEOUT_S
 from tests.security.other_user import NOBODY, as_root
 
 if TYPE_CHECKING:
@@ -74,9 +75,9 @@ def machine() -> Iterator[Machine]:
 
 def test_a_gpu_of_one_users_cluster_is_refused_to_another_user_until_it_is_free(machine: Machine) -> None:
     with hold(GPU, machine.record, prefix=machine.prefix, earlier=machine.shared):
-        refused = machine.other_user(THEIRS).communicate(timeout=60)[0]
+        refused = machine.other_user(THEIRS).communicate(timeout=TIMEOUT_S)[0]
         assert f"is in use by a cluster of user root (started as process {os.getpid()})" in refused
-    assert machine.other_user(THEIRS).communicate(timeout=60)[0].strip() == "held"
+    assert machine.other_user(THEIRS).communicate(timeout=TIMEOUT_S)[0].strip() == "held"
 
 
 def test_a_refusal_names_the_process_that_holds_the_lock_and_ends_with_it(machine: Machine) -> None:
@@ -135,8 +136,8 @@ def test_a_forged_lock_that_names_the_victim_does_not_make_it_go_on_without_one(
     assert locked.stdout is not None
     assert locked.stdout.readline().strip() == "locked"
     with hold(GPU, machine.record, prefix=machine.prefix, earlier=machine.shared):
-        assert "is in use" in machine.other_user(THEIRS).communicate(timeout=60)[0]
-    locked.communicate(timeout=60)
+        assert "is in use" in machine.other_user(THEIRS).communicate(timeout=TIMEOUT_S)[0]
+    locked.communicate(timeout=TIMEOUT_S)
 
 
 def test_sockets_that_only_have_the_name_lock_nothing(machine: Machine) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kfp_gpuquota.api.redaction import REDACTED, is_redacted, redacted
 from kfp_gpuquota.errors import InvalidFieldError
+from tests.polling import TIMEOUT_S
 from tests.security.other_user import NOBODY, as_root
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def test_an_exported_file_has_no_values_of_variables_and_is_its_users_alone(
             with path.open("wb") as output:
                 command = [sys.executable, "-c", CLI, "cluster", "export", *options]
                 environment = {**os.environ, "GPUQUOTA_HOME": str(embedded_cluster.home.root)}
-                subprocess.run(command, stdout=output, env=environment, check=True, timeout=60)
+                subprocess.run(command, stdout=output, env=environment, check=True, timeout=TIMEOUT_S)
         finally:
             os.umask(before)
         text = path.read_text()
@@ -73,7 +74,9 @@ def test_a_working_directory_that_cannot_be_used_is_refused_with_the_reason(
 def test_a_working_directory_that_may_not_be_entered_is_the_users_mistake() -> None:
     check = "from kfp_gpuquota.cluster.local.workers.runtime import _check_directory as check"
     script = f"import os; {check}; os.setgid({NOBODY}); os.setuid({NOBODY}); check('/proc/1/root')"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
     assert (
         "InvalidFieldError: working_directory is '/proc/1/root', but it cannot be used on this machine" in found.stderr
     )

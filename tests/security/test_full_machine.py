@@ -15,7 +15,7 @@ from kfp_gpuquota.errors import StateFileError
 from kfp_gpuquota.server.cluster_api import follow_log
 from tests.cluster.test_shim import Shim
 from tests.conftest import running_cluster
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.security.other_user import as_root
 
 if TYPE_CHECKING:
@@ -177,6 +177,6 @@ def test_a_shim_that_finds_no_room_for_the_exit_record_starts_nothing(tmp_path: 
     shim = Shim(tmp_path)
     shim.start("touch", str(ran))
     assert shim.process is not None
-    assert shim.process.wait(60) not in {0, 75}
+    assert shim.process.wait(TIMEOUT_S) not in {0, 75}
     assert not ran.exists()
     assert not (tmp_path / "process.json").exists()

@@ -11,6 +11,7 @@ import pytest
 
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.errors import ConflictError
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
@@ -39,7 +40,7 @@ def test_commands_that_change_different_fields_at_once_all_count(embedded_cluste
         )
         for field, value in fields.items()
     ]
-    assert [command.wait(120) for command in commands] == [0] * len(commands)
+    assert [command.wait(TIMEOUT_S) for command in commands] == [0] * len(commands)
     found = embedded_cluster.client.get_project("team-a").project
     assert (found.guaranteed, found.limit, found.priority, found.over_quota_weight) == (2, 7, 55, 3)
     assert found.guaranteed_cpu == 1

@@ -26,6 +26,7 @@ from kfp_gpuquota.server.transport.accepting import LimitedSite
 from kfp_gpuquota.server.transport.connections import MAX_HEAD_BYTES, LimitedRunner, Limits
 from kfp_gpuquota.server.transport.tls import load_pair
 from tests.membership.test_service import Recorder
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -118,7 +119,7 @@ async def served(**limits: Any) -> AsyncIterator[Bench]:
 
 def run(scenario: Callable[[Bench], Coroutine[Any, Any, None]], **limits: Any) -> None:
     async def whole() -> None:
-        async with served(**limits) as bench, asyncio.timeout(30):
+        async with served(**limits) as bench, asyncio.timeout(TIMEOUT_S):
             await scenario(bench)
 
     asyncio.run(whole())

@@ -13,6 +13,7 @@ import pytest
 from kfp_gpuquota.api.control_characters import visible
 from kfp_gpuquota.cli.display.output import Format, rendered, table
 from kfp_gpuquota.cli.display.terminal import visible_log
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
@@ -64,7 +65,7 @@ def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
     except OSError:
         pass  # the other end is closed
     os.close(here)
-    command.wait(60)
+    command.wait(TIMEOUT_S)
     return shown.decode()
 
 

@@ -203,7 +203,7 @@ def test_another_user_gets_no_part_of_a_sharded_training_through_a_change_of_siz
         until(lambda: [path for path in checkpoints.rglob("*") if path.is_file()], "a checkpoint")
         found = [path for path in embedded_cluster.home.root.rglob("*") if not path.is_symlink()]
         assert run(INTRUDE, embedded_cluster.home.root, *found) == "ended"
-        embedded_cluster.submit("other", "sleep", "60", project="team-b")
+        embedded_cluster.submit("other", "sleep", "infinity", project="team-b")
         smaller = embedded_cluster.wait_for("train", lambda job: size_of(job) == 1)
         embedded_cluster.client.delete_job("team-b", "other")
         embedded_cluster.wait_for("train", lambda job: size_of(job) == 2)

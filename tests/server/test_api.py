@@ -16,6 +16,7 @@ from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.client import Client
 from kfp_gpuquota.server.routes import ROUTES
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     import socket
@@ -137,7 +138,7 @@ def test_a_long_poll_answers_at_the_next_change(embedded_cluster: EmbeddedCluste
     waiting = threading.Thread(target=lambda: answers.append(call("GET", f"/v1/jobs?after={revision}&timeout_s=20")))
     waiting.start()
     embedded_cluster.submit("job", "true")
-    waiting.join(20)
+    waiting.join(TIMEOUT_S)
     assert answers[0][1]["revision"] != revision
     assert [job["spec"]["name"] for job in answers[0][1]["jobs"]] == ["job"]
 

@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlencode, urlsplit
 
+from tests.polling import TIMEOUT_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -76,7 +78,7 @@ class Visitor:
         return Stream(connection, answer)
 
     def _begun(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         sent = {"Host": self.host, **({"Cookie": self.cookie} if self.cookie else {}), **_named(headers)}
         if body is not None:
             sent["Content-Length"] = str(len(body))

@@ -34,7 +34,7 @@ STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
 WATCH_S: Final = 30.0
 PROBE_EVERY_S: Final = 0.02
 BUSY_S: Final = 30.0
-TIMEOUT_S: Final = 60.0  # the machine may be shared: what works is soon there
+TIMEOUT_S: Final = 300.0  # the machine may be shared: what works is soon there
 
 
 class ApiError(Exception):
