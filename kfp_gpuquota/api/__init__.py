@@ -26,7 +26,7 @@ from kfp_gpuquota.api.job import (
     Resize,
 )
 from kfp_gpuquota.api.node import Device, Node
-from kfp_gpuquota.api.project import PoolQuota, Project, StopPolicy
+from kfp_gpuquota.api.project import Order, PoolQuota, Project, StopPolicy
 from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.worker import Worker, WorkerPhase
 
@@ -42,6 +42,7 @@ __all__ = [
     "NodeTerm",
     "Occurrence",
     "Operator",
+    "Order",
     "Phase",
     "PoolQuota",
     "Progress",

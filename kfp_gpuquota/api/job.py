@@ -67,6 +67,10 @@ GpuTypes = Annotated[
 """The types of GPUs that a job accepts, values of the label GPU_PRODUCT, in the order of preference."""
 
 
+USER_LABEL: Final = "gpuquota.dev/user"
+"""The label that names the user of a job, unless an administrator names another one."""
+
+
 class Phase(StrEnum):
     """The phase of a job. The last four are final."""
 

@@ -51,6 +51,16 @@ class StopPolicy(StrEnum):
     HOLD_AND_DRAIN = "HoldAndDrain"
 
 
+class Order(StrEnum):
+    """The order of a project's waiting jobs of one priority, within its quota and beyond it.
+
+    FAIR: by age. FAIR_USERS: the jobs of a user who uses fewer GPUs of the project come first, then by age.
+    """
+
+    FAIR = "Fair"
+    FAIR_USERS = "FairUsers"
+
+
 class PoolQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A project's quota in one node pool, in GPUs; as a project's own is in nodes of no pool."""
 
@@ -73,7 +83,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     borrowed by jobs that request that pool.
 
     A job that is submitted without a maximum run time gets `default_runtime_s`, or else `max_runtime_s`, which is the
-    longest that one may ask for. `stop_policy` holds what is in it, and in the projects below it.
+    longest that one may ask for. `stop_policy` holds what is in it, and in the projects below it. `order` is that of
+    its own waiting jobs, and of what is lent to them.
     """
 
     name: Name
@@ -90,6 +101,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     default_runtime_s: RunTime | None = None
     max_runtime_s: RunTime | None = None
     stop_policy: StopPolicy = StopPolicy.NONE
+    order: Order = Order.FAIR
 
     def __post_init__(self) -> None:
         check_name("name", self.name)

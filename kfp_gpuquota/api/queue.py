@@ -1,6 +1,7 @@
 """The order of a project's waiting jobs and pods: pure.
 
-The same order as the scheduler's within one queue (`scheduler.order.job_key`): priority, then age. Which project is
+The same order as the scheduler's within one queue (`scheduler.order.job_key`): priority, then age; in a project that is
+fair to its users, what the user uses before age, as the reason of the last plan has it. Which project is
 next is for fair share to say, and one for which there is room may start before another for which there is none; so a
 place is a place in the project's own queue, and no promise.
 """
@@ -21,18 +22,22 @@ if TYPE_CHECKING:
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True):
-    """A waiting job, or pods that another owner created; `pool` is the requested node pool."""
+    """A waiting job, or pods that another owner created; `pool` is the requested node pool.
+
+    `user_gpus` counts as used by its user, where that decides.
+    """
 
     name: str
     uid: str
     priority: int
     submitted_at: float
     pool: str = ""
+    user_gpus: float = 0.0
 
     @property
-    def key(self) -> tuple[int, float, str]:
+    def key(self) -> tuple[int, float, float, str]:
         """Its order among others."""
-        return -self.priority, self.submitted_at, self.uid
+        return -self.priority, self.user_gpus, self.submitted_at, self.uid
 
 
 def queued(job: Job) -> Queued | None:
@@ -46,6 +51,7 @@ def queued(job: Job) -> Queued | None:
         priority=job.spec.effective_priority,
         submitted_at=job.status.queued_at,
         pool=job.spec.node_pool,
+        user_gpus=float(job.status.reason.details.get("user_gpus", 0.0)) if job.status.reason else 0.0,
     )
 
 

@@ -213,7 +213,10 @@ class EventKind(StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the cluster's history; `at` is seconds since the epoch, `gpus` the change in GPUs held."""
+    """One entry of the cluster's history; `at` is seconds since the epoch, `gpus` the change in GPUs held.
+
+    `user` is that of the job, in entries of its workers.
+    """
 
     revision: int
     at: float
@@ -224,6 +227,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = ""
     gpus: int | float = 0
     reason: Reason | None = None
+    user: str = ""
 
 
 class EventList(msgspec.Struct, frozen=True, kw_only=True):

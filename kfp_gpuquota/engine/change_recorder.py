@@ -152,6 +152,7 @@ class ChangeRecorder:
                 worker=worker,
                 gpus=as_number(gpus),
                 reason=reason,
+                user=job.submitter if worker else "",
             )
         )
 

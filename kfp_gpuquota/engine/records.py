@@ -60,7 +60,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     which plans made room since `promised_at`, by asking the workers `victims` to leave. `updated_at` is when its
     sizes were last changed. `ran_s` is how long its earlier starts have run together. `owner`: None is the user of
     the cluster itself. `held` is why its start's conditions are not met, `awaited` are those of the jobs that it waits
-    for that were found.
+    for that were found. `user` is the value of the label that names its user, "" without one.
     """
 
     uid: str
@@ -88,6 +88,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     owner: Owner | None = None
     held: Reason | None = None
     awaited: tuple[AwaitedJob, ...] = ()
+    user: str = ""
+
+    @property
+    def submitter(self) -> str:
+        """The user as whom the job counts in its project: its owner, else the one of its label; "" if unknown."""
+        return self.user if self.owner is None else self.owner.name
 
     @property
     def conditional(self) -> bool:

@@ -22,7 +22,7 @@ def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator
     Also for a job that is being stopped permanently when the cluster's process starts: its workers hold GPUs.
     """
     if before is None and after is not None and not after.status.phase.final:
-        yield scheduler.JobSubmitted(after.uid, after.spec, after.status.queued_at)
+        yield scheduler.JobSubmitted(after.uid, after.spec, after.status.queued_at, user=after.submitter)
 
 
 def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
@@ -33,6 +33,8 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
     if after is None or after.over:
         yield scheduler.JobRemoved(job.uid)
         return
+    if before is not None and before.submitter != after.submitter:
+        yield scheduler.UserChanged(after.uid, after.submitter)
     yield from _kept_out(before, after)
     if before is not None and before.spec is not after.spec:
         yield from _spec_changed(before, after)

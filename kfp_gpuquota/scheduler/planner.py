@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.gc_pause import collector_paused
 from kfp_gpuquota.scheduler.actions.consolidation import lost_work_s
@@ -229,7 +230,7 @@ def _promised(cycle: Cycle, tasks: Iterable[Task]) -> Promised:
 
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence[Task]) -> dict[str, Reason]:
     promised = _promised(cycle, tasks)
-    alike: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
+    alike: dict[tuple[str, str, str], tuple[Reason, list[str]]] = {}
     reasons: dict[str, Reason] = {}
     for jobs, held_off in _of_one_shape(cycle, placed):
         delay = None if held_off is None else held_off - cycle.now
@@ -243,7 +244,9 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
         if cycle.lacking:
             before = cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))
             reason = reason if before is None else sentences.behind(reason, before)
-        found = alike.setdefault((reason.project, reason.message), (reason, []))
+        if jobs[0].queue.order is Order.FAIR_USERS:
+            reason = _among_users(cycle, jobs[0], reason, placed)
+        found = alike.setdefault((reason.project, reason.message, jobs[0].user.name), (reason, []))
         found[1].extend(job.uid for job in jobs)
     for reason, uids in alike.values():
         reasons.update(dict.fromkeys(uids, of_several(reason, len(uids))))
@@ -254,6 +257,21 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
     halted = ((uid, job) for uid, job in state.halted.items() if not job.active and job not in cycle.victims)
     reasons.update((uid, sentences.halted(job)) for uid, job in halted if held_back(job))
     return reasons
+
+
+def _among_users(cycle: Cycle, job: Job, reason: Reason, placed: Container[Job]) -> Reason:
+    """Return the reason with what the job's user uses, and with the job of another one that comes first by that."""
+    queue, uses = job.queue, cycle.use_of(job.user)
+    rivals = [
+        (cycle.use_of(other.user), key, other)
+        for shape, entries in queue.waiting.items()
+        for key, other in entries[:1]
+        if shape.starts and shape.priority == job.priority and other not in placed and other not in cycle.victims
+    ]
+    first = min(rivals, key=lambda each: each[:2], default=None)
+    if all(other.user is job.user for _, _, other in rivals):
+        return reason
+    return sentences.among_users(reason, job, uses, None if first is None or first[0] >= uses else first[2])
 
 
 def _reserved(cycle: Cycle, reservation: Reservation, tasks: Iterable[Task]) -> Reason:

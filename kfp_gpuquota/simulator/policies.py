@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS
 from kfp_gpuquota.scheduler.state.model import UNLIMITED
@@ -24,7 +25,7 @@ class Policy:
     """The quotas and actions of one policy. `strict`: the oldest job of a queue is never overtaken.
 
     `backfill`: it is overtaken by jobs that do not delay it, whose run times are known (EASY), and by no others. After
-    `reserve_after_s` what an entitled job needs is kept for it.
+    `reserve_after_s` what an entitled job needs is kept for it. `order` is that of the waiting jobs of each project.
     """
 
     name: str
@@ -34,12 +35,15 @@ class Policy:
     strict: bool = False
     backfill: bool = False
     reserve_after_s: float = RESERVE_AFTER_S
+    order: Order = Order.FAIR
 
 
 POLICIES: Final = {
     policy.name: policy
     for policy in (
         Policy("gpuquota", "guaranteed quota, borrowing, reclaim, elastic jobs", Quotas.BORROWING),
+        Policy("fair-users", "as gpuquota, and each project is fair to its users", Quotas.BORROWING,
+               order=Order.FAIR_USERS),
         Policy("fifo", "first come, first served; all wait behind the first that lacks capacity", Quotas.NONE,
                actions=("allocate",), strict=True),
         Policy("static", "each project has its own GPUs and lends none", Quotas.STATIC),

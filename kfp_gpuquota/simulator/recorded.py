@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.time_spent import Activity, time_spent
 from kfp_gpuquota.simulator.measures import Result, Spread, spread
 from kfp_gpuquota.simulator.trace import WHOLE, TraceJob, TraceNode
@@ -19,7 +20,7 @@ from kfp_gpuquota.simulator.trace import WHOLE, TraceJob, TraceNode
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from kfp_gpuquota.api import Job, JobSpec, Node
+    from kfp_gpuquota.api import Job, Node
     from kfp_gpuquota.api.job import JobStatus
 
 _IN_QUEUE = (Activity.QUOTA, Activity.ROOM)
@@ -65,7 +66,7 @@ def history(
     of = {name: [job for job in replayed if job.spec.project == name] for name in names}
     memory_mib = max((device.memory_mib for node in nodes for device in node.devices), default=0)
     return History(
-        jobs=[_trace_job(job.spec, job.status.queued_at, ran[job.uid], memory_mib) for job in replayed],
+        jobs=[_trace_job(job, ran[job.uid], memory_mib) for job in replayed],
         queued={name: spread(_seconds(job.status, now, _IN_QUEUE) for job in of[name]) for name in names},
         evicted={name: sum(job.status.evictions for job in of[name]) for name in names},
         never_ran=len(known) - len(replayed),
@@ -80,11 +81,12 @@ def trace_node(node: Node) -> TraceNode:
     return TraceNode(node.name, len(node.devices), cpu, memory, model, node=node)
 
 
-def _trace_job(spec: JobSpec, arrived_at: float, work_s: float, device_memory_mib: int) -> TraceJob:
+def _trace_job(job: Job, work_s: float, device_memory_mib: int) -> TraceJob:
+    spec = job.spec
     return TraceJob(
         name=spec.name,
         project=spec.project,
-        arrives_at=arrived_at,
+        arrives_at=job.status.queued_at,
         duration_s=work_s,
         gpus=spec.worker_gpus,
         milli=round(WHOLE * min(1.0, spec.share_of(device_memory_mib))) if spec.gpus else 0,
@@ -93,6 +95,7 @@ def _trace_job(spec: JobSpec, arrived_at: float, work_s: float, device_memory_mi
         fewest=spec.workers_of(spec.smallest),
         most=spec.workers_of(spec.largest),
         spec=spec,
+        user=job.owner or spec.labels.get(USER_LABEL, ""),
     )
 
 

@@ -25,7 +25,7 @@ from kfp_gpuquota.scheduler import (
     WorkerStarted,
 )
 from kfp_gpuquota.scheduler.planner import plan
-from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Status, Task, User
 from kfp_gpuquota.simulator.backfill import easy_backfill
 from kfp_gpuquota.simulator.measures import Fragments, Meter, Result, spread
 from kfp_gpuquota.simulator.policies import Policy, Quotas
@@ -222,7 +222,7 @@ class Simulation:
         if self._policy.quotas is Quotas.NONE:
             return [Project(name=EVERYONE, guaranteed=self._gpus)]
         projects: Sequence[Project] = self._options.projects or [
-            Project(name=name, guaranteed=gpus)
+            Project(name=name, guaranteed=gpus, order=self._policy.order)
             for name, gpus in guarantees(nodes, jobs, self._options.guaranteed).items()
         ]
         if self._policy.quotas is Quotas.STATIC:
@@ -238,7 +238,7 @@ class Simulation:
         index, trace = arrival
         uid = f"{index:06}"
         if trace.spec is not None:
-            self.state.apply(JobSubmitted(uid, trace.spec, self._now))
+            self.state.apply(JobSubmitted(uid, trace.spec, self._now, user=trace.user))
         else:
             self.state.add_job(self._job(uid, trace))
         self.lives[uid] = Life(trace, self.state.jobs[uid], since=self._now)
@@ -255,6 +255,7 @@ class Simulation:
             wanted=trace.workers,
             most=trace.most,
             request=self._request(trace),
+            user=User(trace.user),
             priority=50 if unlimited else trace.priority,
             submitted_at=self._now,
             cool_down_s=self._options.cool_down_s,

@@ -56,7 +56,8 @@ class TraceJob:
     """A job that arrives `arrives_at` and takes `duration_s` at `workers` workers.
 
     Each worker takes `milli` thousandths of each of `gpus` GPUs of one node. It is elastic where `fewest` < `most`.
-    The scheduler has it as `spec`, if that is given. With a `training`, `duration_s` is the amount of its work.
+    It is one of the `user`, "" if
+    unknown. The scheduler has it as `spec`, if that is given. With a `training`, `duration_s` is the amount of its work.
     """
 
     name: str
@@ -74,6 +75,7 @@ class TraceJob:
     most: int = 1
     spec: JobSpec | None = None
     training: Training | None = None
+    user: str = ""
 
     @property
     def worker_gpus(self) -> float:
@@ -91,15 +93,16 @@ def read_nodes(path: Path) -> list[TraceNode]:
     return _read(path, ("sn", "gpu", "cpu_milli", "memory_mib"), _node)
 
 
-def read_jobs(path: Path, project_column: str = "") -> list[TraceJob]:
+def read_jobs(path: Path, project_column: str = "", user_column: str = "") -> list[TraceJob]:
     """Columns name, num_gpu, gpu_milli, cpu_milli, memory_mib, creation_time, deletion_time (s).
 
-    If there are such columns, also gpu_spec (models joined by |), priority, scheduled_time: a job takes the time from
-    that to its deletion, or all of its time where it was never scheduled. `project_column` names the project; by
-    default project, else qos, else there is one project for all.
+    If there are such columns, also gpu_spec (models joined by |), priority, user, scheduled_time: a job takes the time
+    from that to its deletion, or all of its time where it was never scheduled. `project_column` names the project; by
+    default project, else qos, else there is one project for all. `user_column` names the user; by default user.
     """
     columns = ("name", "num_gpu", "gpu_milli", "cpu_milli", "memory_mib", "creation_time", "deletion_time")
-    jobs = _read(path, (*columns, *filter(None, [project_column])), lambda row: _job(row, project_column))
+    chosen = filter(None, (project_column, user_column))
+    jobs = _read(path, (*columns, *chosen), lambda row: _job(row, project_column, user_column or "user"))
     return sorted(jobs, key=lambda job: (job.arrives_at, job.name))
 
 
@@ -161,7 +164,7 @@ def _node(row: Row) -> TraceNode:
     )
 
 
-def _job(row: Row, project_column: str) -> TraceJob:
+def _job(row: Row, project_column: str, user_column: str) -> TraceJob:
     models, gpus = row.get("gpu_spec") or "", int(row["num_gpu"])
     arrives_at, ends_at = float(row["creation_time"]), float(row["deletion_time"])
     started_at = float(row.get("scheduled_time") or arrives_at)
@@ -176,6 +179,7 @@ def _job(row: Row, project_column: str) -> TraceJob:
         memory_mib=int(row["memory_mib"]),
         models=frozenset(models.split("|")) if models else None,
         priority=int(row.get("priority") or 50),
+        user=row.get(user_column) or "",
     )
 
 

@@ -16,6 +16,7 @@ from kfp_gpuquota.api import (
     JobSpec,
     Kind,
     Node,
+    Order,
     Project,
     ReasonCode,
     StopPolicy,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PROJECTS = ["a", "b", "c"]
+ORDERS = {"a": Order.FAIR, "b": Order.FAIR_USERS, "c": Order.FAIR_USERS}
 TAINT = Taint("team", TaintEffect.NO_SCHEDULE)
 MACHINES = st.fixed_dictionaries(
     {},
@@ -119,7 +121,7 @@ class History(RuleBasedStateMachine):
             self.world.session(name, project, size)
         else:
             quality = {"priority": priority, "preemptible": preemptible, "gpus_per_worker": 1}
-            self.world.submit(name, project, size, min(low, size), size + more, **quality)
+            self.world.submit(name, project, size, min(low, size), size + more, user=self._user(), **quality)
 
     @rule(
         project=st.sampled_from(PROJECTS),
@@ -129,7 +131,9 @@ class History(RuleBasedStateMachine):
     )
     def submit_gang(self, project: str, size: int, workers: int, least: float) -> None:
         self.count += 1
-        self.world.submit(f"j{self.count:03}", project, size * workers, gpus_per_worker=size, min_run_time_s=least)
+        self.world.submit(
+            f"j{self.count:03}", project, size * workers, user=self._user(), gpus_per_worker=size, min_run_time_s=least
+        )
 
     @rule(project=st.sampled_from(PROJECTS), share=SHARES, needs=NEEDS, build=st.booleans())
     def submit_share(self, project: str, share: dict[str, Any], needs: dict[str, Any], *, build: bool) -> None:
@@ -159,7 +163,11 @@ class History(RuleBasedStateMachine):
 
     def _submit(self, project: str, fields: dict[str, Any]) -> None:
         self.count += 1
-        self.world.submit_spec(JobSpec(name=f"j{self.count:03}", project=project, command=("true",), **fields))
+        spec = JobSpec(name=f"j{self.count:03}", project=project, command=("true",), **fields)
+        self.world.submit_spec(spec, self._user())
+
+    def _user(self) -> str:
+        return ("ann", "bob", "")[self.count % 3]
 
     @precondition(lambda self: self.world.specs)
     @rule(data=st.data())
@@ -171,7 +179,9 @@ class History(RuleBasedStateMachine):
         limit = self.world.projects[name].limit if name in self.world.projects else limit
         parent = self.world.projects[name].parent if name in self.world.projects else None
         policy = self.world.projects[name].stop_policy if name in self.world.projects else StopPolicy.NONE
-        self.world.project(name, guaranteed, limit, over_quota_weight=weight, parent=parent, stop_policy=policy)
+        self.world.project(
+            name, guaranteed, limit, over_quota_weight=weight, parent=parent, stop_policy=policy, order=ORDERS[name]
+        )
 
     @rule(data=st.data(), policy=st.sampled_from([*StopPolicy, StopPolicy.NONE]))
     def set_stop_policy(self, data: st.DataObject, policy: StopPolicy) -> None:

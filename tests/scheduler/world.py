@@ -88,15 +88,22 @@ class World:
         self.state.apply(QuotaChanged(self.projects[name]))
 
     def submit(
-        self, name: str, project: str, gpus: int = 1, low: int | None = None, high: int | None = None, **more: object
+        self,
+        name: str,
+        project: str,
+        gpus: int = 1,
+        low: int | None = None,
+        high: int | None = None,
+        user: str = "",
+        **more: object,
     ) -> str:
         spec = JobSpec(name=name, project=project, command=("true",), gpus=gpus, min_gpus=low, max_gpus=high, **more)  # type: ignore[arg-type]
-        return self.submit_spec(spec)
+        return self.submit_spec(spec, user)
 
-    def submit_spec(self, spec: JobSpec) -> str:
+    def submit_spec(self, spec: JobSpec, user: str = "") -> str:
         self.now += 1
         self.specs[spec.name] = spec
-        self.state.apply(JobSubmitted(spec.name, spec, self.now))
+        self.state.apply(JobSubmitted(spec.name, spec, self.now, user=user))
         return spec.name
 
     def session(self, name: str, project: str, gpus: int = 1) -> str:
@@ -241,6 +248,7 @@ class World:
             free = set(host.devices) - {d for r in mine for d in r.devices}
             coming = set(host.devices) - {d for r in mine if not r.leaving for d in r.devices}
             assert (host.idle_whole, host.future_whole) == (len(free), len(coming)), host.name
+        self._check_users()
         for queue in self.state.ledger.queues.values():
             mine = [r for r in self.workers.values() if queue in self.state.jobs[r.job].queue.path]
             assert queue.leaving[0] == round(GPU * sum(r.gpus for r in mine if r.leaving))
@@ -251,6 +259,18 @@ class World:
             fixed = sum(job.request.amount(0).gpu * count for job, count in self._cores(jobs))
             assert queue.fixed[0] == fixed, queue.name
             assert queue.lent[0] == sum(job.request.amount(0).gpu * max(0, n - job.wanted) for job, n in jobs)
+
+    def _check_users(self) -> None:
+        """Check that what users hold equals a new count."""
+        jobs = list(self.state.jobs.values())
+        for queue in self.state.ledger.queues.values():
+            for user in queue.users.values():
+                mine = [job for job in jobs if job.user is user]
+                held = [[r.gpus for r in self.workers.values() if r.job == job.uid and not r.leaving] for job in mine]
+                counted = sum(sum(gpus[: job.wanted]) for job, gpus in zip(mine, held, strict=True))
+                assert user.held == round(GPU * counted), user
+                occupied = sum(r.gpus for r in self.workers.values() if any(r.job == job.uid for job in mine))
+                assert user.occupied == round(GPU * occupied), user
 
     def _cores(self, jobs: Iterable[tuple[Job, int]]) -> Iterable[tuple[Job, int]]:
         """Yield the jobs that cannot be preempted, with the workers that nobody may take."""

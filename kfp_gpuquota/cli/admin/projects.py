@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kfp_gpuquota.api import PoolQuota, Project, StopPolicy
+from kfp_gpuquota.api import Order, PoolQuota, Project, StopPolicy
 from kfp_gpuquota.api.project import stopped_by
 from kfp_gpuquota.api.quantity import as_number, gpu_quota, parse_cores, parse_mib, show_gpus
 from kfp_gpuquota.cli.arguments.completion import complete_project
@@ -16,7 +16,7 @@ from kfp_gpuquota.cli.arguments.parsers import pairs, seconds
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
+from kfp_gpuquota.errors import ConflictError, InvalidFieldError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ProjectView
@@ -64,6 +64,12 @@ DefaultTimeOption = Annotated[
 MaxTimeOption = Annotated[
     str | None, typer.Option("--max-time", metavar="TIME", help="The longest --time of a job, as 2d; or 'none'.")
 ]
+OrderOption = Annotated[
+    str | None,
+    typer.Option(
+        "--order", metavar="ORDER", help="Of its waiting jobs: 'fair' (by age), 'fair-users' (who uses less is first)."
+    ),
+]
 MemberOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -90,6 +96,7 @@ def create(
     pool: PoolOption = None,
     default_time: DefaultTimeOption = None,
     max_time: MaxTimeOption = None,
+    order: OrderOption = None,
     member: MemberOption = None,
 ) -> None:
     """Create a project with its quota.
@@ -104,7 +111,7 @@ def create(
       gpuquota project create team-d --pool h100=8:16 --pool t4=4
       gpuquota project create vision --guaranteed 2 --member anna --member @students
     """
-    others = _amounts(cpu, cpu_limit, memory, memory_limit) | _times(default_time, max_time)
+    others = _amounts(cpu, cpu_limit, memory, memory_limit) | _times(default_time, max_time) | _order(order)
     given = _given(guaranteed, limit, priority, weight, parent)
     project = Project(name=name, **given, **others, pools=_pools(pool or []))
     reached = client()
@@ -131,6 +138,7 @@ def set_quota(
     pool: PoolOption = None,
     default_time: DefaultTimeOption = None,
     max_time: MaxTimeOption = None,
+    order: OrderOption = None,
     member: MemberOption = None,
     remove_member: RemoveMemberOption = None,
 ) -> None:
@@ -141,11 +149,12 @@ def set_quota(
       gpuquota project set team-a --limit none
       gpuquota project set team-a --parent none
       gpuquota project set team-a --default-time 8h --max-time 2d
+      gpuquota project set team-a --order fair-users
       gpuquota project set team-a --member ben --remove-member anna
       gpuquota project set team-a
     """
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
-    changed |= _times(default_time, max_time)
+    changed |= _times(default_time, max_time) | _order(order)
     quota, members = bool(changed or pool), bool(member or remove_member)
     if not quota and not members:
         config_project(name)
@@ -378,6 +387,17 @@ def _times(default: str | None, most: str | None) -> dict[str, Any]:
     """The maximum run times of a project's jobs; 'none' takes them away."""
     given = (("default_runtime_s", "default_time", default), ("max_runtime_s", "max_time", most))
     return {field: None if text == "none" else seconds(name, text) for field, name, text in given if text is not None}
+
+
+_ORDERS = {"fair": Order.FAIR, "fair-users": Order.FAIR_USERS}
+
+
+def _order(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    if text not in _ORDERS:
+        raise InvalidFieldError("order", text, f"it must be one of {', '.join(_ORDERS)}")
+    return {"order": _ORDERS[text]}
 
 
 def _pools(given: list[str]) -> dict[str, PoolQuota]:

@@ -30,10 +30,13 @@ StateOption = Annotated[
 ]
 PolicyOption = Annotated[
     list[str] | None,
-    typer.Option("--policy", metavar="NAME", help="gpuquota, fifo, static, best-fit; may be repeated; else all."),
+    typer.Option("--policy", metavar="NAME", help="gpuquota, fair-users, fifo, ...; may be repeated; else all."),
 ]
 ColumnOption = Annotated[
     str, typer.Option("--project-column", metavar="COLUMN", help="What names a job's project; else project, or qos.")
+]
+UserColumnOption = Annotated[
+    str, typer.Option("--user-column", metavar="COLUMN", help="What names a job's user, for fair-users; else user.")
 ]
 QuotaOption = Annotated[
     list[str] | None,
@@ -54,6 +57,7 @@ def simulate(
     state: StateOption = None,
     policy: PolicyOption = None,
     project_column: ColumnOption = "",
+    user_column: UserColumnOption = "",
     guaranteed: QuotaOption = None,
     *,
     speed: SpeedOption = 1.0,
@@ -81,7 +85,7 @@ def simulate(
 
     _check(speed=speed, every_node=every_node, elastic=elastic)
     cluster = thinned(read_nodes(nodes), every_node)
-    trace = make_elastic(sped_up(read_jobs(jobs, project_column), speed), elastic)
+    trace = make_elastic(sped_up(read_jobs(jobs, project_column, user_column), speed), elastic)
     results = _results(policy or [], cluster, trace, _quotas(guaranteed or []))
     if picture is not None:
         draw(results, picture)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.api.project import run_times_of
 from kfp_gpuquota.api.quantity import as_number, show_mib
 from kfp_gpuquota.cli.display.output import table
@@ -39,6 +40,7 @@ def described_project(view: ProjectView, jobs: Sequence[Job], find: Callable[[st
         ("memory", shown_memory(project)),
         ("node pools", shown_pools(project)),
         ("time of jobs", run_times_of(project)),
+        ("order", "" if project.order is Order.FAIR else project.order.value),
         ("stop policy", shown_stop_policy(project, find)),
         ("members", ", ".join(view.members or ())),
     ]

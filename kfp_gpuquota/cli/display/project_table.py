@@ -21,7 +21,7 @@ def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers
     STOP POLICY is a column if a project has one.
     """
     columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED", "SURPLUS"]
-    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS", "TIME"] if wide else []
+    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS", "TIME", "ORDER"] if wide else []
     projects = {view.project.name: view.project for view in views}
     policies = [shown_stop_policy(project, projects.get) for project in projects.values()]
     stopped = wide or any(policies)
@@ -54,6 +54,7 @@ def _wide_row(view: ProjectView) -> list[object]:
         shown_memory(project),
         shown_pools(project),
         run_times_of(project),
+        project.order.value,
     ]
 
 

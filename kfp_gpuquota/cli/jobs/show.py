@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.job_sentences import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.api.quantity import show_gpus
@@ -173,10 +174,17 @@ def _stragglers(job: Job) -> str:
 def _place_in_queue(reached: ClusterApi, job: Job) -> str:
     """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait."""
     mine = queued(job)
-    if mine is None:
-        return ""
+    if mine is None or (not reached.runs_here and _is_fair_to_users(reached, job.spec.project)):
+        return ""  # on Kubernetes a job's status does not have what its user uses
     waiting = [each for each in reached.queue(job.spec.project) if each.pool == mine.pool]
     return place_of(sorted(waiting, key=lambda each: each.key), len(ahead_of(mine, waiting)))
+
+
+def _is_fair_to_users(reached: ClusterApi, project: str) -> bool:
+    try:
+        return reached.get_project(project).project.order is Order.FAIR_USERS
+    except GpuQuotaError:
+        return False
 
 
 def _queue_lines(reached: ClusterApi, job: Job) -> Iterator[str]:

@@ -12,6 +12,7 @@ import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Project, Reason, ReasonCode
 from kfp_gpuquota.api.annotations import with_limit_variable
+from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.job_sentences import name_taken, over
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.project import check_parents, version_of, with_run_time
@@ -367,6 +368,7 @@ class LocalCluster:
             lease_holder=request.lease.holder if request.lease else "",
             lease_s=request.lease.duration_s if request.lease else 0.0,
             owner=owner,
+            user=request.spec.labels.get(USER_LABEL, ""),
         )
 
     def _refuse_over(self, job: JobRecord) -> None:

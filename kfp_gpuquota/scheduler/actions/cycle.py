@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.actions.candidates import Known
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape
+    from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape, User
 
 Try = Callable[[Job, list[Task], Amount], bool]
 """Serves a job's next request and returns True, or changes nothing and returns False."""
@@ -133,6 +133,10 @@ class Cycle:
         if self.ledger.has_waiting:
             self._too_early(self.now + half_life_s / usage.LOOKS_PER_HALF_LIFE)
         return lambda queue: usage.used_by(queue, self.now, half_life_s)
+
+    def use_of(self, user: User) -> float:
+        """Return the GPUs that count as the user's, in the order of its queue's jobs and what is lent to them."""
+        return usage.use_of(user, self.now, self.ledger.half_life_s)
 
     def run(self, actions: Sequence[str] = ACTIONS) -> None:
         """Carry out the actions in order, on the ledger."""
@@ -278,7 +282,9 @@ class Cycle:
 
     def _each(self, action: str, attempt: Try, *, look_ahead: bool = True) -> None:
         useful = self._useful(action)
-        pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes)
+        pending = PendingQueue(
+            self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes, use_of=self.use_of
+        )
         if action == "allocate" and look_ahead and not self.strict:
             kept = self.victims.keys() | self.reserved.keys()  # these are skipped, or have their own part reserved
             pending.close_where(lambda job: job not in kept and not self._can_be_placed(job))

@@ -9,6 +9,11 @@ the job, and H how long the change is expected to last: as long as the size befo
 proportional fairness: a GPU goes where it raises the goodput by the largest part, jobs without measurements share
 equally, no job starves, and the unit of a goodput does not matter. docs/decisions/growth.md has what was rejected.
 
+In a project that is fair to its users, what the queue has to lend is divided between them first, one GPU after the
+other to the user who has least with it: what counts in the order of waiting jobs, and what is lent. Each user's jobs
+then choose sizes for that part. A user who has more than that releases it to those who have less, as far as workers may
+leave for other jobs at all.
+
 Invariant: workers are taken from one job for another only if the sum grows by it, and only those that are lent. So with
 the same measurements the sizes reach a fixed point. A queue's part of what is idle depends on goodput only in that it
 is no more than its jobs gain by; what no job gains by is lent last, to jobs whose changes are cheap.
@@ -24,6 +29,7 @@ from itertools import pairwise
 from math import frexp, log, log1p
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.groups import loose
@@ -31,10 +37,10 @@ from kfp_gpuquota.scheduler.state.model import GPU, PAUSE_S, Host, Job, Status, 
 from kfp_gpuquota.scheduler.state.progress import Scaling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.actions.cycle import Cycle
-    from kfp_gpuquota.scheduler.state.model import Queue
+    from kfp_gpuquota.scheduler.state.model import Queue, User
 
 SHORTEST_S: Final = 60.0
 LONGEST_S: Final = 600.0
@@ -181,7 +187,7 @@ class Growth:
         idle = self._shares_of_idle(by_queue)
         for queue in sorted(by_queue, key=_lent_key):
             if self._ledger.any_idle or any(job.lent for job in by_queue[queue]):
-                self._choose(by_queue[queue], idle[queue])
+                self._choose_fairly(by_queue[queue], idle[queue])
         for job in [job for job in self._targets if self._targets[job] > job.active]:
             self._grow(job)
         self._release()
@@ -231,15 +237,60 @@ class Growth:
     def _each(self, job: Job) -> float:
         return max(_EPSILON, job.request.amount(self._ledger.gpu_memory_mib).gpu / GPU)
 
+    def _choose_fairly(self, jobs: list[Job], idle: float) -> None:
+        """Choose the sizes of the jobs of one queue, of each user by itself where the queue is fair to its users."""
+        by_user: dict[User, list[Job]] = {}
+        for job in jobs:
+            by_user.setdefault(job.user, []).append(job)
+        if len(by_user) == 1 or jobs[0].queue.order is not Order.FAIR_USERS:
+            self._choose(jobs, idle)
+            return
+        parts = self._parts(by_user, idle)
+        for user, own in by_user.items():
+            self._choose(own, parts[user] - self._movable(own))
+
+    def _parts(self, by_user: Mapping[User, list[Job]], idle: float) -> dict[User, float]:
+        """Divide the idle GPUs and those that may change jobs: one after the other to the user who has least."""
+        left = idle + sum(map(self._movable, by_user.values()))
+        parts = dict.fromkeys(by_user, 0.0)
+        hunger = {user: self._movable(jobs) + sum(map(self._useful, jobs)) for user, jobs in by_user.items()}
+        fixed = {user: self._uses(user, jobs) - self._movable(jobs) for user, jobs in by_user.items()}
+
+        def key(user: User) -> tuple[float, float, str]:
+            return fixed[user] + parts[user], -user.occupied, user.name
+
+        heap = [(key(user), user) for user in by_user if hunger[user] > 0]
+        heapify(heap)
+        while heap and left >= 1:
+            user = heap[0][1]
+            left, parts[user] = left - 1, parts[user] + 1
+            if parts[user] < hunger[user]:
+                heapreplace(heap, (key(user), user))
+            else:
+                heappop(heap)
+        return parts
+
+    def _uses(self, user: User, jobs: Iterable[Job]) -> float:
+        """Return the GPUs that count as the user's, with those that are lent to these jobs."""
+        return self._cycle.use_of(user) + sum(job.lent * self._each(job) for job in jobs)
+
+    def _movable(self, jobs: Iterable[Job]) -> float:
+        """Return the GPUs of these jobs that other jobs may get."""
+        return sum((job.active - self._values[job].sizes.least) * self._each(job) for job in jobs)
+
     def _choose(self, jobs: list[Job], idle: float) -> None:
-        """Choose the sizes of the jobs of one queue; they keep theirs unless that is worth more."""
+        """Choose the sizes of the jobs of one queue or user; they keep theirs unless that is worth more.
+
+        `idle` are the GPUs that they may have more; if it is negative, they have more than their part.
+        """
         jobs.sort(key=lambda job: (job.lent, -job.priority, job.submitted_at, job.uid))
         for job in jobs:
             if job.lent and self._values[job].sizes.least > job.wanted:
                 self._cycle.review_at(job.started_at + job.cool_down_s)
-        gpus = idle + sum((job.active - self._values[job].sizes.least) * self._each(job) for job in jobs)
+        gpus = idle + self._movable(jobs)
         chosen = allocate([self._values[job].sizes for job in jobs], gpus)
-        if _sum(self._values[j](n) - self._values[j](j.active) for j, n in zip(jobs, chosen, strict=True)):
+        gained = _sum(self._values[j](n) - self._values[j](j.active) for j, n in zip(jobs, chosen, strict=True))
+        if gained or idle < 0:
             self._targets.update(zip(jobs, chosen, strict=True))
         elif any(self._values[job].cost for job in jobs):
             self._look_again(jobs, allocate([self._values[job].free_sizes for job in jobs], gpus))
@@ -351,10 +402,12 @@ class Growth:
     def _gains(self, job: Job) -> bool:
         return job.active < job.most and gains(job, self._values[job])
 
-    def _fill_key(self, job: Job) -> tuple[float, float, int, int, float, str]:
+    def _fill_key(self, job: Job) -> tuple[float, float, float, int, int, float, str]:
         value = self._values[job]
         gained = round((value.free(job.active + 1) - value.free(job.active)) / self._each(job), 6)
-        return (_lent_key(job.queue)[0], -gained, job.lent, -job.priority, job.submitted_at, job.uid)
+        user, fair = job.user, job.queue.order is Order.FAIR_USERS
+        uses = self._cycle.use_of(user) + (user.occupied - user.held) / GPU if fair else 0.0
+        return (_lent_key(job.queue)[0], uses, -gained, job.lent, -job.priority, job.submitted_at, job.uid)
 
 
 def _lent_key(queue: Queue, more_gpus: float = 0.0) -> tuple[float, float, str]:

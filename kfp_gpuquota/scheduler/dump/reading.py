@@ -19,6 +19,7 @@ from kfp_gpuquota.scheduler.state.model import (
     Rules,
     Status,
     Task,
+    User,
 )
 from kfp_gpuquota.scheduler.state.state import State
 from kfp_gpuquota.scheduler.state.tree import graft
@@ -39,8 +40,10 @@ def _same(record: type[msgspec.Struct], *others: str) -> tuple[str, ...]:
     return tuple(name for name in record.__struct_fields__ if name not in others)
 
 
-_JOB_FIELDS: Final = _same(JobRecord, "queue", "request", "workers", "pending", "hosts", "throughput", "batches")
-_QUEUE_FIELDS: Final = _same(QueueRecord, "key", "deserved", "limit", "children", "running", "waiting")
+_JOB_FIELDS: Final = _same(
+    JobRecord, "queue", "request", "workers", "pending", "hosts", "throughput", "batches", "user"
+)
+_QUEUE_FIELDS: Final = _same(QueueRecord, "key", "deserved", "limit", "children", "running", "waiting", "users")
 _NODE_FIELDS: Final = _same(NodeRecord, "workers")
 _REQUEST_FIELDS: Final = _same(RequestRecord, "nodes", "labels", "terms", "tolerations", "barred")
 
@@ -73,6 +76,7 @@ def _read_queues(state: State, records: Iterable[QueueRecord]) -> None:
         queue = queues[record.key] = Queue(
             deserved=_amount(record.deserved), limit=_amount(record.limit), **_taken(record, _QUEUE_FIELDS)
         )
+        queue.users = {name: User(name, used=used, used_until=at) for name, (used, at) in record.users.items()}
         graft(queue, None)
     for record in records:
         for child in record.children:
@@ -84,8 +88,10 @@ def _amount(record: AmountRecord) -> Amount:
 
 
 def _read_job(state: State, record: JobRecord, requests: dict[RequestRecord, Request]) -> None:
+    queue = state.ledger.queues[record.queue]
     job = Job(
-        queue=state.ledger.queues[record.queue],
+        queue=queue,
+        user=state.user(queue, record.user),
         request=_request(record.request, requests),
         throughput=dict(record.throughput),
         batches=dict(record.batches),

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from kfp_gpuquota.api import Project, Reason, StopPolicy
+from kfp_gpuquota.api import Order, Project, Reason, StopPolicy
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Plan
@@ -54,7 +54,8 @@ class QueueRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """A project or department in one node pool, with its quota there. Queues are named by `key`.
 
     `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `children` are keys, `running` and
-    `waiting` uids: `waiting` has the first job of each group of alike jobs.
+    `waiting` uids: `waiting` has the first job of each group of alike jobs. `users` are its users with their past use
+    and until when it is counted, as `recalled` is by the keys of others.
     """
 
     key: str
@@ -63,12 +64,15 @@ class QueueRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     deserved: AmountRecord = AmountRecord()
     limit: AmountRecord = AmountRecord()
     stop_policy: StopPolicy = StopPolicy.NONE
+    order: Order = Order.FAIR
     priority: int = 100
     weights: tuple[Number, Number, Number] = (1.0, 1.0, 1.0)
     created: Number = 0.0
     exists: bool = True
     used: Number = 0.0
     used_until: Number = 0.0
+    users: dict[str, tuple[Number, Number]] = {}
+    recalled: dict[str, tuple[Number, Number]] = {}
     children: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
@@ -132,6 +136,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     workers: tuple[WorkerRecord, ...] = ()
     pending: tuple[PendingRecord, ...] = ()
     hosts: tuple[str, ...] = ()
+    user: str = ""
     groups: Group | None = None
     spread: bool = False
     priority: int = 50

@@ -66,6 +66,7 @@ def _queue(queue: Queue, keys: dict[Queue, str]) -> QueueRecord:
         children=tuple(keys[child] for child in queue.children.values()),
         running=tuple(job.uid for job in queue.running),
         waiting=tuple(entries[0][1].uid for entries in queue.waiting.values()),
+        users={user.name: (user.used, user.used_until) for user in queue.users.values()},
     )
 
 
@@ -83,6 +84,7 @@ def _job(job: Job, queue: str, requests: dict[Request, RequestRecord]) -> JobRec
         job,
         JobRecord,
         queue=queue,
+        user=job.user.name,
         request=own,
         workers=tuple(_worker(task, different(task)) for task in job.tasks.values()),
         pending=tuple(_record(task, PendingRecord, request=different(task)) for task in job.pending),

@@ -101,6 +101,23 @@ def behind(reason: Reason, before: Job) -> Reason:
     return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": before.name})
 
 
+def among_users(reason: Reason, job: Job, uses: float, first: Job | None) -> Reason:
+    """Return the reason with what counts as used by the job's user (`user_gpus`), in a project that is fair to users.
+
+    `first` is the job of a user with less, which comes before this one for that; None if there is none.
+    """
+    details = {**reason.details, "user": job.user.name, "user_gpus": uses}
+    if first is None:
+        return msgspec.structs.replace(reason, details=details)
+    holds = f"uses {count(job.user.held)} of the {gpus(job.queue.claim(0))} of {job.queue.label}"
+    past = uses - job.user.held / GPU
+    recently = f" and has used {past:.2g} in the mean before" if past >= 0.01 else ""
+    who = f"user {job.user.name}" if job.user.name else "a user without a name"
+    others = f"{first.user.name}'s job {first.name}" if first.user.name else f"job {first.name}"
+    message = f"{reason.message}; {who} {holds}{recently}, so {others} comes first"
+    return msgspec.structs.replace(reason, message=message, details=details)
+
+
 def reserved(reason: Reason, nodes: Sequence[str], starts_by: float) -> Reason:
     """Return the reason of a waiting job with the nodes whose idle devices are kept for it, and until when at most.
 

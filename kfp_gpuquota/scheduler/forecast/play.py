@@ -308,6 +308,7 @@ def _resubmitted(job: Job) -> Job:
         request=job.request,
         groups=job.groups,
         spread=job.spread,
+        user=job.user,
         priority=job.priority,
         preemptible=job.preemptible,
         submitted_at=job.submitted_at,

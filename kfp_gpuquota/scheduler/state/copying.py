@@ -29,6 +29,8 @@ class _Copier:
         self.hosts = {host: copy(host) for host in original.ledger.hosts.values()}
         self.queues = {queue: copy(queue) for queue in original.ledger.queues.values()}
         self.jobs = {job: copy(job) for job in jobs}
+        users = {user for queue in original.ledger.queues.values() for user in queue.users.values()}
+        self.users = {user: copy(user) for user in users}
         self.tasks = {task: copy(task) for job in jobs for task in (*job.tasks.values(), *job.pending)}
         self.state = State()
         self._relink()
@@ -55,7 +57,7 @@ class _Copier:
         host.tasks = {self.tasks[task]: None for task in host.tasks}
 
     def _relink_job(self, job: Job) -> None:
-        job.queue = self.queues[job.queue]
+        job.queue, job.user = self.queues[job.queue], self.users.get(job.user, job.user)
         job.tasks = {name: self.tasks[task] for name, task in job.tasks.items()}
         job.pending = [self.tasks[task] for task in job.pending]
         job.hosts = {self.hosts[host]: count for host, count in job.hosts.items()}
@@ -73,6 +75,8 @@ class _Copier:
             setattr(queue, name, filed)
         queue.running = {self.jobs[job]: None for job in queue.running}
         queue.priorities = dict(queue.priorities)
+        queue.users = {name: self.users[user] for name, user in queue.users.items()}
+        queue.recalled = dict(queue.recalled)
         for name in ("held", "leaving", "lent", "fixed", "requested"):
             setattr(queue, name, list(getattr(queue, name)))
 

@@ -53,6 +53,7 @@ class JobSubmitted(Event, frozen=True, tag=True):
     Not `movable`: the owner of its workers does not create replacements, so a worker that is stopped is lost. With
     `parts` its workers differ: each spec is the request of a set of them, and all workers of all sets start together.
     `replaces`: it is a lost worker of a gang that runs, whose other workers are other jobs; a hold lets it start.
+    `user` is who submitted it; "": unknown, and all such jobs of a project count as those of one user.
     """
 
     uid: str
@@ -62,6 +63,7 @@ class JobSubmitted(Event, frozen=True, tag=True):
     overlapping: bool = False
     replaces: bool = False
     parts: dict[str, JobSpec] = {}
+    user: str = ""
 
 
 class JobUpdated(Event, frozen=True, tag=True):
@@ -73,6 +75,13 @@ class JobUpdated(Event, frozen=True, tag=True):
     uid: str
     spec: JobSpec
     at: float | None = None
+
+
+class UserChanged(Event, frozen=True, tag=True):
+    """The job is one of another user: who that is is read from another label now, or the label has changed."""
+
+    uid: str
+    user: str
 
 
 class JobRemoved(Event, frozen=True, tag=True):
@@ -198,13 +207,15 @@ class PlacementsPromised(Event, frozen=True, tag=True):
 class UsageRecalled(Event, frozen=True, tag=True):
     """The project's decayed over-quota usage up to `at`, which replaces the recorded one (after a restart).
 
-    It is that in a node pool, or in nodes of no pool.
+    It is that in a node pool, or in nodes of no pool. `users` is the past use of its users in GPU-seconds, all of it,
+    by `usage.key_of` their names.
     """
 
     project: str
     gpu_seconds: float
     at: float
     pool: str = ""
+    users: dict[str, float] = {}
 
 
 class TimePassed(Event, frozen=True, tag=True):

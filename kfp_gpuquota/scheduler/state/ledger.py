@@ -220,6 +220,9 @@ class Ledger:
             if task.status is not Status.HELD and task.moved is None:
                 job.placed += sign
         amount = task.request.amount(0 if host is None else host.gpu_memory_mib)
+        job.user.occupied += sign * amount.gpu
+        if not leaving and not lent:
+            job.user.held += sign * amount.gpu
         in_pool, pool = (self.leaving_gpus if leaving else self.held_gpus), job.queue.pool
         in_pool[pool] = in_pool.get(pool, 0.0) + sign * amount.gpu
         self.lent_tasks += sign * lent

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kfp_gpuquota.api import StopPolicy
+from kfp_gpuquota.api import Order, StopPolicy
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
 from kfp_gpuquota.api.project import strictest
 from kfp_gpuquota.api.resources import capacity_of, weighed
@@ -134,6 +134,20 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
+class User:
+    """A user of one queue. `held` are the micro-GPUs of its jobs that neither leave nor are lent.
+
+    `occupied` are all that its workers have, and `used` the decayed GPU-seconds of these up to `used_until`.
+    """
+
+    name: str = ""
+    held: float = 0.0
+    occupied: float = 0.0
+    used: float = 0.0
+    used_until: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
 class Queue:
     """A project or department, in one node pool. Amounts are of the whole subtree.
 
@@ -143,7 +157,8 @@ class Queue:
     `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is
     stopped. `stop_policy` is its own; `halt` is the strictest one of it and of those above it. `waiting` has the jobs
     that plans consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no
-    node can hold them (rotation.py).
+    node can hold them (rotation.py). `users` are those who have had jobs in it; `recalled` is the past use of others by
+    `usage.key_of` their name, as it was stored.
     """
 
     name: str
@@ -153,6 +168,7 @@ class Queue:
     limit: Amount = BOUNDLESS
     enforced: bool = False
     stop_policy: StopPolicy = StopPolicy.NONE
+    order: Order = Order.FAIR
     priority: int = 100
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     created: float = 0.0
@@ -174,6 +190,8 @@ class Queue:
     shelved: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
     running: dict[Job, None] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
+    users: dict[str, User] = field(default_factory=dict)
+    recalled: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -241,13 +259,17 @@ OrderKey = tuple[int, int, float, str]
 
 
 class Shape(NamedTuple):
-    """Jobs of one queue and shape differ only in age: when one cannot be placed, none can."""
+    """Jobs of one queue and shape differ only in age: when one cannot be placed, none can.
+
+    `user` is the name of their user where that decides about their order, else "".
+    """
 
     requests: tuple[Request, ...]
     priority: int
     preemptible: bool
     starts: bool
     groups: Group | None
+    user: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -306,6 +328,7 @@ class Job:
     request: Request
     groups: Group | None = None
     spread: bool = False
+    user: User = field(default_factory=User)
     priority: int = 50
     preemptible: bool = True
     exceeds: bool = False

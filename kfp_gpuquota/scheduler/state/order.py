@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.state.groups import below
 from kfp_gpuquota.scheduler.state.model import UNLIMITED, Amount, Job, OrderKey, Queue, Shape, Task
 
@@ -44,7 +45,8 @@ def entitlement(queue: Queue, amount: Amount) -> Entitlement:
 
 def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
     """Return the shape of the job; jobs of one shape fit or fail together."""
-    return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups)
+    user = job.user.name if job.queue.order is Order.FAIR_USERS else ""
+    return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups, user)
 
 
 def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:

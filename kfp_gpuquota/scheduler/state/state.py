@@ -26,6 +26,7 @@ from kfp_gpuquota.scheduler.state.model import (
     Shape,
     Status,
     Task,
+    User,
 )
 from kfp_gpuquota.scheduler.state.order import job_key, shape_of
 from kfp_gpuquota.scheduler.state.tree import graft, remove_quota, set_quota, subtree
@@ -111,7 +112,7 @@ class State:
         project = self.projects[event.project.name] = event.project
         self._note_all_usage()
         pools = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
-        with self._halts_followed(project.name):
+        with self._orders_followed(project.name), self._halts_followed(project.name):
             for pool in sorted({"", *project.pools, *pools}):
                 self._configure(project, pool)
 
@@ -119,7 +120,7 @@ class State:
     def _(self, event: events.QuotaRemoved) -> None:
         self.projects.pop(event.name, None)
         self._note_all_usage()
-        with self._halts_followed(event.name):
+        with self._orders_followed(event.name), self._halts_followed(event.name):
             for key, queue in list(self.ledger.queues.items()):
                 if queue.name == event.name:
                     self._remove_quota(key, queue)
@@ -141,6 +142,7 @@ class State:
         spec = event.spec
         job = new_job(event.uid, spec, self._configured(spec.project, spec.node_pool), event.at, event.parts)
         job.movable, job.overlapping, job.replaces = event.movable, event.overlapping, event.replaces
+        job.user = User(event.user)
         self.add_job(job)
 
     @_apply.register
@@ -149,6 +151,22 @@ class State:
         self.ledger.settle()
         update(job, event.spec, self.ledger, resized=event.at is not None)
         job.below_since = job.below_since if event.at is None else event.at
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.UserChanged) -> None:
+        job = self._job(event.uid)
+        before, after = job.user, self.user(job.queue, event.user)
+        if before is after:
+            return
+        for user in (before, after):
+            self._note_use_of(user)
+        has = [self.ledger.amount(task).gpu for task in job.tasks.values()]
+        holds = [self.ledger.amount(task).gpu for task in job.tasks.values() if task.status is Status.HELD]
+        for user, sign in ((before, -1), (after, 1)):
+            user.occupied += sign * sum(has)
+            user.held += sign * sum(holds[: job.wanted])
+        job.user = after
         self._changed(job)
 
     @_apply.register
@@ -274,6 +292,7 @@ class State:
     def add_job(self, job: Job) -> None:
         """Add a job record that no `JobSpec` can describe; its queue must be in the ledger."""
         self.jobs[job.uid] = job
+        job.user = self.user(job.queue, job.user.name)
         self._changed(job)
 
     def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
@@ -286,6 +305,9 @@ class State:
     def _(self, event: events.UsageRecalled) -> None:
         queue = self._configured(event.project, event.pool)
         queue.used, queue.used_until = event.gpu_seconds, event.at
+        queue.recalled = {key: (used, event.at) for key, used in event.users.items()}
+        for user in queue.users.values():
+            _recall(queue, user, event.at)
 
     @_apply.register
     def _(self, event: events.TimePassed) -> None:
@@ -296,6 +318,18 @@ class State:
         self.last_at = max(self.last_at, at or 0.0)
         if self.ledger.half_life_s is not None:
             usage.note(job.queue.path, self.last_at, self.ledger.half_life_s)
+        self._note_use_of(job.user)
+
+    def _note_use_of(self, user: User) -> None:
+        if self.ledger.half_life_s is not None:
+            usage.note_user(user, self.last_at, self.ledger.half_life_s)
+
+    def user(self, queue: Queue, name: str) -> User:
+        """Return the queue's record of a user."""
+        if name not in queue.users:
+            queue.users[name] = User(name, used_until=self.last_at)
+            _recall(queue, queue.users[name], self.last_at)
+        return queue.users[name]
 
     def _note_all_usage(self) -> None:
         """Update the usage of all queues before a change of guarantees, or of the tree: it is of what comes after."""
@@ -326,6 +360,16 @@ class State:
         before = {queue: queue.halt for top in self.queues_of(project) for queue in subtree(top)}
         yield
         changed = {queue for queue, halt in before.items() if queue.halt is not halt}
+        for job in list(self.jobs.values()) if changed else ():
+            if job.queue in changed:
+                self._changed(job)
+
+    @contextmanager
+    def _orders_followed(self, project: str) -> Iterator[None]:
+        """Update the waiting jobs of a project that has another order afterwards."""
+        before = {queue: queue.order for queue in self.queues_of(project)}
+        yield
+        changed = {queue for queue, order in before.items() if queue.order is not order}
         for job in list(self.jobs.values()) if changed else ():
             if job.queue in changed:
                 self._changed(job)
@@ -396,6 +440,11 @@ class State:
 
 # A singledispatchmethod makes a new function at each access (Python 3.11), which costs as much as many events do.
 _handler_of = State.__dict__["_apply"].dispatcher.dispatch
+
+
+def _recall(queue: Queue, user: User, at: float) -> None:
+    """Give a user the past use that was stored; one of which nothing was stored has none."""
+    user.used, user.used_until = queue.recalled.pop(usage.key_of(queue.name, user.name), (0.0, at))
 
 
 def _take_pending(job: Job, part: str) -> Task | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import PoolQuota, StopPolicy
+from kfp_gpuquota.api import Order, PoolQuota, StopPolicy
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler.state.model import BOUNDLESS, GPU, MILLI, NOTHING, UNLIMITED, Amount, Queue
@@ -23,14 +23,15 @@ def set_quota(queue: Queue, project: Project) -> None:
     else:
         queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
         queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
-    queue.stop_policy = project.stop_policy
+    queue.stop_policy, queue.order = project.stop_policy, project.order
     queue.priority, queue.weights, queue.exists = project.priority, (project.over_quota_weight,) * 3, True
 
 
 def remove_quota(queue: Queue) -> None:
     """Remove the queue's quota, and its place in the tree: it is as if it had never had one."""
     graft(queue, None)
-    queue.priority, queue.weights, queue.stop_policy, queue.exists = 100, (1.0,) * 3, StopPolicy.NONE, False
+    queue.priority, queue.weights, queue.exists = 100, (1.0,) * 3, False
+    queue.stop_policy, queue.order = StopPolicy.NONE, Order.FAIR
     _bound_missing(queue)
 
 

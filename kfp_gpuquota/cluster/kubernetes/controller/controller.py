@@ -535,6 +535,7 @@ class Controller:
         self.claims.rules_changed()
         self.snapshot.rules_changed()
         self.snapshot.unseen.rules_changed()
+        self.snapshot.plain.users_changed()
         self.default_quotas.rules_changed()
         self.elastic.rules_changed()
         self.wake()

@@ -175,6 +175,8 @@ class ElasticJobs:
         for uid in self.book.jobs if self.pod_events.started else ():
             if self.book.alive_of(uid):
                 self.workers.isolate(uid)
+        for uid in list(self.book.jobs):
+            self._follow_user(uid)
 
     def owns(self, pod: PodView) -> bool:
         """Return whether the pod is a worker of a tracked job."""
@@ -283,6 +285,7 @@ class ElasticJobs:
         if counted_amounts(record.spec):
             self._rules.rules.refuse_shares_in(record.spec.node_pool)
         longest = self._rules.rules.reclaim.max_grace_s
+        record = msgspec.structs.replace(record, user=self._rules.rules.user_of(job.metadata.labels))
         if record.spec.grace_period_s <= longest:
             return record
         spec = msgspec.structs.replace(record.spec, grace_period_s=longest)
@@ -343,6 +346,15 @@ class ElasticJobs:
         if why and not suspend:
             self._forget_suspension(uid)
 
+    def _follow_user(self, uid: str) -> None:
+        """Count the job as one of the user that its labels name now."""
+        job = self.book.jobs[uid]
+        user = self._rules.rules.user_of(self.book.runtime_states[uid].object.metadata.labels)
+        if user != job.user:
+            self.book.put_job(msgspec.structs.replace(job, user=user))
+            if not job.over:
+                self.book.emit(scheduler.UserChanged(uid, user))
+
     def _forget_suspension(self, uid: str) -> None:
         """Remove why the controller has suspended the job: its user has resumed it."""
         meta = self.book.runtime_states[uid].object.metadata
@@ -353,6 +365,7 @@ class ElasticJobs:
 
     def _resubmit(self, uid: str) -> None:
         """Apply a changed specification; a waiting job is submitted again with it, and keeps its age."""
+        self._follow_user(uid)
         before, state = self.book.jobs[uid], self.book.runtime_states[uid]
         try:
             spec = self._record_of(state.object).spec

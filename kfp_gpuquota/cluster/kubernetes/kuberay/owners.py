@@ -124,7 +124,8 @@ class Owners:
     def _given(self, owner: RayCluster | RayJob) -> Given:
         meta = owner.metadata
         defaults = self.limits.requests_in(meta.namespace)
-        return Given(meta.name, meta.namespace, defaults, self.volumes.apply, self.rules.rules.gpu_weights)
+        rules = self.rules.rules
+        return Given(meta.name, meta.namespace, defaults, self.volumes.apply, rules.gpu_weights, rules.user_of)
 
 
 def subject_of(owner: RayCluster | RayJob) -> Subject:

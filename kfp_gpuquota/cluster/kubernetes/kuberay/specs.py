@@ -41,7 +41,8 @@ class Given(NamedTuple):
     """What determines a unit's requests besides its object.
 
     `defaults` are a container's default requests in the namespace; `located(pod)` restricts a pod to the nodes of its
-    volumes; `weights` are the other resources that count as GPUs, as in CountedJobSpec.
+    volumes; `weights` are the other resources that count as GPUs, as in CountedJobSpec. `user_of` labels is the user
+    that they name.
     """
 
     name: str
@@ -49,14 +50,19 @@ class Given(NamedTuple):
     defaults: Mapping[str, object]
     located: Callable[[PodView], PodView]
     weights: Resources = ()
+    user_of: Callable[[Mapping[str, str]], str] = lambda _labels: ""
 
 
 class Request(NamedTuple):
-    """A unit's job; `gpus` are the devices of each pod by group, and with several groups `parts` has a job for each."""
+    """A unit's job; `gpus` are the devices of each pod by group, and with several groups `parts` has a job for each.
+
+    `user` is the one that the labels of its first pods name.
+    """
 
     spec: JobSpec
     parts: dict[str, JobSpec]
     gpus: dict[str, int]
+    user: str = ""
 
 
 class SizeNote(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -122,7 +128,8 @@ def group_request(given: Given, group: WorkerGroup, note: SizeNote, *, autoscale
     limit = max(least, min(most_requested(group, note), MAX_GROUP))  # as KubeRay, which never exceeds maxReplicas
     wanted = min(limit, max(least, group.replicas if autoscaled else requested(group, note)))
     most = wanted if autoscaled else limit
-    one = pod_job(_pod_view(given, group.template))
+    view = _pod_view(given, group.template)
+    one = pod_job(view)
     gpus = one.gpus
     spec = msgspec.structs.replace(
         one,
@@ -132,7 +139,7 @@ def group_request(given: Given, group: WorkerGroup, note: SizeNote, *, autoscale
         max_gpus=most * gpus,
         gpus_per_worker=gpus,
     )
-    return Request(spec, {}, {group.group_name: gpus})
+    return Request(spec, {}, {group.group_name: gpus}, given.user_of(view.labels))
 
 
 def fixed_request(given: Given, groups: list[WorkerGroup]) -> Request:
@@ -145,7 +152,8 @@ def fixed_request(given: Given, groups: list[WorkerGroup]) -> Request:
     }
     gpus = {name: view.gpus for name, view in views.items()}
     first = next(iter(parts.values()))
-    return Request(first, parts if len(parts) > 1 else {}, gpus)
+    user = given.user_of(views[next(iter(parts))].labels)
+    return Request(first, parts if len(parts) > 1 else {}, gpus, user)
 
 
 def _times(given: Given, one: JobSpec, pods: int) -> JobSpec:

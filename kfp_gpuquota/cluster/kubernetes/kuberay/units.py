@@ -86,13 +86,21 @@ class Unit:
         request = self.request
         self.ledger.emit(
             scheduler.JobSubmitted(
-                self.uid, request.spec, self.at, movable=self.movable, overlapping=True, parts=request.parts
+                self.uid,
+                request.spec,
+                self.at,
+                movable=self.movable,
+                overlapping=True,
+                parts=request.parts,
+                user=request.user,
             )
         )
 
     def update(self, request: Request) -> None:
         """Apply a changed request; what pods of other sizes request counts from their next start on."""
         if request != self.request and not self.ended:
+            if request.user != self.request.user:
+                self.ledger.emit(scheduler.UserChanged(self.uid, request.user))
             self.request = request
             self.ledger.emit(scheduler.JobUpdated(self.uid, request.spec))
             self.ledger.emit(scheduler.ConstraintsChanged(self.uid, request.spec))

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, OwnerReference, Struct
 
 
@@ -26,6 +27,7 @@ class GpuQuotaSpec(Struct, frozen=True):
     default_runtime_seconds: Any = None
     max_runtime_seconds: Any = None
     stop_policy: Any = None
+    order: Any = None
 
 
 class PromisedPlacement(Struct, frozen=True):
@@ -49,11 +51,15 @@ class Promise(Struct, frozen=True):
 
 
 class OverQuotaUsage(Struct, frozen=True):
-    """GPU-seconds above the guarantee in a node pool until `at` (seconds since 1970), each halved by its age."""
+    """GPU-seconds above the guarantee in a node pool until `at` (seconds since 1970), each halved by its age.
+
+    `users` are those of the users of a team that is fair to them, by a hash of their names.
+    """
 
     gpu_seconds: float
     at: float
     pool: str = ""
+    users: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class UnusedWorkload(Struct, frozen=True):
@@ -346,6 +352,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     moves: bool = True
     reserve_after_seconds: float = 1800.0
     usage_half_life_seconds: float | None = None
+    user_label: str = labels.USER
     gpu_use: GpuUse | None = None
 
 

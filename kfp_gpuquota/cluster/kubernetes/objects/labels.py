@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kfp_gpuquota.api.job import USER_LABEL
+
 GROUP: Final = "gpuquota.dev"
 VERSION: Final = "v1alpha1"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
@@ -38,6 +40,7 @@ ATTEMPT: Final = f"{GROUP}/attempt"
 SOURCE: Final = f"{GROUP}/source"
 STEP: Final = f"{GROUP}/step"  # on an ElasticJob: path of the pipeline step in its run
 LEADER: Final = f"{GROUP}/leader"
+USER: Final = USER_LABEL
 POOL: Final = f"{GROUP}/pool"
 
 # Shared GPUs: on pods that share a GPU, on reservation pods, and on nodes with simulated GPUs.

@@ -109,6 +109,8 @@ class PlainPods:
             member.sent_to = None  # the watch has reported the result
         changed = view.stage is Stage.WAITING and request_of(member.view) != request_of(view)
         moved = nodes_of(member.view) != nodes_of(view)
+        user_of = self._rules.rules.user_of
+        passed_on = user_of(member.view.labels) != user_of(view.labels)
         member.view = view
         if not self._settled:
             return
@@ -117,6 +119,8 @@ class PlainPods:
         self._advance(member)
         if moved and member.reported >= Stage.ASSIGNED and member.job is not None:
             self._emit(scheduler.ConstraintsChanged(member.job.uid, pod_job(view), view.uid))
+        if passed_on and member.job is not None:
+            self.users_changed([member.job])
 
     def drop(self, uid: str) -> None:
         """Remove a deleted pod."""
@@ -413,9 +417,17 @@ class PlainPods:
                 overlapping=True,
                 replaces=replaces,
                 parts=parts,
+                user=self._rules.rules.user_of(first.view.labels),
             )
         )
         return job
+
+    def users_changed(self, jobs: Iterable[PodJob] | None = None) -> None:
+        """Count jobs, by default all of them, as those of the users that their first pods' labels name now."""
+        for job in self.jobs.values() if jobs is None else jobs:
+            if job.members:
+                first = min(job.members.values(), key=by_age)
+                self._emit(scheduler.UserChanged(job.uid, self._rules.rules.user_of(first.view.labels)))
 
     def _close(self, member: Member) -> None:
         assert member.job is not None

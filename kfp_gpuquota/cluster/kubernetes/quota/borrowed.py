@@ -1,8 +1,9 @@
 """Keeps what teams have borrowed in the status of their GpuQuotas, if it counts, for the next leader.
 
-Invariant: what is stored and halved by its age, with what is borrowed now since then, differs from what counts by less
-than `MIN_CHANGE_S` and `MIN_CHANGE` of it, or is less than `WRITTEN_EVERY_S` old. So a team that borrows nothing, or
-always as much, is not written. Rejected: usage from Prometheus, which a cluster need not have, or from a history of
+Invariant: what is stored and halved by its age, with what is borrowed now since then, differs from what counts by
+less than `MIN_CHANGE_S` and `MIN_CHANGE` of it, or is less than `WRITTEN_EVERY_S` old; so is
+what each user of a team that is fair to its users has used. So a team that borrows nothing, or always as much, is not
+written. Rejected: usage from Prometheus, which a cluster need not have, or from a history of
 events, which a controller has none of.
 """
 
@@ -11,8 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import OverQuotaUsage
-from kfp_gpuquota.scheduler.state.usage import decayed, used_by
+from kfp_gpuquota.scheduler.state.usage import decayed, key_of, used_by, used_by_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,8 @@ WRITTEN_EVERY_S: Final = 60.0
 MIN_CHANGE: Final = 0.02
 MIN_CHANGE_S: Final = 60.0
 LEAST_S: Final = 1.0
+MOST_USERS: Final = 256
+"""The users of a team whose use is stored, those with the most."""
 
 
 class Borrowed:
@@ -48,14 +52,14 @@ class Borrowed:
             return
         now = self._now()
         self._stored = {
-            (name, one.pool): OverQuotaUsage(max(0.0, one.gpu_seconds), min(one.at, now), one.pool)
+            (name, one.pool): OverQuotaUsage(max(0.0, one.gpu_seconds), min(one.at, now), one.pool, one.users)
             for name, quota in self._quotas.items()
             for one in quota.status.usage
         }
         queues = ((queue.name, queue.pool) for queue in self._state.ledger.queues.values())
         for name, pool in dict.fromkeys([*queues, *self._stored]):  # a team may have nothing left in a pool
             stored = self._stored.get((name, pool)) or OverQuotaUsage(0.0, now)
-            self._emit(scheduler.UsageRecalled(name, stored.gpu_seconds, stored.at, pool))
+            self._emit(scheduler.UsageRecalled(name, stored.gpu_seconds, stored.at, pool, stored.users))
 
     def of(self, team: str) -> tuple[OverQuotaUsage, ...]:
         """Return what is to be stored of a team, by node pool."""
@@ -76,12 +80,27 @@ class Borrowed:
     def _note(self, queue: Queue, half_life_s: float) -> OverQuotaUsage | None:
         """Return the note of a queue: the last one while it says as much."""
         now, before = self._now(), self._stored.get((queue.name, queue.pool))
-        used = used_by(queue, now, half_life_s)
-        if used < LEAST_S:
+        used, users = used_by(queue, now, half_life_s), _users_of(queue, now, half_life_s)
+        if used < LEAST_S and not users:
             return None
         if before is not None:
-            left = decayed(before.gpu_seconds, 0.0, now - before.at, half_life_s)
-            small = abs(used - left) <= max(MIN_CHANGE_S, MIN_CHANGE * used)
-            if small or now - before.at < WRITTEN_EVERY_S:
+            age_s = now - before.at
+            pairs = [(used, before.gpu_seconds)]
+            pairs += [(users.get(key, 0.0), before.users.get(key, 0.0)) for key in users.keys() | before.users.keys()]
+            small = all(
+                abs(is_now - decayed(was, 0.0, age_s, half_life_s)) <= max(MIN_CHANGE_S, MIN_CHANGE * is_now)
+                for is_now, was in pairs
+            )
+            if small or age_s < WRITTEN_EVERY_S:
                 return before
-        return OverQuotaUsage(round(used, 1), round(now, 3), queue.pool)
+        return OverQuotaUsage(round(used, 1), round(now, 3), queue.pool, users)
+
+
+def _users_of(queue: Queue, now: float, half_life_s: float) -> dict[str, float]:
+    """Return what users have used, by the keys of their names; {} where it does not count."""
+    if queue.order is not Order.FAIR_USERS:
+        return {}
+    found = {key: decayed(used, 0.0, now - at, half_life_s) for key, (used, at) in queue.recalled.items()}
+    found |= {key_of(queue.name, user.name): used_by_user(user, now, half_life_s) for user in queue.users.values()}
+    most = sorted(found.items(), key=lambda one: (-one[1], one[0]))[:MOST_USERS]
+    return {key: round(used, 1) for key, used in sorted(most) if used >= LEAST_S}

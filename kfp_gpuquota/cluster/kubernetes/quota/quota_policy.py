@@ -11,6 +11,7 @@
 | sharing | the most workers that share a GPU, and the part of its memory that is the driver's | 16, 0.02 |
 | moves | jobs within the guarantee make room by moving others | true |
 | reserveAfterSeconds | after how long a job within the guarantee is served first, and what it needs is kept for it | 1800 |
+| userLabel | the label of pods and ElasticJobs that names their user, for projects that are fair to users | gpuquota.dev/user |
 | usageHalfLifeSeconds | past borrowing reduces a team's part of idle GPUs, and counts half after this time | never counts |
 | limitGraceSeconds | after how long a team that holds more than its lowered limit loses the rest | 600 |
 | maxWaitingPods | how many waiting pods of one team are considered; more of them wait unseen, the youngest ones | 5000 |
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.affinity import check_label_key
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.request_paths import is_object_name
 from kfp_gpuquota.api.resources import WHOLE_GPU, Resources
@@ -177,13 +179,19 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     gpu_weights: Resources = ()
     other_resources: frozenset[str] = frozenset()
     gpu_use: GpuUseRules | None = None
+    user_label: str = labels.USER
 
     def __post_init__(self) -> None:
         check_range("reserveAfterSeconds", self.reserve_after_s, 0, MAX_SECONDS, "s")
         if self.usage_half_life_s is not None:
             check_range("usageHalfLifeSeconds", self.usage_half_life_s, MIN_HALF_LIFE_S, MAX_RUNTIME_S, "s")
+        check_label_key("userLabel", self.user_label)
         check_range("limitGraceSeconds", self.limit_grace_s, 0, MAX_SECONDS, "s")
         check_range("maxWaitingPods", self.max_waiting_pods, 1, MAX_COUNT)
+
+    def user_of(self, given: Mapping[str, str]) -> str:
+        """Return the user that an object's labels name; "" if they name none."""
+        return given.get(self.user_label, "")
 
     def recreates(self, pod: PodView) -> bool:
         """Return whether the pod's owner recreates a deleted pod."""
@@ -246,6 +254,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
             other_resources=frozenset(spec.other_resources or ()),
             gpu_use=_gpu_use(spec.gpu_use),
+            user_label=spec.user_label,
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None

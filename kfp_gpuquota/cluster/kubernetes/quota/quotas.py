@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Project, StopPolicy
+from kfp_gpuquota.api import Order, Project, StopPolicy
 from kfp_gpuquota.api.quantity import MIB, parse_cores, parse_quantity
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota, GpuQuotaSpec
@@ -28,7 +28,7 @@ _QUANTITIES: Final[dict[str, tuple[str, Callable[[str, str], float]]]] = {
     "guaranteed_memory_mib": ("guaranteed_memory", _mib),
     "limit_memory_mib": ("limit_memory", _mib),
 }
-_AS_GIVEN: Final = ("guaranteed", "limit", "priority", "over_quota_weight", "parent", "pools", "stop_policy")
+_AS_GIVEN: Final = ("guaranteed", "limit", "priority", "over_quota_weight", "parent", "pools", "stop_policy", "order")
 _SECONDS: Final = {"default_runtime_s": "default_runtime_seconds", "max_runtime_s": "max_runtime_seconds"}
 _WIRE: Final = dict(zip(GpuQuotaSpec.__struct_fields__, GpuQuotaSpec.__struct_encode_fields__, strict=True))
 
@@ -65,6 +65,7 @@ def quota_spec(project: Project) -> dict[str, Any]:
     spec: dict[str, Any] = {_WIRE[name]: getattr(project, name) for name in _AS_GIVEN}
     spec |= {_WIRE[name]: getattr(project, field) for field, name in _SECONDS.items()}
     spec["stopPolicy"] = None if project.stop_policy is StopPolicy.NONE else project.stop_policy.value
+    spec["order"] = None if project.order is Order.FAIR else project.order.value
     spec["pools"] = msgspec.to_builtins(project.pools) or None
     spec[_WIRE["guaranteed_cpu"]] = _cores(project.guaranteed_cpu)
     spec[_WIRE["limit_cpu"]] = _cores(project.limit_cpu)
