@@ -20,6 +20,7 @@ from elastic_runtime.data.sample_checksums import sample_checksum
 from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source, has_own_batches
 from elastic_runtime.errors import UsageError
 from elastic_runtime.plan.order import mix_seed, order_checksum
+from elastic_runtime.plan.position import Position
 from elastic_runtime.torch_internals.modules import drop_loader_processes
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from elastic_runtime.data.further_loaders import SecondLoader
     from elastic_runtime.plan.batch_sizes import GlobalBatch
     from elastic_runtime.plan.batches import MicroBatch
-    from elastic_runtime.plan.position import Position
 
 
 class Loop(Protocol):
@@ -57,6 +57,10 @@ class Loop(Protocol):
         """The loop begins to iterate, possibly in the middle of an epoch; return the script's epoch, of which nothing
         is trained where a loss has led back to an earlier one.
         """
+
+    @property
+    def reruns(self) -> bool:
+        """Whether the loop gets one batch of an epoch whose steps are all applied, for what follows the loop."""
 
     def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """The loop gets this micro-batch next; return the iteration's number."""
@@ -132,8 +136,8 @@ class ElasticLoader:
 
     def _iterations(self, epoch: int) -> Iterator[Any]:
         loop = self._loop
-        while loop.position.epoch == epoch and self.has_more(loop.position):
-            for micro_batch, batch in self._span():
+        while loop.reruns or (loop.position.epoch == epoch and self.has_more(loop.position)):
+            for micro_batch, batch in self._first() if loop.reruns else self._span():
                 iteration = loop.begin_iteration(micro_batch)
                 for second in self.seconds:
                     second.advance()
@@ -179,6 +183,20 @@ class ElasticLoader:
 
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Micro-batches and batches from here to the end of the epoch, as long as nothing changes."""
+        raise NotImplementedError
+
+    def _first(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield this worker's first micro-batch of the epoch, and its batch."""
+        raise NotImplementedError
+
+    def _first_step(self) -> tuple[Step, MicroBatch]:
+        """Return the epoch's first step, and this worker's first micro-batch of it."""
+        rank, world_size = self._loop.rank_and_size
+        step = next(self._steps(Position(self._loop.position.epoch)))
+        return step, self._split(step.size, rank, world_size)[0]
+
+    def _steps(self, position: Position) -> Iterator[Step]:
+        """Return the rest of the epoch at the current size."""
         raise NotImplementedError
 
 
@@ -258,6 +276,14 @@ class IndexedLoader(ElasticLoader):
         for second in self.seconds:
             second.follow(((before + step.start, micro) for step, micro in micros()), position.step)
         yield from zip((micro for _, micro in micros()), self._inner, strict=False)
+
+    def _first(self) -> Iterator[tuple[MicroBatch, Any]]:
+        step, micro = self._first_step()
+        self._reseed()
+        self._batches.of_span = iter([self._indices(self._order, step, micro)])
+        for second in self.seconds:
+            second.follow([(self._loop.position.epoch * self.length + step.start, micro)], self._loop.position.step)
+        yield micro, next(iter(self._inner))
 
     def _indices(self, order: Sequence[int], step: Step, micro: MicroBatch) -> Sequence[int]:
         start = step.start

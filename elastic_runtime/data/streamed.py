@@ -7,6 +7,7 @@ one sample further. A step that turns out short is planned again before any of i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,13 @@ class StreamedLoader(ElasticLoader):
         seed = mix_seed(self._seed, step.number, micro.shard, 1) if self._seeded else None
         epoch = self._loop.position.epoch
         return Request(epoch, start, stop, self._mark(self._loop.position), keep, through, seed)
+
+    def _first(self) -> Iterator[tuple[MicroBatch, Any]]:
+        step, micro = self._first_step()
+        request = replace(self._request(step, micro, first=False), mark=Mark(self._loop.position.epoch))
+        self._reseed()
+        self._batches.of_span = iter([request])
+        yield micro, next(iter(self._inner))[0]
 
 
 def _collate(collate: Callable[[list[Any]], Any], read: Read) -> Fetched:

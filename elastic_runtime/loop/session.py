@@ -66,6 +66,7 @@ class Session(StepCalls):
         self._restored: Position | None = None  # of the state, while the script runs to work that others are in
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
+        self._before_rerun: tuple[Position, dict[str, Any]] | None = None
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self._iteration = 0  # its number: micro-batches of different steps may be one object
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
@@ -262,12 +263,21 @@ class Session(StepCalls):
             )
         epoch, self._epoch = self.position.epoch if self._epoch is None else self._epoch, None
         self.abandon_iteration()
-        self._epoch_start.enter()
+        within = self._epoch_start.enter()
         self.catching_up = False
+        if self.position.step and not self.position.index:
+            self._member.save_if_due(self._state)
         self._change_membership()
         self.catching_up |= self.position.epoch != epoch
+        self.reruns = within and self._keeps_epochs and not self.whole_epochs and self._is_over(epoch)
+        if self._step.observer:
+            self._step.observer.entered()
         self._remember()
         return epoch
+
+    def _is_over(self, epoch: int) -> bool:
+        """Return whether all steps of the script's epoch are applied."""
+        return self.position.epoch == epoch and not self.loader.has_more(self.position)
 
     def leave_epoch(self, epoch: int) -> None:
         """End an epoch of the script, unless others are further already."""
@@ -285,6 +295,7 @@ class Session(StepCalls):
             if self.position.step < step:
                 return  # a shard was lost, and the steps since the checkpoint are to be trained again
         self._report_progress(force=True)
+        self._member.save_if_due(self._state)
         self._end()
 
     def finish_early(self) -> None:
@@ -330,13 +341,40 @@ class Session(StepCalls):
 
     def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """Begin an iteration over this micro-batch; return the iteration's number."""
+        self._iteration += 1
+        if self.reruns:
+            self._begin_rerun(micro_batch)
+            return self._iteration
         if self.watches:
             self._watch(micro_batch)
         self._step.begin(micro_batch, self.loader.order_checksum)
         self._member.begin_work(self.position.step)
         self.catching_up = self._went_back = self._state.resumed = False
-        self._iteration += 1
         return self._iteration
+
+    def _begin_rerun(self, micro_batch: MicroBatch) -> None:
+        """Begin an iteration without effect, of a worker that resumes where all steps of an epoch are applied.
+
+        What follows the loop then finds what an iteration leaves: a loss, a count of batches to divide by. It is as the
+        rest of an iteration whose step others have applied. What the script does in it by itself is undone.
+        """
+        self._member.stable_state.end()
+        whole = self._member.sharding is None  # a copy of shards may not fit
+        self._before_rerun = self.position, self._epoch_start.middle(whole=whole)
+        self._step.begin(micro_batch, self.loader.order_checksum)
+        self._step.revert()
+        self._step.take_over()
+        self.catching_up = True
+
+    def _end_rerun(self) -> None:
+        self.reruns = False
+        if self._before_rerun is None:
+            return
+        (position, kept), self._before_rerun = self._before_rerun, None
+        if position == self.position:  # else a loss has led back to an earlier state
+            self.catching_up = False
+            self._epoch_start.put_back(kept)
+        self._remember()
 
     def _watch(self, micro_batch: MicroBatch) -> None:
         """Run the watches of the first iterations."""
@@ -363,17 +401,20 @@ class Session(StepCalls):
         micro, counted, repeated = step.micro, step.state in COUNTED, step.state is StepState.REPEATED
         changed, self._moved = self._moved, False
         step.end()
+        if self.reruns:
+            self._end_rerun()
+            return False
         if repeated:
             return False
         if not counted:
             if micro is None or not micro.last:
                 return True
             self._count(micro)
-        self._member.save_if_due(self._state)
         if not self.loader.has_more(self.position):
             self._remember()
-            # a joiner should begin with a whole epoch: the switch waits for it
+            # a joiner should begin with a whole epoch, and a resume after what follows the loop: switch and save wait
             return not self.counts_gain or self.last_step is None  # else what was planned to follow does not
+        self._member.save_if_due(self._state)
         changed |= self._memory.follow()
         changed |= self._change_membership()
         self._remember()
@@ -387,7 +428,7 @@ class Session(StepCalls):
         """
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
-        self.catching_up = self._went_back
+        self.catching_up = self._went_back or self.reruns
         micro, counted = self._step.micro, self._step.state in COUNTED
         if micro is not None:
             self._step.pause()
@@ -427,6 +468,8 @@ class Session(StepCalls):
         step.abandon()
         if counts and micro is not None:
             self._count(micro)
+        if self.reruns:
+            self._end_rerun()
 
     def _count(self, micro: MicroBatch) -> None:
         """Count a step as applied."""

@@ -45,6 +45,9 @@ class Observer(Protocol):
     def started(self) -> None:
         """Note that the training starts."""
 
+    def entered(self) -> None:
+        """Note that the loader's loop begins."""
+
     def summed(self) -> None:
         """Look at the gradients of a step, which are summed over all workers. CollectiveError: repeat the step."""
 

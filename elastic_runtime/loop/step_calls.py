@@ -34,6 +34,7 @@ class StepCalls:
     def __init__(self, step: GlobalStep) -> None:
         self._step = step
         self.catching_up = False
+        self.reruns = False  # an iteration of a step that was applied before this process began
         self.watches: list[LoopWatch] = []
 
     @property
@@ -47,6 +48,8 @@ class StepCalls:
 
     def run_pass(self, loss: Loss, *, more: bool) -> None:
         """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
+        if self.reruns:
+            return
         for watch in self.watches:
             watch.before_backward()
         evaluating = self.closure_steps.evaluating
@@ -66,7 +69,8 @@ class StepCalls:
 
     def skip(self) -> None:
         """Skip the iteration as `Job.skip` does; repeat the step if a peer is lost."""
-        self._repeating(self._step.skip)
+        if not self.reruns:
+            self._repeating(self._step.skip)
 
     @property
     def batch_start(self) -> int:

@@ -1,8 +1,9 @@
 """Variables of the loop that a worker which joins has with other values: the best loss, a counter, kept weights.
 
-Those that exist when the training starts and have changed since, in the functions that were running then. Targets of
-`for` loops are left out: they are set in each iteration. Whether a variable matters cannot be seen. One that is only
-printed does not, a copy of the model's state does.
+Those that exist when the training starts and have changed since, or exist when the loader's loop begins and have
+changed in it (a total that begins with 0 in each epoch), in the functions that were running then. Targets of `for`
+loops are left out: they are set in each iteration. Whether a variable matters cannot be seen. One that is only printed
+does not, a copy of the model's state does.
 """
 
 from __future__ import annotations
@@ -35,11 +36,20 @@ class LoopVariables:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
         self._first: dict[CodeType, dict[str, Fingerprints]] = {}
+        self._known: dict[CodeType, set[str]] = {}  # those that are not set in the loop
 
     def start(self) -> None:
         """Look at the variables of the functions that are running, unless that was done."""
         if not self._first:
             self._first = {frame.f_code: dict(_values(frame)) for frame in _frames()}
+
+    def enter(self) -> None:
+        """Look at those that were set since, as the loader's loop begins."""
+        for frame in _frames():
+            first, known = self._first.setdefault(frame.f_code, {}), self._known.get(frame.f_code)
+            wanted = set(frame.f_locals) if known is None else known
+            self._known.setdefault(frame.f_code, wanted - set(first))
+            first |= dict(_values(frame, self._known[frame.f_code]))
 
     def changed(self) -> tuple[Fingerprints, list[str]]:
         """Return those that have changed since, and the names of those that hold a state of a model."""

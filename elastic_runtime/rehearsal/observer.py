@@ -178,6 +178,10 @@ class Observer:
         """The training starts."""
         self._variables.start()
 
+    def entered(self) -> None:
+        """The loader's loop begins."""
+        self._variables.enter()
+
     def between_steps(self) -> None:
         """A step is about to begin, possibly for the second time."""
         step = self._step

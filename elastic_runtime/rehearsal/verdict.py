@@ -207,11 +207,11 @@ def _objects(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _variables(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Look at the last step before which both workers have recorded them."""
-    last = [*_side_by_side(rows)][-1:]
-    first, second = (row.get("variables", {}) for row in last[0]) if last else ({}, {})
-    unlike = sorted({re.split(r"[.\[]", path)[0] for path in _unlike(first, second)})
-    kept = {name for pair in last for row in pair for name in row.get("kept_states", ())}
+    """Look at all steps before which both workers have recorded them: what an epoch counts begins again in the next."""
+    pairs = [*_side_by_side(rows)]
+    paths = {path for pair in pairs for path in _unlike(*(row.get("variables", {}) for row in pair))}
+    unlike = sorted({re.split(r"[.\[]", path)[0] for path in paths})
+    kept = {name for pair in pairs for row in pair for name in row.get("kept_states", ())}
     why = "a worker that joins, or a training that resumes, begins with their first values"
     for names, fails in (([n for n in unlike if n in kept], True), ([n for n in unlike if n not in kept], False)):
         if names:

@@ -46,6 +46,7 @@ class AgreedSaves:
     def begin_generation(self, number_in_time: int) -> None:
         """Use this number for checkpoints without agreement; it is the same on all members."""
         self._number_in_time, self._saved_in_time = number_in_time, -1
+        self._number = 0  # a joiner has not agreed
 
     def due(self) -> int:
         """Rank 0: the number of the checkpoint that is to be made after this step; 0: none."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from elastic_runtime.plan.position import Position
     from elastic_runtime.process.preemption import StableState
     from elastic_runtime.process.reporting import Reporter
     from elastic_runtime.reduction.step_modes import Mode
@@ -103,7 +104,7 @@ class ReplicatedCheckpoints(BackgroundWriter):
                 "second at least 1"
             )
         super().__init__(directory, reporter, every_s=every_s, keep=keep)
-        self._written: int | None = None  # the newest step that is durable
+        self._written: Position | None = None  # the newest one that is durable
         self._lock = threading.Lock()
         if directory:
             _check_writable(directory)
@@ -112,15 +113,18 @@ class ReplicatedCheckpoints(BackgroundWriter):
         """(step, state) of the newest whole checkpoint."""
         return files.load_newest(self.directory) if self.directory else None
 
-    def save_if_due(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+    def save_if_due(self, position: Position, capture: Callable[[], dict[str, Any]]) -> None:
         """Copy the state and have it written, if the time has come and the last one is written."""
         with self._lock:
             self._prepare(lambda: pack(capture())[1])
         if self.due():
-            self.save_soon(step, capture, _at_once)
+            self.save_soon(position, capture, _at_once)
 
     def save_soon(
-        self, step: int, capture: Callable[[], dict[str, Any]], standing_still: Callable[[Callable[[], None]], bool]
+        self,
+        position: Position,
+        capture: Callable[[], dict[str, Any]],
+        standing_still: Callable[[Callable[[], None]], bool],
     ) -> bool:
         """Copy the state while it stands still, and have it written; False where it does not stand still.
 
@@ -130,28 +134,27 @@ class ReplicatedCheckpoints(BackgroundWriter):
             return True
         with self._lock:
             self.settle()
-            return standing_still(lambda: self._start_writing(step, capture))
+            return standing_still(lambda: self._start_writing(position, capture))
 
-    def save_now(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+    def save_now(self, position: Position, capture: Callable[[], dict[str, Any]]) -> None:
         """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
-        if self._warn_of_loss(step):
+        if self._warn_of_loss(position.step):
             return
         with self._lock:
             self.settle()
-            if self._written != step:
-                self._write(step, capture(), 0.0)
+            if self._written != position:  # an epoch's end and the next one's beginning are one step
+                self._write(position, capture(), 0.0)
 
-    def _start_writing(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+    def _start_writing(self, position: Position, capture: Callable[[], dict[str, Any]]) -> None:
         began = time.monotonic()
         skeleton, tensors = pack(capture())
         state = unpack(skeleton, self._copies.take(tensors))
-        self._start(began, partial(self._write, step, state))
+        self._start(began, partial(self._write, position, state))
 
-    def _write(self, step: int, state: object, stall_ms: float) -> None:
-        if self._write_and_report(
-            step, stall_ms, partial(checkpoint.save, self.directory, step, state, keep=self._keep)
-        ):
-            self._written = step
+    def _write(self, position: Position, state: object, stall_ms: float) -> None:
+        save = partial(checkpoint.save, self.directory, position.step, state, keep=self._keep)
+        if self._write_and_report(position.step, stall_ms, save):
+            self._written = position
 
 
 class ShardedCheckpoints(BackgroundWriter):
@@ -215,14 +218,14 @@ class Checkpoints:
         if self.sharding:
             self.sharding.saves.save_if_agreed()
         elif leader:
-            self._replicated.save_if_due(state.position.step, partial(self._capture, state))
+            self._replicated.save_if_due(state.position, partial(self._capture, state))
 
     def now(self, state: TrainingState) -> None:
         """Save before returning."""
         if self.sharding:
             self.sharding.saves.save_now()
         else:
-            self._replicated.save_now(state.position.step, partial(self._capture, state))
+            self._replicated.save_now(state.position, partial(self._capture, state))
 
     def in_time(self, state: TrainingState, mode: Mode, stable_state: StableState, *, leader: bool) -> bool:
         """From another thread: rank 0 saves the state of the beginning of a step that takes long. Whether that is all.
@@ -234,9 +237,7 @@ class Checkpoints:
             return False
         if self.sharding or not leader:
             return True
-        return self._replicated.save_soon(
-            state.position.step, lambda: mode.rewound(self._capture(state)), stable_state.use
-        )
+        return self._replicated.save_soon(state.position, lambda: mode.rewound(self._capture(state)), stable_state.use)
 
     def settle(self) -> None:
         """Return when nothing is being written any more."""

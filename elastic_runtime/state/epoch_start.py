@@ -80,35 +80,39 @@ class EpochStart:
         resumed, state.resumed, self._running = state.resumed, False, True
         self._kept = self._replayed = None
         if resumed and start is None:  # a checkpoint of an older version
-            self._kept = self._middle(whole=True)
+            self._kept = self.middle(whole=True)
         elif resumed and start is not None and start["epoch"] == state.position.epoch:
             self._replayed = list(start["results"])
             if start["entered"]:
-                self._kept = self._middle(whole=start["changes"])
+                self._kept = self.middle(whole=start["changes"])
                 self._streams.load(start["streams"])  # those of this worker are put back
             self._apply(start["small"])
         else:
             self.capture()
         self._marks = self._checksums()
 
-    def enter(self) -> None:
-        """The loader's loop begins. LoopError where code that ran again changed what it did not change before."""
+    def enter(self) -> bool:
+        """The loader's loop begins; return whether in the middle of the epoch, by a worker that joined or resumed.
+
+        LoopError where code that ran again changed what it did not change before.
+        """
         if not self._running:
-            return
+            return False
         self._running, self._replayed = False, None
         kept, self._kept = self._kept, None
         changes = self._marks != self._checksums()
         if kept is None:
             if self._state.epoch_start is not None:
                 self._state.epoch_start |= {"entered": True, "changes": changes}
-            return
+            return False
         if changes and kept["whole"] is None:
             raise LoopError(
                 "the code before the loader's loop changed parameters or optimizer state of this worker, which joined "
                 "or resumed in the middle of the epoch, and did not when the epoch began; it must do the same whenever "
                 "an epoch is entered: decide on the epoch, or on an object that job.track carries"
             )
-        self._put_back(kept)
+        self.put_back(kept)
+        return True
 
     def leave(self) -> None:
         """The state is that of an earlier epoch, after a loss: what the code does up to its loop is of no account."""
@@ -149,22 +153,26 @@ class EpochStart:
         except StateError:
             start["results"].append(_UNSENDABLE)
 
-    # Inside
+    # The state of the middle of the epoch
 
-    def _middle(self, *, whole: bool) -> dict[str, Any]:
+    def middle(self, *, whole: bool) -> dict[str, Any]:
+        """Return a copy of what the script can change; `whole`: with parameters and moments."""
         return {
             "small": self._small(),
             "streams": self._streams.capture(),
             "whole": _copied(self._large()) if whole else None,
         }
 
-    def _put_back(self, kept: dict[str, Any]) -> None:
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Set what `middle` returned."""
         self._apply(kept["small"])
         if kept["whole"] is not None:
             self._load_large(kept["whole"])
         self._streams.load(kept["streams"])
         if self._state.kept_gradients:
             self._state.kept_gradients.put_back(self._state.model)
+
+    # Inside
 
     def _optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
         for name, part in self._state.parts:

@@ -18,6 +18,7 @@ import torch
 
 import elastic_runtime
 from elastic_runtime.errors import CheckpointError, SettingsError, StateError
+from elastic_runtime.plan.position import Position
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
 from elastic_runtime.sharded import files
@@ -168,8 +169,8 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     checkpoints = ReplicatedCheckpoints(
         "", Reporter("", "w", lambda _, **__: None, Progress(io.StringIO())), every_s=1.0, keep=1
     )
-    assert checkpoints.save_soon(1, dict, lambda _: False)
-    checkpoints.save_now(1, dict)
+    assert checkpoints.save_soon(Position(step=1), dict, lambda _: False)
+    checkpoints.save_now(Position(step=1), dict)
     checkpoints.settle()
     assert list(tmp_path.iterdir()) == []
 

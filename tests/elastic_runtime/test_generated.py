@@ -45,6 +45,9 @@ RIGHT = [
     ("own_numpy_generator+extra_state", "exact", "with:2 kill:5:0 stop:9"),
     ("weights_that_are_tracked", "fast", "stop:6 join:9 stop_after:3"),
     ("samples_scaled_by_the_epoch", "fast", "stop_after:1 stop:9 join:13"),
+    ("mean_loss_printed_after+tracked_count_of_steps", "fast", "evict_after:1 with:2 kill:10:0"),
+    ("last_losses_kept_after+batch_norm+by_global_steps", "exact", "crash_after:1 evict_after:2 evict_after:2"),
+    ("mean_loss_over_all_workers_after+stream+evaluated_in_the_loop", "fast", "evict_after:4"),
 ]
 
 
@@ -98,6 +101,7 @@ FOUND = [
     ("class_weights", "with:2", "job.backward\\(loss, weight=number\\)"),
     ("anchor_copied_before+every_fourth_step_skipped", "crash:6", "depend on the number of workers"),
     ("spectral_norm+in_pieces", "stop_before:1 join:8", "depend on the number of workers"),
+    ("decay_by_the_mean_loss_after", "stop:6", "variables of the loop .*n, total"),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from elastic_runtime.errors import SettingsError
+from elastic_runtime.plan.position import Position
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
 from elastic_runtime.process.timing import StepClock
@@ -57,7 +58,7 @@ def test_progress_says_when_the_last_checkpoint_was_captured(tmp_path: Path) -> 
     received: list[dict[str, Any]] = []
     reporter = Reporter("", "worker", lambda _, **output: received.append(output), Progress(io.StringIO()))
     reporter.progress(0, 0, None, force=True)
-    ReplicatedCheckpoints(str(tmp_path), reporter, every_s=1e9, keep=1).save_now(7, dict)
+    ReplicatedCheckpoints(str(tmp_path), reporter, every_s=1e9, keep=1).save_now(Position(step=7), dict)
     reporter.progress(7, 0, None, force=True)
     (path,) = tmp_path.glob("*.elastic")
     assert received[0]["checkpoint_at"] is None

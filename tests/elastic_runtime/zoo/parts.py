@@ -24,7 +24,7 @@ fetched: list[int] = []
 class Script:
     """`refused`: a pattern of the message with which it ends alone; "": it trains. `modes`: reductions that it has.
     `first_step`: where it begins. `rehearsed`: a pattern of what a rehearsal says of one that trains alone, and goes
-    wrong on a cluster; "": it goes right.
+    wrong on a cluster; "": it goes right. `noted`: a pattern of the variables of the loop that it names in a note.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Script:
     modes: tuple[str, ...] = ("fast", "exact")
     first_step: int = 0
     rehearsed: str = ""
+    noted: str = ""
 
 
 SCRIPTS: dict[str, Script] = {}

@@ -49,6 +49,7 @@ class Draft:
     clear: Callable[[], object] | None = None  # the gradients; None: optimizer.zero_grad()
     clears_first: bool = False  # as an iteration begins, not as it ends
     epilogue: Hook = field(default_factory=list)  # (epoch) after the loader's loop
+    counted: Hook = field(default_factory=list)  # (total, n, losses) after it: what the loop has counted
     by_global_steps: bool = False
     results: list[Any] = field(default_factory=list)
 
@@ -71,14 +72,22 @@ class Draft:
         for epoch in self.job.epochs(EPOCHS):
             for hook in self.prologue:
                 hook(epoch)
+            total, n, losses = 0.0, 0, []
             if self.by_global_steps:
                 for _step, batches in self.job.global_steps(self.loader):
                     for x, y in batches:
                         loss = self._backward(x, y)
                     self._apply(loss)
+                    total, n = total + float(loss), n + 1
+                    losses.append(float(loss))
             else:
                 for x, y in self.loader:
-                    self._apply(self._backward(x, y))
+                    loss = self._backward(x, y)
+                    self._apply(loss)
+                    total, n = total + float(loss), n + 1
+                    losses.append(float(loss))
+            for hook in self.counted:
+                hook(total, n, losses)
             for hook in self.epilogue:
                 hook(epoch)
         return [self.model, *self.results]

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass
 from random import Random
 
+from tests.elastic_runtime.zoo.generated.lives import ENDS
 from tests.elastic_runtime.zoo.generated.parts import KINDS, Part
 from tests.elastic_runtime.zoo.generated.recipes import PREFIX, Recipe
 
@@ -68,7 +69,7 @@ def history(random: Random) -> str:
         if step > LAST_STEP:
             break
         words.append(_word(kind, step, random.randrange(size)))
-        if kind.startswith(("stop", "crash")):
+        if kind.startswith(ENDS):
             size, alone = 1, True
         else:
             size, alone = size + (1 if kind == "join" else -1), False
@@ -77,7 +78,7 @@ def history(random: Random) -> str:
 
 def _possible(size: int, *, alone: bool) -> list[str]:
     stops = ["stop", "stop", "stop_before", "stop_after"]
-    crashes = ["crash", "crash_after"] if alone else []
+    crashes = ["crash", "crash_after", "evict_after"] if alone else []
     changes = ["join"] * 3 if size < MOST_WORKERS else []
     return stops + crashes + changes + (["leave", "kill", "kill"] if size > 1 else [])
 

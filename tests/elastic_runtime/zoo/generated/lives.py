@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 
 from elastic_runtime.loop import member
 from elastic_runtime.loop.session import Session
+from elastic_runtime.process import preemption
 from tests.elastic_runtime.zoo import catalogue
 from tests.elastic_runtime.zoo.generated.recipes import script_named
 from tests.elastic_runtime.zoo.generated.scripted import Change, ScriptedCoordinator
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Ended", "History", "catalogue", "play"]
 
 TIMEOUT_S = 180.0
+ENDS = ("stop", "crash", "evict")
+"""The events that end all workers."""
 _GRACE_S = 2.0
 
 
@@ -42,6 +46,7 @@ class History:
     rank R dies in step S. stop:S, stop_before:E, stop_after:E — all are stopped in step S, between the code before
     epoch E's loader and its first step, or after the code that follows it; one worker resumes.
     crash:S, crash_after:E — the one worker dies there, and resumes from the checkpoint that is written after each step.
+    evict_after:E — it gets SIGTERM as the code after epoch E's loader begins, and is killed once that state is saved.
     """
 
     words: tuple[tuple[str, ...], ...]
@@ -61,7 +66,7 @@ class History:
             life = found[-1]
             if name == "with":
                 found[-1] = Life(values[0])
-            elif name.startswith(("stop", "crash")):
+            elif name.startswith(ENDS):
                 found[-1] = replace(life, stop=(name, values[0]))
                 found.append(Life(1))
             else:
@@ -92,6 +97,11 @@ class Life:
     def crashes(self) -> bool:
         """Whether its end is not announced."""
         return self.stop is not None and self.stop[0].startswith("crash")
+
+    @property
+    def evicted(self) -> bool:
+        """Whether its end comes before the loop can save."""
+        return self.stop is not None and self.stop[0].startswith("evict")
 
     @property
     def alone(self) -> bool:
@@ -244,11 +254,18 @@ class Events:
     def hook(self) -> None:
         """Replace the methods of Session in this process."""
         begin, enter, leave = Session.begin_iteration, Session.enter_epoch, Session.leave_epoch
+        end = Session.end_iteration
 
         def begun(session: Session, micro: MicroBatch) -> int:
             if session._step.first:
                 self._at_step(session, session.position.step)
             return begin(session, micro)
+
+        def ended(session: Session, iteration: int) -> bool:
+            goes_on = end(session, iteration)
+            if not session.loader.has_more(session.position):
+                self._at(session, "evict_after", session.position.epoch)
+            return goes_on
 
         def entered(session: Session) -> int:
             self._at(session, "stop_before", session.position.epoch)
@@ -260,6 +277,7 @@ class Events:
             leave(session, epoch)
 
         Session.begin_iteration, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
+        Session.end_iteration = ended  # type: ignore[method-assign]
 
     def _at_step(self, session: Session, step: int) -> None:
         if self._life.crashes:
@@ -286,11 +304,24 @@ class Events:
         if self._life.crashes:
             session._member._checkpoints.settle()
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._life.evicted:
+            _wait_for_save(session)
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._life.alone:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             _coordinator_of(session).propose_end(session._member.generation)
             _wait_for_vote(session)
+
+
+def _wait_for_save(session: Session) -> None:
+    """Get SIGTERM, and return when the thread that saves within the grace period has saved."""
+    setattr(preemption, "SAVE_AFTER_S", 0.0)  # noqa: B010
+    os.kill(os.getpid(), signal.SIGTERM)
+    for thread in threading.enumerate():
+        if thread.name == "elastic-preempted":
+            thread.join(TIMEOUT_S)
+    session._member._checkpoints.settle()
 
 
 def _coordinator_of(session: Session) -> ScriptedCoordinator:

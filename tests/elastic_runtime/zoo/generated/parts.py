@@ -31,6 +31,7 @@ class Part:
     """`refused`, `rehearsed`: patterns of what a run or a rehearsal says of a script with it; "": it is right.
     `refused_in`: a history in which it is refused; "": it is alone. `rehearsed_with`: the pattern with another part.
 
+    `noted`: a variable that a rehearsal names in a note, for whether it matters cannot be seen.
     `modes`: the reductions under which it can be right at all, or is refused.
     """
 
@@ -41,6 +42,7 @@ class Part:
     modes: tuple[str, ...] = ("fast", "exact")
     refused_in: str = ""
     rehearsed_with: tuple[tuple[str, str], ...] = ()
+    noted: str = ""
 
 
 KINDS: dict[str, dict[str, Part]] = {}
@@ -54,12 +56,13 @@ def part(
     modes: tuple[str, ...] = ("fast", "exact"),
     refused_in: str = "",
     rehearsed_with: tuple[tuple[str, str], ...] = (),
+    noted: str = "",
 ) -> Callable[[Any], Any]:
     """Enter a function into KINDS under its kind and its name."""
 
     def enter(add: Any) -> Any:
         KINDS.setdefault(kind, {})[add.__name__] = Part(
-            add.__name__, add, refused, rehearsed, modes, refused_in, rehearsed_with
+            add.__name__, add, refused, rehearsed, modes, refused_in, rehearsed_with, noted
         )
         return add
 
@@ -1073,6 +1076,50 @@ def samples_scaled_by_the_epoch(s: Draft) -> None:
 def samples_scaled_after_each_epoch(s: Draft) -> None:
     data = _scaled(s)
     s.epilogue.append(lambda _: setattr(data, "size", data.size * 1.2))
+
+
+# What the loop has counted, used after it
+
+
+@part("count_of_the_loop")
+def nothing_counted(s: Draft) -> None:
+    pass
+
+
+@part("count_of_the_loop")
+def mean_loss_printed_after(s: Draft) -> None:
+    s.counted.append(lambda total, n, _: print(total / n))
+
+
+@part("count_of_the_loop")
+def last_losses_kept_after(s: Draft) -> None:
+    """The best loss of the epoch, and whether the last one was better than the first."""
+    kept: list[Any] = []
+    s.counted.append(lambda _total, _n, losses: kept.append((min(losses), losses[-1] < losses[0])))
+
+
+@part("count_of_the_loop")
+def mean_loss_over_all_workers_after(s: Draft) -> None:
+    s.counted.append(lambda total, n, _: s.job.mean(total / n, weight=float(n)))
+
+
+@part("count_of_the_loop", noted="n, total")
+def decay_by_the_mean_loss_after(s: Draft) -> None:
+    """Decides on what a worker that resumes in the middle of an epoch has only a part of."""
+    s.make_scheduler = lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    s.counted.append(lambda total, n, _: s.scheduler.step(s.job.mean(total / n, weight=float(n))))
+
+
+@part("count_of_the_loop", noted="losses")
+def rate_halved_by_the_losses_of_the_loop(s: Draft) -> None:
+    """Where the epoch's losses have not become smaller."""
+
+    def halve(_total: float, _n: int, losses: list[float]) -> None:
+        if s.job.mean(losses[-1]) > s.job.mean(losses[0]):
+            for group in s.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    s.counted.append(halve)
 
 
 # Gradients

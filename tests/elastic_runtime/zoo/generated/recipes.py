@@ -63,6 +63,11 @@ class Recipe:
         pairs = [words for part in self.parts for other, words in part.rehearsed_with if other in self.names]
         return "|".join([*alone, *pairs])
 
+    @property
+    def noted(self) -> str:
+        """A pattern of the variables that a rehearsal names in a note; "": none."""
+        return "|".join(part.noted for part in self.parts if part.noted)
+
     def body(self, **init: Any) -> Any:
         """The script."""
         draft = Draft(dict(init))
@@ -77,4 +82,4 @@ def script_named(name: str) -> Script:
     if not name.startswith(PREFIX):
         return SCRIPTS[name]
     recipe = Recipe.parse(name.removeprefix(PREFIX))
-    return Script(name, recipe.body, recipe.refused, recipe.modes, rehearsed=recipe.rehearsed)
+    return Script(name, recipe.body, recipe.refused, recipe.modes, rehearsed=recipe.rehearsed, noted=recipe.noted)

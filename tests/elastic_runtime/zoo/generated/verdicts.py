@@ -45,6 +45,11 @@ HISTORIES = (
     "crash:8",
     "crash_after:1",
     "crash:3 crash_after:2",
+    "crash_after:4",
+    "evict_after:1",
+    "evict_after:1 with:2",
+    "evict_after:0 evict_after:0",
+    "evict_after:4",
     "join:1",
     "join:5",
     "join:6",
@@ -166,12 +171,14 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 def _rehearsed(case: Case, why: str, directory: Path) -> Verdict:
     """A script that ends wrong in silence, or by a message that is none of ours, has to be found by a rehearsal."""
-    pattern = script_named(case.script).rehearsed
+    script = script_named(case.script)
     place = Path(tempfile.mkdtemp(dir=directory))
     report = rehearse(case.script, case.reduction, place)
     found = report.returncode == 1 and "would go wrong on a cluster" in report.stdout
     text = report.stdout.partition("ELASTIC_REHEARSE:")[2].replace("\n   ", " ")
-    if found and pattern and re.search(pattern, text.replace("\n", " ")):
+    fails = found and script.rehearsed and re.search(script.rehearsed, text.replace("\n", " "))
+    noted = script.noted and re.search(rf"variables of the loop .*: .*\b({script.noted})\b", text)
+    if fails or noted:
         return Verdict("rehearsed", f"{why}; {text[:900]}")
     return Verdict(
         "wrong", f"{why}; the rehearsal ended with {report.returncode}: {text[-600:] or report.stderr[-300:]}"
