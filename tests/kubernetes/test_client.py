@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -407,6 +408,22 @@ def test_an_api_server_that_has_just_started_may_refuse_what_it_allows(
         proxy.restart(refusals=3)
         assert client.get_project(quota).project.guaranteed == 2
         assert proxy.injected["GET", "403"] == 3
+
+
+def test_one_that_refuses_for_longer_than_calls_are_repeated_counts_as_unavailable(
+    crds_cluster: DevCluster, quota: str, tmp_path: Path
+) -> None:
+    """A step's launcher waits for it: its job, which was submitted, runs on."""
+    with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
+        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=0)
+        client.get_project(quota)
+        proxy.restart(refusals=1000)
+        with suppress(ClusterUnavailableError):  # its connection was broken off
+            client.get_project(quota)
+        with pytest.raises(ClusterUnavailableError, match="is starting and still refuses all requests: injected 403"):
+            client.get_project(quota)
+        with pytest.raises(ClusterUnavailableError, match="is starting"):
+            client.calls.open(jobs_of(quota), 5.0, watch="1")
 
 
 def test_a_refusal_by_a_server_that_has_long_been_there_is_final(

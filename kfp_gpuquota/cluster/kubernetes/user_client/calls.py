@@ -1,8 +1,8 @@
 """Blocking calls to an API server with the user's own credentials, for the command line and a step's launcher.
 
 Connection errors, 429 and 5xx are retried with exponential backoff and the server's Retry-After. While the server is
-starting, so is 403: an API server denies all requests until it has loaded its RBAC roles. After 401 the credentials are
-read again, once.
+starting, so is 403: an API server denies all requests until it has loaded its RBAC roles; one that does so for longer
+counts as unavailable. After 401 the credentials are read again, once.
 
 An object of this project's kinds is refused if it has a field that the cluster's kind lacks: an older kind would drop
 it, and the job would run on any GPUs.
@@ -106,7 +106,8 @@ class Calls:
             self._note_unreachable()
             raise
         if response.status >= HTTPStatus.MULTIPLE_CHOICES:
-            raise self._refusal(response.status, response.read())
+            starting = response.status == HTTPStatus.FORBIDDEN and self._is_starting()
+            raise self._refusal(response.status, response.read(), starting=starting)
         return response
 
     def _answer(self, method: str, target: str, body: object = None, content_type: str = JSON) -> bytes:
@@ -127,9 +128,10 @@ class Calls:
                     self.connection.renew()
                     renewed = True
                     continue
-                if backoff.exhausted or not self._is_retryable(status):
+                starting = status == HTTPStatus.FORBIDDEN and self._is_starting()
+                if backoff.exhausted or not (status in _RETRYABLE or starting):
                     if status >= HTTPStatus.MULTIPLE_CHOICES:
-                        raise self._refusal(status, raw)
+                        raise self._refusal(status, raw, starting=starting)
                     return raw
             time.sleep(backoff.next_s(after_s))
 
@@ -140,10 +142,6 @@ class Calls:
 
     def _note_unreachable(self) -> None:
         self._starting_until = time.monotonic() + _STARTING_S
-
-    def _is_retryable(self, status: int) -> bool:
-        """Return whether a later attempt may have another result."""
-        return status in _RETRYABLE or (status == HTTPStatus.FORBIDDEN and self._is_starting())
 
     def _is_starting(self) -> bool:
         """Return whether the server was unreachable a moment ago, or is not ready: it refuses to say so, too."""
@@ -157,7 +155,12 @@ class Calls:
             self._note_unreachable()  # it may be ready before the next attempt, and the refusal was none of its own
         return status != HTTPStatus.OK
 
-    def _refusal(self, status: int, raw: bytes) -> GpuQuotaError:
+    def _refusal(self, status: int, raw: bytes, *, starting: bool) -> GpuQuotaError:
+        if starting:
+            return ClusterUnavailableError(
+                f"the API server {self.connection.server} is starting and still refuses all requests: "
+                f"{_refusal(status, raw).message}; try again in a minute"
+            )
         if status == HTTPStatus.UNAUTHORIZED:
             return UnauthorizedError(
                 f"the API server {self.connection.server} does not accept the credentials {self.connection.origin}: "
