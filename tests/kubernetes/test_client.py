@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -409,16 +410,20 @@ def test_an_api_server_that_has_just_started_may_refuse_what_it_allows(
         assert proxy.injected["GET", "403"] == 3
 
 
-def test_a_server_that_starts_for_longer_than_the_retries_is_unavailable(
+def test_one_that_refuses_for_longer_than_calls_are_repeated_counts_as_unavailable(
     crds_cluster: DevCluster, quota: str, tmp_path: Path
 ) -> None:
-    """A step of a pipeline waits on for a cluster that is unavailable, and fails for a right that is missing."""
+    """A step's launcher waits for it: its job, which was submitted, runs on."""
     with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
-        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=1)
+        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=0)
         client.get_project(quota)
         proxy.restart(refusals=1000)
-        with pytest.raises(ClusterUnavailableError, match="is starting: it denies all requests"):
+        with suppress(ClusterUnavailableError):  # its connection was broken off
             client.get_project(quota)
+        with pytest.raises(ClusterUnavailableError, match="is starting and still refuses all requests: injected 403"):
+            client.get_project(quota)
+        with pytest.raises(ClusterUnavailableError, match="is starting"):
+            client.calls.open(jobs_of(quota), 5.0, watch="1")
 
 
 @pytest.mark.parametrize("status", [502, 503])
@@ -426,7 +431,7 @@ def test_an_outage_behind_a_load_balancer_is_one_of_the_cluster(
     crds_cluster: DevCluster, quota: str, tmp_path: Path, status: int
 ) -> None:
     with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
-        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=1)
+        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=0)
         proxy.load_balancer = status
         with pytest.raises(ClusterUnavailableError, match=f"{status}: <html>no backend"):
             client.get_project(quota)

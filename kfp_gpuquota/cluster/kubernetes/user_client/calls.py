@@ -1,8 +1,8 @@
 """Blocking calls to an API server with the user's own credentials, for the command line and a step's launcher.
 
 Connection errors, 429 and 5xx are retried with exponential backoff and the server's Retry-After. While the server is
-starting, so is 403: an API server denies all requests until it has loaded its RBAC roles. One that still does after the
-last attempt is unavailable; the user's rights are not known then. After 401 the credentials are read again, once.
+starting, so is 403: an API server denies all requests until it has loaded its RBAC roles; one that does so for longer
+counts as unavailable. After 401 the credentials are read again, once.
 
 An object of this project's kinds is refused if it has a field that the cluster's kind lacks: an older kind would drop
 it, and the job would run on any GPUs.
@@ -106,7 +106,8 @@ class Calls:
             self._note_unreachable()
             raise
         if response.status >= HTTPStatus.MULTIPLE_CHOICES:
-            raise self._refusal(response.status, response.read())
+            starting = response.status == HTTPStatus.FORBIDDEN and self._is_starting()
+            raise self._refusal(response.status, response.read(), starting=starting)
         return response
 
     def _answer(self, method: str, target: str, body: object = None, content_type: str = JSON) -> bytes:
@@ -127,16 +128,11 @@ class Calls:
                     self.connection.renew()
                     renewed = True
                     continue
-                if status < HTTPStatus.MULTIPLE_CHOICES:
+                starting = status == HTTPStatus.FORBIDDEN and self._is_starting()
+                if backoff.exhausted or not (status in _RETRYABLE or starting):
+                    if status >= HTTPStatus.MULTIPLE_CHOICES:
+                        raise self._refusal(status, raw, starting=starting)
                     return raw
-                denied = status == HTTPStatus.FORBIDDEN and self._is_starting()
-                if not denied and (backoff.exhausted or status not in _RETRYABLE):
-                    raise self._refusal(status, raw)
-                if backoff.exhausted:
-                    raise ClusterUnavailableError(
-                        f"the API server {self.connection.server} is starting: it denies all requests until it has "
-                        "loaded its roles; see: kubectl get --raw /readyz"
-                    )
             time.sleep(backoff.next_s(after_s))
 
     def _attempt(self, method: str, target: str, body: bytes | None, content_type: str) -> tuple[int, bytes, float]:
@@ -159,7 +155,12 @@ class Calls:
             self._note_unreachable()  # it may be ready before the next attempt, and the refusal was none of its own
         return status != HTTPStatus.OK
 
-    def _refusal(self, status: int, raw: bytes) -> GpuQuotaError:
+    def _refusal(self, status: int, raw: bytes, *, starting: bool) -> GpuQuotaError:
+        if starting:
+            return ClusterUnavailableError(
+                f"the API server {self.connection.server} is starting and still refuses all requests: "
+                f"{_refusal(status, raw).message}; try again in a minute"
+            )
         if status == HTTPStatus.UNAUTHORIZED:
             return UnauthorizedError(
                 f"the API server {self.connection.server} does not accept the credentials {self.connection.origin}: "
