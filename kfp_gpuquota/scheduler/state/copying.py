@@ -72,7 +72,7 @@ class _Copier:
             }
             setattr(queue, name, filed)
         queue.running = {self.jobs[job]: None for job in queue.running}
-        queue.priorities = dict(queue.priorities)
+        queue.priorities, queue.allocated = dict(queue.priorities), list(queue.allocated)
         for name in ("held", "leaving", "lent", "fixed", "requested"):
             setattr(queue, name, list(getattr(queue, name)))
 

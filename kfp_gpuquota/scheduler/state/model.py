@@ -17,6 +17,8 @@ from kfp_gpuquota.api.project import strictest
 from kfp_gpuquota.api.resources import capacity_of, weighed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.api.resources import Resources
@@ -143,7 +145,7 @@ class Queue:
     `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is
     stopped. `stop_policy` is its own; `halt` is the strictest one of it and of those above it. `waiting` has the jobs
     that plans consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no
-    node can hold them (rotation.py).
+    node can hold them (rotation.py). `allocated` are the sizes that growth.py chose last.
     """
 
     name: str
@@ -174,6 +176,7 @@ class Queue:
     shelved: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
     running: dict[Job, None] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
+    allocated: list[tuple[float, Sequence[object], list[int]] | None] = field(default_factory=lambda: [None, None])
 
     @property
     def label(self) -> str:
