@@ -21,12 +21,14 @@ is no more than its jobs gain by; what no job gains by is lent last, to jobs who
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import pairwise
 from math import frexp, log, log1p
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order
@@ -37,7 +39,7 @@ from kfp_gpuquota.scheduler.state.model import GPU, PAUSE_S, Host, Job, Status, 
 from kfp_gpuquota.scheduler.state.progress import Scaling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.actions.cycle import Cycle
     from kfp_gpuquota.scheduler.state.model import Queue, User
@@ -53,6 +55,7 @@ CHEAP_S: Final = PAUSE_S
 """A job whose changes of size stop it no longer than this is lent what no other job gains by."""
 
 _EPSILON: Final = 1e-9
+_BY_COUNT: Final = itemgetter(0, 1)
 _SMALLEST: Final = 1e-300
 
 
@@ -157,6 +160,17 @@ def worth(job: Job, now: float, each: float, *, changes: bool) -> Worth:
     return found
 
 
+def _allocated(queue: Queue, values: list[Worth], gpus: float, *, free: bool) -> Sequence[int]:
+    """Return the sizes for jobs of the queue, with `free` as if changes cost nothing; those of the last plan if nothing
+    has changed since: what a job is worth is the same object then.
+    """
+    known = queue.allocated[free]
+    if known is None or known[0] != gpus or known[1] != values:
+        chosen = allocate([found.free_sizes if free else found.sizes for found in values], gpus)
+        known = queue.allocated[free] = (gpus, values, chosen)
+    return known[2]
+
+
 def _since(job: Job) -> float:
     """Return the time since which the job has had its size."""
     return max(job.started_at, job.grown_at, job.shrunk_at)
@@ -167,6 +181,58 @@ def gains(job: Job, value: Worth) -> bool:
     return job.pause_s <= CHEAP_S or value(job.active + 1) > value(job.active) + _EPSILON
 
 
+class Donors:
+    """The jobs of a queue that are to shrink, by the hosts of the workers that may leave.
+
+    Only the hosts of a job that has lost a worker are counted again. Rejected: collecting all for each worker that
+    another job gets, in quadratic time.
+    """
+
+    def __init__(self, jobs: list[Job], may_leave: Callable[[Job], list[Task]]) -> None:
+        self._may_leave = may_leave
+        self._rank = {job: rank for rank, job in enumerate(jobs)}
+        self._spare: dict[Job, list[Task]] = {}
+        self._on: dict[Host, dict[Job, list[Task]]] = {}
+        self._count: dict[Host, int] = {}
+        self._order: list[tuple[int, str, Host]] = []
+        self.update(jobs)
+
+    def update(self, jobs: Iterable[Job]) -> None:
+        """Count the workers of these jobs again."""
+        for job in dict.fromkeys(jobs):
+            changed: dict[Host, None] = {}
+            for task in self._spare.pop(job, ()):
+                host = task.node
+                if host is not None and self._on[host].pop(job, None) is not None:
+                    changed[host] = None
+            self._spare[job] = self._may_leave(job)
+            for task in self._spare[job]:
+                if (host := task.node) is not None:
+                    self._on.setdefault(host, {}).setdefault(job, []).append(task)
+                    changed[host] = None
+            for host in changed:
+                self._count_again(host)
+
+    def _count_again(self, host: Host) -> None:
+        before, now = self._count.get(host, 0), sum(map(len, self._on[host].values()))
+        if before:
+            del self._order[bisect_left(self._order, (-before, host.name), key=_BY_COUNT)]
+        if now:
+            insort(self._order, (-now, host.name, host), key=_BY_COUNT)
+        self._count[host] = now
+
+    def on(self, host: Host) -> list[Task]:
+        """Return the workers on the host that may leave, by job."""
+        found = self._on[host]
+        return [task for job in sorted(found, key=self._rank.__getitem__) for task in found[job]]
+
+    def hosts_for(self, job: Job) -> Iterator[Host]:
+        """Yield the hosts of such workers, first those where the job has most, then where most may leave."""
+        near = {host: count for host, count in job.hosts.items() if self._count.get(host)}
+        yield from sorted(near, key=lambda host: (-near[host], -self._count[host], host.name))
+        yield from (host for _, _, host in self._order if host not in near)
+
+
 class Growth:
     """The lending of one plan, on its cycle's ledger."""
 
@@ -174,6 +240,7 @@ class Growth:
         self._cycle, self._ledger = cycle, cycle.ledger
         self._values: dict[Job, Worth] = {}
         self._targets: dict[Job, int] = {}
+        self._donors: dict[Queue, Donors] = {}
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Choose sizes in each queue for what is idle and what is lent there, and place or release workers."""
@@ -208,6 +275,8 @@ class Growth:
         """Divide the idle GPUs: one after the other to the queue with the least lent that can use it."""
         idle = self._ledger.idle_gpus()
         shares = dict.fromkeys(by_queue, 0.0)
+        if not idle:
+            return shares
         hunger = {queue: self._hunger(queue, jobs) for queue, jobs in by_queue.items()}
         heap = [(_lent_key(queue), queue) for queue in by_queue if hunger[queue] > 0]
         heapify(heap)
@@ -287,15 +356,16 @@ class Growth:
         for job in jobs:
             if job.lent and self._values[job].sizes.least > job.wanted:
                 self._cycle.review_at(job.started_at + job.cool_down_s)
+        values = [self._values[job] for job in jobs]
         gpus = idle + self._movable(jobs)
-        chosen = allocate([self._values[job].sizes for job in jobs], gpus)
+        chosen = _allocated(jobs[0].queue, values, gpus, free=False)
         gained = _sum(self._values[j](n) - self._values[j](j.active) for j, n in zip(jobs, chosen, strict=True))
         if gained or idle < 0:
             self._targets.update(zip(jobs, chosen, strict=True))
-        elif any(self._values[job].cost for job in jobs):
-            self._look_again(jobs, allocate([self._values[job].free_sizes for job in jobs], gpus))
+        elif any(found.cost for found in values):
+            self._look_again(jobs, _allocated(jobs[0].queue, values, gpus, free=True))
 
-    def _look_again(self, jobs: list[Job], chosen: list[int]) -> None:
+    def _look_again(self, jobs: list[Job], chosen: Sequence[int]) -> None:
         """Request a plan when the cost of a change counts less, if nothing else keeps the jobs from these sizes."""
         if _sum(self._values[j].free(n) - self._values[j].free(j.active) for j, n in zip(jobs, chosen, strict=True)):
             changed = [self._values[job] for job, size in zip(jobs, chosen, strict=True) if size != job.active]
@@ -324,20 +394,27 @@ class Growth:
         """Let lent workers of jobs that are to shrink leave for one worker of this job, on one node."""
         if job.groups is not None:
             return False
-        hosts: dict[Host, list[Task]] = {}
-        for other in [one for one in self._targets if one.queue is job.queue and one.active > self._targets[one]]:
-            for task in self._spare(other):
-                if task.node is not None:
-                    hosts.setdefault(task.node, []).append(task)
-        for host in sorted(hosts, key=lambda h: (-job.hosts.get(h, 0), -len(hosts[h]), h.name)):
-            mark, new = self._ledger.mark(), self._task(job)
-            for task in hosts[host]:
+        donors = self._donors_in(job.queue)
+        for host in donors.hosts_for(job):
+            mark, new, taken = self._ledger.mark(), self._task(job), []
+            for task in donors.on(host):
                 if task.job.active > self._targets[task.job]:
                     self._take(task, job, "grow")
+                    taken.append(task.job)
                 if self._nominate(job, new, host):
+                    donors.update(taken)
                     return True
             self._undo(mark)
         return False
+
+    def _donors_in(self, queue: Queue) -> Donors:
+        if queue not in self._donors:
+            self._donors[queue] = Donors([job for job in self._targets if job.queue is queue], self._may_leave)
+        return self._donors[queue]
+
+    def _may_leave(self, job: Job) -> list[Task]:
+        """Return the workers of a job of which some leave for others, in the order in which they do."""
+        return self._spare(job) if job.active > self._targets[job] else []
 
     def _nominate(self, job: Job, task: Task, host: Host) -> bool:
         if quota.barred_by_limit(job, self._ledger.amount(task), future=True):
@@ -390,6 +467,8 @@ class Growth:
         Nodes, limits or the size of workers may keep a job from what was meant for it. What no job gains by goes to
         those whose changes are cheap: their users allow the size, and what was measured may be wrong.
         """
+        if not self._ledger.any_idle:
+            return
         jobs = [job for job in self._values if job not in self._cycle.victims]
         heap = [(self._fill_key(job), job) for job in jobs if self._gains(job)]
         heapify(heap)

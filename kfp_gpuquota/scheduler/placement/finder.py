@@ -12,7 +12,17 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.placement import placement
-from kfp_gpuquota.scheduler.placement.units import Attempt, Mode, Stage, Unit, all_allowed, needed_on, units_on
+from kfp_gpuquota.scheduler.placement.units import (
+    Attempt,
+    Mode,
+    Stage,
+    Unit,
+    Whole,
+    all_allowed,
+    cheapest_whole,
+    needed_on,
+    units_on,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,13 +42,14 @@ class Finders:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._finders: dict[FinderKey, Finder] = {}
+        self._whole: dict[tuple[Mode, Queue, int], dict[Host, Whole]] = {}
 
     def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
         """Return the host with the cheapest victims for the task, and these victims."""
         priority = attempt.job.priority if attempt.mode is Mode.PREEMPT else 0
         key = (attempt.mode, attempt.job.queue, priority, task.request, attempt.within, task.within)
         if key not in self._finders:
-            self._finders[key] = Finder(self._ledger)
+            self._finders[key] = Finder(self._ledger, self._whole.setdefault(key[:3], {}))
         return self._finders[key].cheapest(attempt, task)
 
 
@@ -49,12 +60,12 @@ class Finder:
     share.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, whole: dict[Host, Whole]) -> None:
         self._ledger = ledger
         self._heaps: dict[Queue, list[Entry]] = {}
         self._seen: int | None = None
         self._dropped: list[Host] = []
-        self._known: dict[Host, list[Unit]] = {}
+        self._whole = whole
         self._serial = 0
 
     def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
@@ -77,7 +88,7 @@ class Finder:
             return host, chosen
         heappop(heap)
         if version == host.version:
-            better = needed_on(attempt, host, task, self._units_on(attempt, host))
+            better = self._needed_on(attempt, host, task)
             if better is None:
                 self._dropped.append(host)
             else:
@@ -87,28 +98,24 @@ class Finder:
     def look_at(self, attempt: Attempt, task: Task, host: Host) -> None:
         """Evaluate the host's present state, and add it to its heap."""
         if host.ready and host.tasks and placement.may_use(host, task):
-            chosen = needed_on(attempt, host, task, self._units_on(attempt, host))
+            chosen = self._needed_on(attempt, host, task)
             if chosen is not None:
                 self._push(chosen, host)
 
-    def _units_on(self, attempt: Attempt, host: Host) -> list[Unit]:
-        """Return the host's units in order, from the cache without evicted ones where nothing else has changed.
-
-        That holds where all units are whole jobs of one queue that run only on this host: evictions elsewhere do not
-        affect them.
-        """
+    def _needed_on(self, attempt: Attempt, host: Host, task: Task) -> list[Unit] | None:
+        """Return the cheapest units that make the task fit on the host; None where there are none."""
         if len(attempt.tasks) > 1:
-            return units_on(attempt, host)
-        held = sum(attempt.evictable(task) for task in host.tasks)
-        left = [unit for unit in self._known.get(host, ()) if attempt.evictable(unit.tasks[0])]
-        if left and sum(len(unit.tasks) for unit in left) == held:
-            self._known[host] = left
-            return left
-        units = units_on(attempt, host)
-        alone = all(u.stage is Stage.WHOLE and all(t.node is host for t in u.tasks) for u in units)
-        if alone and len({u.job.queue for u in units}) == 1 and sum(len(u.tasks) for u in units) == held:
-            self._known[host] = units
-        return units
+            return needed_on(attempt, host, task, units_on(attempt, host))
+        known = self._whole.get(host)
+        whole = None if known is None else known.present(attempt, host)
+        if whole is None:
+            units = units_on(attempt, host)
+            whole = Whole.of(attempt, host, units) if _are_whole(units, host) else None
+            if whole is None:
+                return needed_on(attempt, host, task, units)
+        if whole is not known:
+            self._whole[host] = whole
+        return cheapest_whole(attempt, host, task, whole)
 
     def _refresh(self, attempt: Attempt, task: Task) -> None:
         log = self._ledger.touched_hosts
@@ -130,6 +137,20 @@ class Finder:
     @staticmethod
     def _rank(attempt: Attempt, queue: Queue, entry: Entry) -> tuple[bool, tuple[float, ...], Cost]:
         return (entry[0][0][0], attempt.below_share(queue), entry[0])
+
+
+def _are_whole(units: list[Unit], host: Host) -> bool:
+    """Return whether all units are whole jobs of one queue, with nothing above a gang, that run only on the host.
+
+    Evictions elsewhere change neither them nor their order then.
+    """
+    for unit in units:
+        job = unit.job
+        if unit.stage is not Stage.WHOLE or job.queue is not units[0].job.queue or job.surplus > job.lent:
+            return False
+        if any([task.node is not host for task in unit.tasks]):
+            return False
+    return True
 
 
 def _sizes(chosen: list[Unit]) -> tuple[int, ...]:

@@ -134,22 +134,25 @@ def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
 
 
 class Capacity:
-    """Checks whether a task fits on a host without some other tasks; in the common case by counting devices."""
+    """Checks whether a task fits on a host without some other tasks; in the common case by counting devices.
+
+    `countable`: `short` devices more of the host decide it.
+    """
 
     def __init__(self, host: Host, task: Task) -> None:
         request = task.request
         self._host, self._task = host, task
         # A device that the node does not have any more, or that is withheld, is no capacity for others when it is free.
         known = len(host.taken) <= len(host.devices)
-        self._countable = request.whole and host.countable and not request.counted and known
-        self._short = request.devices - host.future_whole
+        self.countable = request.whole and host.countable and not request.counted and known
+        self.short = request.devices - host.future_whole
 
     def suffices(self, others: Iterable[Task]) -> bool:
         """Return whether the task fits after these tasks have exited."""
-        if not self._countable:
+        if not self.countable:
             return fits_without(self._host, self._task, others)
         host = self._host
-        return sum(len(task.devices) for task in others if task.node is host) >= self._short
+        return sum(len(task.devices) for task in others if task.node is host) >= self.short
 
 
 def room_elsewhere(ledger: Ledger, task: Task) -> bool:

@@ -5,6 +5,7 @@ A *unit* is evicted as a whole: one worker above the request (over quota) or abo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 UnitKey = tuple[bool, tuple[float, ...], "Stage", tuple[int, bool, float, float, str], int]
+
+Margin = tuple[Queue | None, int, tuple[tuple[int, float, float], ...]]
+"""Of a victim's queue: it or the one above it that competes with the reclaiming queue (None: none does), the version of
+that queue, and of each resource its index, what it holds and what it keeps."""
 
 
 class Mode(IntEnum):
@@ -61,6 +66,7 @@ class Attempt:
     mode: Mode
     amount: Amount
     ratios: dict[Queue, tuple[float, ...]] = field(default_factory=dict)
+    margins: dict[Queue, Margin] = field(default_factory=dict)
     within: frozenset[Queue] = frozenset()
     sheltered: Collection[Job] = ()
     kept: Collection[Task] = ()
@@ -74,6 +80,26 @@ class Attempt:
     def evictable(self, task: Task) -> bool:
         """Return whether the task runs, or was only promised its placement."""
         return task.status is Status.HELD or (task.status is Status.NOMINATED and task in self.kept)
+
+    def evictable_on(self, host: Host) -> int:
+        """Return the number of such tasks on the host."""
+        return len([task for task in host.tasks if task.status is Status.HELD or self.evictable(task)])
+
+    def margin(self, queue: Queue) -> Margin:
+        """Return what the queue's branch holds and keeps, of the resources that the pending job needs."""
+        found = self.margins.get(queue)
+        if found is not None and (found[0] is None or found[0].version == found[1]):
+            return found
+        levels = quota.rivals(self.job.queue, queue)
+        if levels is None:
+            found = (None, 0, ())
+        else:
+            reclaimer, victim = levels
+            keeps = victim.guarantee if reclaimer in self.within else victim.keeps
+            needed = ((r, victim.claim(r), keeps[r]) for r, value in enumerate(self.amount) if value)
+            found = (victim, victim.version, tuple(needed))
+        self.margins[queue] = found
+        return found
 
     def below_share(self, queue: Queue) -> tuple[float, ...]:
         """Return the negative dominant share of what each of its branches keeps, from the root to the queue.
@@ -89,6 +115,76 @@ class Attempt:
 def units_on(attempt: Attempt, host: Host) -> list[Unit]:
     """Return the units on the host, the cheapest first."""
     return sorted(_units(attempt, _by_job(attempt, host.tasks)), key=lambda u: u.key)
+
+
+class Whole(NamedTuple):
+    """The units of a host, the cheapest first, if all are whole jobs of one queue that run only there.
+
+    What is evicted elsewhere changes neither them nor their order. `freed` are the devices of the units up to each of
+    them, `before` the micro-GPUs of those before it.
+    """
+
+    version: int
+    units: list[Unit]
+    freed: list[int]
+    before: list[float]
+
+    @staticmethod
+    def of(attempt: Attempt, host: Host, units: list[Unit]) -> Whole | None:
+        """Return the record of these units of the host; None if they are not all that may be evicted there."""
+        workers, devices, gpus = 0, 0, 0.0
+        freed: list[int] = []
+        before: list[float] = []
+        for unit in units:
+            before.append(gpus)
+            for task in unit.tasks:
+                workers += 1
+                devices += len(task.devices)
+                gpus += attempt.ledger.amount(task).gpu
+            freed.append(devices)
+        return Whole(host.version, units, freed, before) if units and workers == attempt.evictable_on(host) else None
+
+    def present(self, attempt: Attempt, host: Host) -> Whole | None:
+        """Return the record without what was evicted since; None if anything else has changed."""
+        for unit in self.units:
+            if unit.job.active != len(unit.tasks):
+                break
+        else:
+            if self.version == host.version:
+                return self
+        left = [unit for unit in self.units if attempt.evictable(unit.tasks[0])]
+        if any([unit.job.active != len(unit.tasks) for unit in left]):
+            return None
+        return Whole.of(attempt, host, left)
+
+
+def cheapest_whole(attempt: Attempt, host: Host, task: Task, whole: Whole) -> list[Unit] | None:
+    """Return what `needed_on` returns: the first units that have enough devices, if their queue may lose them all."""
+    capacity = placement.Capacity(host, task)
+    if not capacity.countable:
+        return needed_on(attempt, host, task, whole.units)
+    last = bisect_left(whole.freed, capacity.short)
+    if last == len(whole.freed):
+        return None
+    if attempt.mode is Mode.RECLAIM:
+        victim, _, resources = attempt.margin(whole.units[0].job.queue)
+        # The task requests devices alone.
+        if victim is None or not any([holds - whole.before[last] > keeps for _, holds, keeps in resources]):
+            return None
+    spare = whole.freed[last] - capacity.short
+    return _without_unneeded(whole.units[: last + 1], spare) if last else whole.units[:1]
+
+
+def _without_unneeded(chosen: list[Unit], spare: int) -> list[Unit]:
+    """Return the units without those whose devices are to spare, the most valuable spared first."""
+    kept = chosen[-1:]
+    for unit in chosen[-2::-1]:
+        devices = sum([len(task.devices) for task in unit.tasks])
+        if devices > spare:
+            kept.append(unit)
+        else:
+            spare -= devices
+    return kept[::-1]
 
 
 def needed_on(attempt: Attempt, host: Host, task: Task, units: Sequence[Unit]) -> list[Unit] | None:
@@ -205,16 +301,14 @@ def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:
     """Return whether the queue, after losing the units `before`, holds more than it keeps and may lose this one."""
     if unit.stage is Stage.LENT or attempt.mode is not Mode.RECLAIM:
         return True
-    levels = quota.rivals(attempt.job.queue, unit.job.queue)
-    if levels is None:
+    victim, _, resources = attempt.margin(unit.job.queue)
+    if victim is None:
         return False
-    reclaimer, victim = levels
     if not before and unit.job.surplus <= unit.job.lent:
-        return quota.may_lose(victim, NOTHING, attempt.amount, guaranteed=reclaimer in attempt.within)
+        return any(holds > keeps for _, holds, keeps in resources)
     stopped = [t for u in before if u.stage is not Stage.LENT and victim in u.job.queue.path for t in u.tasks]
     if unit.stage is Stage.WHOLE:
         # The gang is evicted last, after all workers above it.
         stopped.extend(unit.tasks[: unit.job.surplus - unit.job.lent])
-    return quota.may_lose(
-        victim, quota.total(attempt.ledger, stopped), attempt.amount, guaranteed=reclaimer in attempt.within
-    )
+    lost = quota.total(attempt.ledger, stopped)
+    return any(holds - lost[r] > keeps for r, holds, keeps in resources)

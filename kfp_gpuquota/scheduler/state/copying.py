@@ -74,7 +74,7 @@ class _Copier:
             }
             setattr(queue, name, filed)
         queue.running = {self.jobs[job]: None for job in queue.running}
-        queue.priorities = dict(queue.priorities)
+        queue.priorities, queue.allocated = dict(queue.priorities), list(queue.allocated)
         queue.users = {name: self.users[user] for name, user in queue.users.items()}
         queue.recalled = dict(queue.recalled)
         for name in ("held", "leaving", "lent", "fixed", "requested"):

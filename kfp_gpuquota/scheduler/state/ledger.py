@@ -216,7 +216,8 @@ class Ledger:
             number = job.active + (sign > 0)
             lent, fixed = number > job.wanted, number <= job.core
             job.active += sign
-            _note_running(job, sign)
+            if job.active == (sign > 0):
+                _note_running(job, sign)
             if task.status is not Status.HELD and task.moved is None:
                 job.placed += sign
         amount = task.request.amount(0 if host is None else host.gpu_memory_mib)
@@ -350,20 +351,21 @@ def _count_sharers(host: Host, devices: tuple[int, ...], old: int | None, new: i
 
 
 def _note_running(job: Job, sign: int) -> None:
-    """Update the queue's running jobs, and its count by priority of those that may lose workers."""
+    """Add a job to its queue's running ones, or remove it, and from the count by priority of those that may lose
+    workers.
+    """
     queue = job.queue
-    if job.active == (sign > 0):
-        if sign > 0:
-            queue.running[job] = None
-        else:
-            queue.running.pop(job, None)
-        if not job.core or job.most > job.gang:
-            queue.priorities[job.priority] = queue.priorities.get(job.priority, 0) + sign
+    if sign > 0:
+        queue.running[job] = None
+    else:
+        queue.running.pop(job, None)
+    if not job.core or job.most > job.gang:
+        queue.priorities[job.priority] = queue.priorities.get(job.priority, 0) + sign
 
 
 def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bool, fixed: bool) -> None:
     """Add one task's amount, times `sign`, to its queue and all ancestors."""
-    resources = [(r, sign * value) for r, value in enumerate(amount) if value]
+    gpu, cpu, memory = amount
     for queue in job.queue.path:
         queue.version += 1
         columns = [queue.leaving] if leaving else [queue.held]
@@ -372,8 +374,11 @@ def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bo
         if fixed:
             columns.append(queue.fixed)
         for column in columns:
-            for r, value in resources:
-                column[r] += value
+            column[0] += sign * gpu
+            if cpu:
+                column[1] += sign * cpu
+            if memory:
+                column[2] += sign * memory
 
 
 def _shift(index: dict[int, list[str]], name: str, old: int, new: int) -> None:

@@ -17,6 +17,8 @@ from kfp_gpuquota.api.project import strictest
 from kfp_gpuquota.api.resources import capacity_of, weighed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.api.placement import Placement
     from kfp_gpuquota.api.resources import Resources
@@ -158,7 +160,7 @@ class Queue:
     stopped. `stop_policy` is its own; `halt` is the strictest one of it and of those above it. `waiting` has the jobs
     that plans consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no
     node can hold them (rotation.py). `users` are those who have had jobs in it; `recalled` is the past use of others by
-    `usage.key_of` their name, as it was stored.
+    `usage.key_of` their name, as it was stored. `allocated` are the sizes that growth.py chose last.
     """
 
     name: str
@@ -192,6 +194,7 @@ class Queue:
     priorities: dict[int, int] = field(default_factory=dict)
     users: dict[str, User] = field(default_factory=dict)
     recalled: dict[str, tuple[float, float]] = field(default_factory=dict)
+    allocated: list[tuple[float, Sequence[object], list[int]] | None] = field(default_factory=lambda: [None, None])
 
     @property
     def label(self) -> str:
