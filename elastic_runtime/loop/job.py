@@ -182,6 +182,7 @@ class Job(JobCollectives):
         if session.noise is not None:
             noise = session.noise
             self._member.reporter.noise_scale = lambda: noise.averages.noise_scale
+            self._member.reporter.gain = lambda: noise.gain
         prepared = PreparedObjects(models, optimizers, schedulers, scaler)
         prepared.guard(session, partial(self._at_lr, batch) if batch.bounds else None)
         prepared.watch(session, whole, sharded=shard is not None)

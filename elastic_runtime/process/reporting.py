@@ -44,6 +44,7 @@ class Reporter:
         self._workers, self._samples, self._since = 0, 0, 0.0  # since the last change of the size
         self._batch = 0  # the samples of the largest step since then
         self.noise_scale: Callable[[], float | None] = lambda: None
+        self.gain: Callable[[], float | None] = lambda: None
         self.checkpoint_at: float | None = None
         self._shown = shown
         self.listen("resize", shown.resized)
@@ -121,7 +122,8 @@ class Reporter:
         if not force and now - self._sent_at < PROGRESS_EVERY_S:
             return
         self._sent_at = now
-        finite, not_finite = _divided(self._metrics)
+        gain = self.gain()
+        finite, not_finite = _divided(({} if gain is None else {"gain": gain}) | self._metrics)
         self._send(
             "ProgressReported",
             step=step,

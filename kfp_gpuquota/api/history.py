@@ -9,13 +9,16 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+GPU_USE_WIDTH_S: Final = 30.0
+GPU_USE_KEPT_S: Final = 7200.0
+"""The use of each GPU is kept in memory for so long, in intervals of that width."""
 _HOUR_S: Final = 3600.0
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """One report of a training; `at` and `checkpoint_at` are in seconds since the epoch, `throughput` in samples/s.
 
-    `not_finite` has the metrics for which JSON has no number: "nan", "inf" or "-inf".
+    `not_finite` has the metrics for which JSON has no number: "nan", "inf" or "-inf". `noise_scale` is in samples.
     """
 
     at: float
@@ -25,11 +28,35 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     workers: int | None = None
     checkpoint_at: float | None = None
     not_finite: dict[str, str] = {}
+    noise_scale: float | None = None
 
     @property
     def figures(self) -> dict[str, float]:
         """All metrics as numbers, those that are not finite included."""
         return self.metrics | {name: float(value) for name, value in self.not_finite.items()}
+
+
+class UsePoint(msgspec.Struct, frozen=True, array_like=True):
+    """The use of one GPU in the interval that begins at `at`: percent of its time, and at most so much memory."""
+
+    at: float
+    percent: float
+    used_mib: int | None = None
+
+    @property
+    def until(self) -> float:
+        """Return the end of the interval."""
+        return self.at + GPU_USE_WIDTH_S
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The use of one device of a node over time, oldest first."""
+
+    node: str
+    device: int
+    model: str = ""
+    memory_mib: int = 0
+    points: tuple[UsePoint, ...] = ()
 
 
 class GpuHours(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
-"""Sends what happens to jobs to webhooks (JSON as Slack, Mattermost and others read it); on every kind of cluster.
+"""Sends what happens to jobs to webhooks (JSON as Slack and others read it) and by mail; on every kind of cluster.
 
-    a commit of records ──► Notifications.notify ──► a bounded queue for each webhook ──► POST, one at a time
+    a commit of records ──► Notifications.notify ──► a bounded queue for each receiver ──► POST or SMTP, one at a time
 
-A webhook is a file NAME.json of a folder that only an administrator can write: of the embedded cluster's directory, or
+A receiver is a file NAME.json of a folder that only an administrator can write: of the embedded cluster's directory, or
 of a mounted Secret on Kubernetes. So no request and no object of a user chooses an address to which the cluster
 connects, and addresses, which are credentials with Slack, are in no object that users read. They are in no log either.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from contextlib import suppress
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ import aiohttp
 import msgspec
 
 from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.cluster.mail import Mail
 from kfp_gpuquota.engine.notifications import Notified
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 READ_EVERY_S: Final = 5.0
 MOST_QUEUED: Final = 1000
-MOST_WEBHOOKS: Final = 100
+MOST_RECEIVERS: Final = 100
 LARGEST_FILE: Final = 65_536
 LONGEST_TEXT: Final = 2000
 FINAL_STATUSES: Final = range(300, 500)
@@ -45,13 +47,14 @@ TRY_AGAIN: Final = frozenset({408, 425, 429})
 log = logging.getLogger(__name__)
 
 
-class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of the folder. Without `projects`, `users`, `labels` or `events` it gets those of all.
+class Receiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of the folder: a webhook or mail. Without `projects`, `users`, `labels` or `events` it gets those of all.
 
     `fields`: the message has the field `gpuquota` with the parts of the notification beside its `text`.
     """
 
-    url: str
+    url: str = ""
+    mail: Mail | None = None
     projects: frozenset[str] = frozenset()
     users: frozenset[str] = frozenset()
     labels: dict[str, str] = {}
@@ -59,13 +62,16 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fields: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_web_address(self.url):
+        if self.mail is not None and (self.url or self.fields):
+            raise ValueError("mail excludes url and fields: write a file for each")
+        if self.mail is None and not _is_web_address(self.url):
             raise ValueError("url must be a URL such as https://hooks.example.org/services/...")
 
     def wants(self, one: Notification) -> bool:
-        """Return whether the webhook gets this notification."""
+        """Return whether the receiver gets this notification."""
         return (
             one.what in self.events
+            and (self.mail is None or bool(self.mail.recipients(one.user)))
             and (not self.projects or one.project in self.projects)
             and (not self.users or one.user in self.users)
             and self.labels.items() <= one.labels.items()
@@ -78,6 +84,12 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             message["gpuquota"] = {"event": one.what, **{k: v for k, v in one._asdict().items() if k != "what"}}
         return message
 
+    async def attempt(self, session: aiohttp.ClientSession, one: Notification, timeout_s: float) -> tuple[str, bool]:
+        """Return the problem of one attempt ("": none) without an address, and whether another one is useless."""
+        if self.mail is not None:
+            return await self.mail.attempt(one, timeout_s)
+        return await _posted(session, self.url, self.message(one))
+
 
 class Limits(msgspec.Struct, frozen=True):
     """How long one attempt may take, the first and the longest pause, and for how long a message is tried, in s."""
@@ -89,31 +101,32 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Notifications:
-    """Sends notifications to the webhooks of `folder`. `notify` returns at once, whatever they do.
+    """Sends notifications to the receivers of `folder`. `notify` returns at once, whatever they do.
 
     A message arrives once or more often, in the order of the notifications, or is dropped: after `limits.kept_s`, and
-    the oldest one if more than `MOST_QUEUED` wait. Those that wait are in memory, and lost with the process.
+    the oldest one if more than `MOST_QUEUED` wait. Those that wait are in memory, and lost with the process. `private`:
+    a file with a password that others than its owner may read is not used.
     """
 
-    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
-        self._folder, self._limits = folder, limits or Limits()
-        self._webhooks: dict[str, Webhook] = {}
+    def __init__(self, folder: Path, limits: Limits | None = None, *, private: bool = False) -> None:
+        self._folder, self._limits, self._private = folder, limits or Limits(), private
+        self._receivers: dict[str, Receiver] = {}
         self._senders: dict[str, _Sender] = {}
         self._read_at = -READ_EVERY_S
         self._shown: dict[str, str] = {}
 
     def notify(self, one: Notification) -> None:
-        """Send it soon to all webhooks that want it."""
+        """Send it soon to all receivers that want it."""
         self._read()
-        for name, webhook in self._webhooks.items():
-            if webhook.wants(one):
+        for name, receiver in self._receivers.items():
+            if receiver.wants(one):
                 if name not in self._senders:
-                    self._senders[name] = _Sender(name, partial(self._webhook, name), self._limits)
+                    self._senders[name] = _Sender(name, partial(self._receiver, name), self._limits)
                 self._senders[name].put(one)
 
-    def _webhook(self, name: str) -> Webhook | None:
+    def _receiver(self, name: str) -> Receiver | None:
         self._read()
-        return self._webhooks.get(name)
+        return self._receivers.get(name)
 
     async def close(self) -> None:
         """Send nothing more."""
@@ -126,27 +139,35 @@ class Notifications:
         now = asyncio.get_running_loop().time()
         if now - self._read_at < READ_EVERY_S:
             return
-        self._read_at, found, problems = now, dict[str, Webhook](), dict[str, str]()
-        with suppress(OSError):  # there is no such folder: no webhooks
-            for path in sorted(self._folder.glob("*.json"))[:MOST_WEBHOOKS]:
+        self._read_at, found, problems = now, dict[str, Receiver](), dict[str, str]()
+        with suppress(OSError):  # there is no such folder: no receivers
+            for path in sorted(self._folder.glob("*.json"))[:MOST_RECEIVERS]:
                 try:
-                    with path.open("rb") as file:
-                        found[path.stem] = msgspec.json.decode(file.read(LARGEST_FILE), type=Webhook)
-                except (OSError, ValueError, msgspec.DecodeError) as error:  # which quote no value
+                    found[path.stem] = self._decoded(path)
+                except (OSError, ValueError, msgspec.DecodeError) as error:
                     problems[path.stem] = str(error)
-                    if path.stem in self._webhooks:  # it may be half written: what was read last stays in effect
-                        found[path.stem] = self._webhooks[path.stem]
+                    if path.stem in self._receivers:  # it may be half written: what was read last stays in effect
+                        found[path.stem] = self._receivers[path.stem]
         for name in problems.keys() - self._shown.keys():
-            log.error("webhook %s cannot be used: %s", name, problems[name])
-        for name in found.keys() - self._webhooks.keys():
-            log.info("webhook %s is used", name)
-        self._webhooks, self._shown = found, problems
+            log.error("receiver %s cannot be used: %s", name, problems[name])
+        for name in found.keys() - self._receivers.keys():
+            log.info("receiver %s is used", name)
+        self._receivers, self._shown = found, problems
+
+    def _decoded(self, path: Path) -> Receiver:
+        """Return the file's receiver. Raises OSError, ValueError, DecodeError, which quote no value."""
+        with path.open("rb") as file:
+            found = msgspec.json.decode(file.read(LARGEST_FILE), type=Receiver)
+            mode = os.fstat(file.fileno()).st_mode
+        if self._private and found.mail is not None and found.mail.password and mode & 0o077:
+            raise ValueError(f"it has a password, and its mode {mode & 0o777:03o} lets others read it; chmod 600 it")
+        return found
 
 
 class _Sender:
-    """The queue of one webhook, and the task that empties it. `current()` is the webhook now; None: it was removed."""
+    """The queue of one receiver, and the task that empties it. `current()` is as its file says now; None: removed."""
 
-    def __init__(self, name: str, current: Callable[[], Webhook | None], limits: Limits) -> None:
+    def __init__(self, name: str, current: Callable[[], Receiver | None], limits: Limits) -> None:
         self._name, self._current, self._limits = name, current, limits
         self._queue: deque[tuple[Notification, float]] = deque(maxlen=MOST_QUEUED)
         self._task: asyncio.Task[None] | None = None
@@ -169,7 +190,7 @@ class _Sender:
     def _drop(self, why: str) -> None:
         self._dropped += 1
         if self._dropped.bit_count() == 1:  # the 1st, 2nd, 4th ...
-            log.warning("webhook %s: %d messages were dropped; the last one: %s", self._name, self._dropped, why)
+            log.warning("receiver %s: %d messages were dropped; the last one: %s", self._name, self._dropped, why)
 
     async def _send_all(self) -> None:
         while self._queue:  # looked at again after the session was closed, which takes a turn of the loop
@@ -177,18 +198,18 @@ class _Sender:
 
     async def _send_some(self, timeout: aiohttp.ClientTimeout) -> None:
         async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-            while self._queue and (webhook := self._current()) is not None:
+            while self._queue and (receiver := self._current()) is not None:
                 one, until = self._queue.popleft()
-                await self._send(session, webhook, one, until)
+                await self._send(session, receiver, one, until)
         if self._current() is None:
             self._queue.clear()
 
-    async def _send(self, session: aiohttp.ClientSession, webhook: Webhook, one: Notification, until: float) -> None:
+    async def _send(self, session: aiohttp.ClientSession, receiver: Receiver, one: Notification, until: float) -> None:
         """Send one message, again after each failure that may pass, until that time of the loop's clock."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._limits.first_pause_s, self._limits.longest_pause_s, jitter=self._jitter)
         while True:
-            problem, final = await _attempt(session, webhook.url, webhook.message(one))
+            problem, final = await receiver.attempt(session, one, self._limits.attempt_s)
             if not problem:
                 return
             pause_s = backoff.next_s()
@@ -198,15 +219,14 @@ class _Sender:
             await asyncio.sleep(pause_s)
             if (current := self._current()) is None:
                 return
-            webhook = current
+            receiver = current
 
     @cached_property
     def _jitter(self) -> Random:
         return Random()  # noqa: S311 (pauses)
 
 
-async def _attempt(session: aiohttp.ClientSession, url: str, message: dict[str, Any]) -> tuple[str, bool]:
-    """Return the problem of one attempt ("": none) without the address, and whether another one is useless."""
+async def _posted(session: aiohttp.ClientSession, url: str, message: dict[str, Any]) -> tuple[str, bool]:
     try:
         async with session.post(url, json=message, allow_redirects=False) as answer:
             if answer.status < min(FINAL_STATUSES):

@@ -56,10 +56,14 @@ class Notification(NamedTuple):
     kind: str = "Job"
 
     @property
+    def headline(self) -> str:
+        """What happened to which job, in names alone."""
+        return f"{self.kind} {self.job} of project {self.project} {_WORDS[self.what]}"
+
+    @property
     def text(self) -> str:
         """The notification as one line."""
-        of = f"{self.kind} {self.job} of project {self.project} {_WORDS[self.what]}"
-        return f"{of}: {self.why}" if self.why else of
+        return f"{self.headline}: {self.why}" if self.why else self.headline
 
 
 def notification_of(job: JobRecord, event: Event) -> Notification | None:

@@ -1,4 +1,4 @@
-"""Whether this machine's devices were used: from NVML, or from simulated devices.
+"""How much this machine's devices were used: from NVML, or from simulated devices.
 
 A device that was not measured is left out of an answer, and counts as used: MIG devices, a driver that does not answer.
 """
@@ -6,8 +6,9 @@ A device that was not measured is left out of an answer, and counts as used: MIG
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kfp_gpuquota.fractions.devices import simulated_mib
 from kfp_gpuquota.fractions.processes import read
 
 if TYPE_CHECKING:
@@ -17,11 +18,19 @@ if TYPE_CHECKING:
 SIMULATED_FILE = "used_percent"
 
 
+class GpuUse(NamedTuple):
+    """What one device did since the last call: whether anything, in which part of the time, and its memory now."""
+
+    busy: bool
+    percent: float
+    used_mib: int | None = None
+
+
 class DeviceActivity(Protocol):
     """The devices of one node."""
 
-    def used(self) -> dict[str, bool]:
-        """Return of each device that was measured whether it was used since the last call."""
+    def measure(self) -> dict[str, GpuUse]:
+        """Return the use of each device that was measured since the last call."""
 
 
 class SimulatedActivity:
@@ -30,12 +39,16 @@ class SimulatedActivity:
     def __init__(self, directories: Mapping[str, Path]) -> None:
         self._directories = dict(directories)
 
-    def used(self) -> dict[str, bool]:
-        """Return of each measured device whether its file has another number than 0 now."""
+    def measure(self) -> dict[str, GpuUse]:
+        """Return of each measured device the number in its file, and the memory of its entries."""
         texts = {
             name: read(f"{path}/{SIMULATED_FILE}").decode(errors="replace") for name, path in self._directories.items()
         }
-        return {name: float(text) > 0 for name, text in texts.items() if _is_number(text)}
+        percents = {name: float(text) for name, text in texts.items() if _is_number(text)}
+        return {
+            name: GpuUse(percent > 0, percent, simulated_mib(self._directories[name]))
+            for name, percent in percents.items()
+        }
 
 
 class NvmlActivity:
@@ -61,25 +74,35 @@ class NvmlActivity:
         """Return the UUIDs of all GPUs of this machine, in the order of its bus."""
         return tuple(self._handles)
 
-    def used(self) -> dict[str, bool]:
-        """Return of each measured GPU whether a kernel ran or memory was read or written."""
-        found: dict[str, bool] = {}
+    def measure(self) -> dict[str, GpuUse]:
+        """Return of each measured GPU whether a kernel ran or memory was read or written, and for how long kernels."""
+        found: dict[str, GpuUse] = {}
         for uuid, handle in self._handles.items():
             with suppress(self._nvml.NVMLError):
                 kinds = (self._nvml.NVML_GPU_UTILIZATION_SAMPLES, self._nvml.NVML_MEMORY_UTILIZATION_SAMPLES)
-                each = [self._was_used(uuid, handle, kind) for kind in kinds]  # both read their samples
-                found[uuid] = any(each)
+                ran, moved = [self._samples(uuid, handle, kind) for kind in kinds]  # both are read
+                found[uuid] = GpuUse(any(ran) or any(moved), sum(ran) / len(ran), self._used_mib(handle))
         return found
 
-    def _was_used(self, uuid: str, handle: Any, kind: int) -> bool:
-        """Raise NVMLError where there is no new sample."""
+    def _used_mib(self, handle: Any) -> int | None:
+        with suppress(self._nvml.NVMLError):
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) >> 20
+        return None
+
+    def _samples(self, uuid: str, handle: Any, kind: int) -> list[int]:
+        """Return the new samples in percent. Raises NVMLError if there are none."""
         since = self._read_until.get((uuid, kind), 0)
         _, samples = self._nvml.nvmlDeviceGetSamples(handle, kind, since)
         new = [sample for sample in samples if sample.timeStamp > since]
         if not new:
             raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_FOUND)
         self._read_until[uuid, kind] = max(sample.timeStamp for sample in new)
-        return any(sample.sampleValue.uiVal > 0 for sample in new)
+        return [sample.sampleValue.uiVal for sample in new]
+
+
+def busy(measured: Mapping[str, GpuUse]) -> dict[str, bool]:
+    """Return of each measured device whether it was used."""
+    return {name: use.busy for name, use in measured.items()}
 
 
 def use_of(visible: str, devices: Sequence[str], used: Mapping[str, bool], *, bus_order: bool) -> bool | None:

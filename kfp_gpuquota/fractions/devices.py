@@ -56,6 +56,14 @@ class SimulatedMemory:
         return [use for name, path in self._directories.items() for use in _entries(name, path)]
 
 
+def simulated_mib(directory: Path) -> int | None:
+    """Return the memory that processes use of a simulated device; None of one without a file of it."""
+    try:
+        return sum(use.used_mib for use in _entries("", directory))
+    except (OSError, ValueError):  # an entry that is being written
+        return None
+
+
 def _entries(device: str, directory: Path) -> Iterator[Use]:
     processes = f"{directory}/processes"
     for entry in os.listdir(processes):  # noqa: PTH208 (names are all that is needed)

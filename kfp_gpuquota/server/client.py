@@ -16,7 +16,7 @@ import msgspec
 
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Job, JobSpec, Project
-from kfp_gpuquota.api.history import GpuHours
+from kfp_gpuquota.api.history import DeviceUse, GpuHours
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.project import version_of
 from kfp_gpuquota.api.queue import Queued, queued
@@ -210,6 +210,10 @@ class Client:
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
+
+    def gpu_use(self, since_s: float) -> Sequence[DeviceUse]:
+        """Return the use of each GPU that the cluster measures, of the last `since_s` seconds."""
+        return self._call("GET", with_query("/v1/gpu-use", since_s=since_s), tuple[DeviceUse, ...])
 
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from the cluster's own file."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.queue import Queued
     from kfp_gpuquota.api.wire import (
@@ -134,6 +134,9 @@ class ClusterApi(ClusterCalls, Protocol):
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision."""
 
+    def gpu_use(self, since_s: float) -> Sequence[DeviceUse]:
+        """Return the use of each GPU that the cluster measures, of the last `since_s` seconds."""
+
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from where they are stored."""
 
@@ -171,6 +174,9 @@ class Backend(ClusterCalls, Protocol):
 
     def metrics(self) -> str:
         """Return the cluster's metrics in Prometheus's text format."""
+
+    def gpu_use(self, since_s: float) -> tuple[DeviceUse, ...]:
+        """Return the use of each GPU that the cluster measures, of the last `since_s` seconds."""
 
     def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""

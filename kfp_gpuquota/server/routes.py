@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Job, Project
-from kfp_gpuquota.api.history import GpuHours
+from kfp_gpuquota.api.history import GPU_USE_KEPT_S, DeviceUse, GpuHours
 from kfp_gpuquota.api.label_selector import parse_selector, selects
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.validation import check_range
@@ -213,6 +213,10 @@ async def _what_if(backend: Backend, request: Request) -> object:
     return backend.what_if(request.body)
 
 
+async def _gpu_use(backend: Backend, request: Request) -> object:
+    return backend.gpu_use(request.seconds("since_s", GPU_USE_KEPT_S, GPU_USE_KEPT_S))
+
+
 async def _gpu_hours(backend: Backend, request: Request) -> object:
     return backend.gpu_hours(request.seconds("since_s", DEFAULT_USAGE_S, MAX_USAGE_S))
 
@@ -275,6 +279,14 @@ ROUTES: Final = (
         Supposition,
         Outlook,
         audit=Writing.AFTER,
+    ),
+    Route(
+        "GET",
+        "/v1/gpu-use",
+        "Use and memory of each GPU over time",
+        _gpu_use,
+        answer=tuple[DeviceUse, ...],
+        query={"since_s": f"of the last so many seconds (up to {GPU_USE_KEPT_S:.0f})"},
     ),
     Route(
         "GET",

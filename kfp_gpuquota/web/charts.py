@@ -60,17 +60,17 @@ class Chart:
 
 def curves(
     title: str, runs: Sequence[tuple[str, Points]], *, begin: float, end: float, marks: Sequence[float] = (),
-    logarithmic: bool = False,
+    logarithmic: bool = False, span: tuple[float, float] | None = None,
 ) -> Chart | None:  # fmt: skip
     """Return a line for each run (name, points), between their smallest and largest value; None without any point.
 
-    A point is (x, value): x in seconds or steps.
+    A point is (x, value): x in seconds or steps. `span`: the smallest and largest value that the chart has room for.
     """
     runs = [(name, points) for name, points in runs if points]
     if not runs:
         return None
     shown = [value for _, points in runs for _, value in points if _drawn(value, logarithmic=logarithmic)]
-    low, high = (min(shown), max(shown)) if shown else (1.0, 1.0)
+    low, high = span or ((min(shown), max(shown)) if shown else (1.0, 1.0))
     scale = math.log10 if logarithmic else float
     padding = (scale(high) - scale(low)) * 0.06 or abs(scale(high)) * 0.05 or 1.0
     box = _Box(begin, end, scale(low) - padding, scale(high) + padding)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import Report, Usage
+    from kfp_gpuquota.api.history import Report, Usage, UsePoint
     from kfp_gpuquota.api.wire import (
         Event,
         JobUpdate,
@@ -70,6 +70,9 @@ class Source(Protocol):
 
     def memory_of(self, worker: str, device: int) -> Sequence[tuple[float, int]]:
         """Return (time, MiB) of what a worker used of a device that it shares, oldest first."""
+
+    def gpu_use(self, node: str, device: int) -> Sequence[UsePoint]:
+        """Return the use of a device over the last hours, oldest first; () of one that is not measured."""
 
     def idle_since(self) -> Mapping[tuple[str, int], float]:
         """Return when the last worker left each idle device, by (node, index); only where that is recorded."""

@@ -107,8 +107,8 @@ def written(folder: Path, name: str, url: str, **rule: object) -> None:
 
 
 @asynccontextmanager
-async def notifying(folder: Path, limits: Limits = QUICK) -> AsyncIterator[Notifications]:
-    made = Notifications(folder, limits)
+async def notifying(folder: Path, limits: Limits = QUICK, *, private: bool = False) -> AsyncIterator[Notifications]:
+    made = Notifications(folder, limits, private=private)
     try:
         yield made
     finally:
@@ -164,7 +164,7 @@ async def test_a_file_that_cannot_be_used_is_named_without_its_address(
         written(tmp_path, "bad", url)
         notifications_.notify(one("a"))
         assert not notifications_._senders
-    assert "webhook bad cannot be used: url must be a URL" in caplog.text
+    assert "receiver bad cannot be used: url must be a URL" in caplog.text
     assert SECRET not in caplog.text
 
 
@@ -228,7 +228,7 @@ async def test_a_receiver_that_refuses_a_message_does_not_get_it_again(
         for name in "ab":
             notifications_.notify(one(name))
         assert [text.split()[1] for text in await receiver.texts(2)] == ["a", "b"]
-    assert "webhook all: 1 messages were dropped; the last one: it answered 404" in caplog.text
+    assert "receiver all: 1 messages were dropped; the last one: it answered 404" in caplog.text
     assert SECRET not in caplog.text
 
 
@@ -245,7 +245,7 @@ async def test_a_redirect_leads_to_no_other_address(tmp_path: Path, caplog: pyte
                 notifications_.notify(one(name))
             await receiver.texts(2)
         assert inside.got.empty()
-    assert "webhook all: 1 messages were dropped; the last one: it answered 307" in caplog.text
+    assert "receiver all: 1 messages were dropped; the last one: it answered 307" in caplog.text
 
 
 @in_loop

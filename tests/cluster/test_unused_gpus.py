@@ -14,7 +14,7 @@ from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
 from kfp_gpuquota.engine.unused_gpus import LONGEST_GAP_S, Observed, UnusedGpus, fewest
 from kfp_gpuquota.errors import InvalidFieldError
-from kfp_gpuquota.fractions.activity import SIMULATED_FILE, SimulatedActivity, use_of
+from kfp_gpuquota.fractions.activity import SIMULATED_FILE, SimulatedActivity, busy, use_of
 from tests.conftest import running_cluster
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def test_the_most_special_policy_has_the_rule() -> None:
 )
 def test_a_device_is_measured_only_by_a_percentage(tmp_path: Path, text: str, expected: dict[str, bool]) -> None:
     (tmp_path / SIMULATED_FILE).write_text(text)
-    assert SimulatedActivity({"d": tmp_path, "none": tmp_path / "none"}).used() == expected
+    assert busy(SimulatedActivity({"d": tmp_path, "none": tmp_path / "none"}).measure()) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction, SubmitJob
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.driver import Driver
+from kfp_gpuquota.cluster.local.gpu_meter import GpuMeter
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.storage.state import ClusterState
 from kfp_gpuquota.cluster.local.storage.store import Store
@@ -24,6 +25,7 @@ from kfp_gpuquota.cluster.local.unused_jobs import UnusedJobs
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.errors import GpuQuotaError
+from kfp_gpuquota.fractions.activity import GpuUse
 from tests.simulation import histories as h
 from tests.simulation.processes import Processes
 from tests.simulation.trainings import EPOCH, TICK_S, Pace
@@ -84,7 +86,7 @@ class SimulatedUse:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
 
-    def used(self) -> dict[str, bool]:
+    def measure(self) -> dict[str, GpuUse]:
         cluster, found = self._cluster, dict[str, bool]()
         for process in cluster.processes.all.values():
             job = cluster.state.jobs.get(process.worker.job_uid)
@@ -93,7 +95,7 @@ class SimulatedUse:
                 uses = job is not None and cluster.history.uses(job.spec.name, cluster.loop.time())
                 found[name] = found.get(name, False) or uses
         unmeasured = f"n0/{cluster.history.seed % 8}"
-        return {name: used for name, used in found.items() if name != unmeasured}
+        return {name: GpuUse(used, 50.0 * used) for name, used in found.items() if name != unmeasured}
 
 
 class SimulatedCluster:
@@ -141,9 +143,8 @@ class SimulatedCluster:
         self.driver = Driver(self.home, self.state, runtime=self.processes)
         self.driver.sharing = SharesAtOnce()  # type: ignore[assignment]
         self.cluster = LocalCluster(self.home, self.store, self.state, self.driver, new_uid=self._uid)
-        self.unused = UnusedJobs(
-            self.home, self.store, self.state, self.driver.decisions, self.loop, SimulatedUse(self)
-        )
+        meter = GpuMeter(self.home, self.state, SimulatedUse(self))
+        self.unused = UnusedJobs(meter, self.store, self.state, self.driver.decisions, self.loop)
         self.up = True
         self._watch(self)
         self.processes.engine_started(self.driver)

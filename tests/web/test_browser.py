@@ -10,6 +10,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from kfp_gpuquota.api import Project, pipeline_labels
+from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
+from kfp_gpuquota.fractions.activity import SIMULATED_FILE
+from kfp_gpuquota.fractions.devices import simulate
 from tests.polling import until
 from tests.web.browser import MARK, Browser, chromium
 
@@ -276,3 +279,60 @@ def test_a_training_is_watched_live(
     assert not browser.was_reloaded
     assert not browser.problems()
     assert [each.lost_steps for each in embedded_cluster.job("train").status.resizes] == [0, 0]
+
+
+def test_a_followed_job_is_notified_of_also_while_nobody_looks(
+    browser: Browser, embedded_cluster: EmbeddedCluster
+) -> None:
+    browser.driver.execute_cdp_cmd(
+        "Browser.grantPermissions", {"origin": browser.base.rpartition("/")[0], "permissions": ["notifications"]}
+    )
+    browser.open("/jobs/team-b/waits")
+    browser.element("#follow").click()
+    until(lambda: browser.element("#follow").get_attribute("aria-pressed") == "true")
+    assert browser.text("#follow") == "Do not notify me"
+    browser.open("/queue?state=all")
+    browser.driver.execute_script(
+        "window.shown = [];"
+        "window.Notification = class extends Notification {"
+        " constructor(title, more) { super(title, more); this.onshow = () => shown.push([title, more.body]); } };"
+        "Object.defineProperty(document, 'hidden', {value: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    embedded_cluster.client.delete_job("team-a", "holder")
+    found: list[list[str]] = []
+
+    def are(*titles: str) -> bool:
+        found[:] = browser.driver.execute_script("return shown")
+        return [title for title, _ in found] == list(titles)
+
+    until(lambda: are("waits (team-b) started"), lambda: str(found))
+    embedded_cluster.client.suspend_job("team-b", "waits")
+    until(lambda: are("waits (team-b) started", "waits (team-b) was suspended"), lambda: str(found))
+    embedded_cluster.submit("of-nobody")
+    browser.shows("#jobs", "of-nobody")
+    assert are("waits (team-b) started", "waits (team-b) was suspended")
+    browser.open("/jobs/team-b/waits")
+    browser.element("#follow").click()
+    until(lambda: browser.text("#follow") == "Notify me")
+    assert browser.driver.execute_script("return localStorage.getItem('gpuquota-followed')") == "{}"
+    assert not browser.problems()
+
+
+def test_the_use_of_gpus_is_drawn_and_its_values_are_read(browser: Browser, embedded_cluster: EmbeddedCluster) -> None:
+    (worker,) = embedded_cluster.job("holder").status.workers
+    for index in worker.devices:
+        directory = simulated_directory(embedded_cluster.home, worker.node, index)
+        simulate(directory, 1024)
+        (directory / SIMULATED_FILE).write_text("35")
+    browser.open("/jobs/team-a/holder")
+    browser.shows("#gpu-use", "GPU 1")
+    browser.driver.execute_script("document.getElementById('use-0').focus()")
+    browser.press(Keys.END)
+    assert browser.shows("#use-0 .reading", ": 35")
+    browser.open(f"/nodes/{worker.node}")
+    assert browser.shows("#gpu-use", "% of the time in use")
+    for scheme in ("light", "dark"):
+        browser.scheme(scheme)
+        assert browser.violations() == []
+    assert not browser.problems()

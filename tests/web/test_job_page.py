@@ -87,6 +87,15 @@ def test_charts_have_a_line_for_each_run_over_steps_or_time() -> None:
     assert list(figure_charts([Run(job("a"), [])], View())) == []
 
 
+def test_the_noise_scale_has_a_chart_where_it_is_reported() -> None:
+    reports = [Report(float(i), i, {"gain": 1.5}, noise_scale=2048.0 if i else None) for i in range(3)]
+    charts = {chart.title: chart for chart in figure_charts([Run(job("a"), reports)], View())}
+    assert charts["noise scale (samples)"].lines[0].values == "2048 2048"
+    assert charts["gain"].latest == "1.5"
+    unmeasured = [Report(float(i), i, {"loss": 1.0}) for i in range(3)]
+    assert "noise scale (samples)" not in {chart.title for chart in figure_charts([Run(job("a"), unmeasured)], View())}
+
+
 def test_a_figure_that_is_no_longer_reported_is_a_gap() -> None:
     """A library of an earlier release does not send a figure that has become NaN, and goes on with the others."""
     reports = [Report(float(i), i, {"loss": 1.0, "acc": 0.1} if i < 3 else {"acc": 0.2}) for i in range(6)]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Worker
+    from kfp_gpuquota.api.history import DeviceUse
     from kfp_gpuquota.api.wire import NodeView, ShareView
 
 WIDTH: Final = 32
@@ -64,3 +65,22 @@ def gibibytes(mib: int) -> str:
 
 def _cell(mib: int, share: ShareView, width: int) -> int:
     return min(width, round(mib / max(1, share.total_mib) * width))
+
+
+def use_table(used: Iterable[DeviceUse]) -> str:
+    """Return a line for each GPU with its mean and highest use, and its mean and most memory, or that none is known."""
+    rows = [row for one in used if (row := _use_row(one))]
+    columns = ("NODE", "DEVICE", "MINUTES", "MEAN USE", "HIGHEST", "MEAN MEMORY", "MOST MEMORY", "OF")
+    return table(columns, rows) if rows else "no GPU was measured in this time"
+
+
+def _use_row(one: DeviceUse) -> list[object]:
+    if not one.points:
+        return []
+    percents = [point.percent for point in one.points]
+    memory = [point.used_mib for point in one.points if point.used_mib is not None]
+    minutes = (one.points[-1].until - one.points[0].at) / 60
+    amounts = [gibibytes(round(sum(memory) / len(memory))), gibibytes(max(memory))] if memory else ["", ""]
+    of = gibibytes(one.memory_mib) if one.memory_mib else ""
+    use = [f"{sum(percents) / len(percents):.0f} %", f"{max(percents):.0f} %"]
+    return [one.node, one.device, f"{minutes:.0f}", *use, *amounts, of]

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kfp_gpuquota.api.history import GPU_USE_KEPT_S
 from kfp_gpuquota.cli.arguments.options import OutputOption, WatchOption, client, project_or_configured
+from kfp_gpuquota.cli.arguments.parsers import seconds_back
 from kfp_gpuquota.cli.display.output import Format, is_tabular, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
 from kfp_gpuquota.cli.display.project_table import project_table
@@ -37,6 +39,9 @@ def top(
     gpus: Annotated[
         bool, typer.Option("--gpus", help="Each GPU in use, with its jobs and the memory of shared ones.")
     ] = False,
+    since: Annotated[
+        str, typer.Option("--since", help="With --gpus: the use of each over the last time, such as 1h (2h at most).")
+    ] = "",
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="With --gpus: draw it over time, until Ctrl-C.")
     ] = None,
@@ -50,11 +55,20 @@ def top(
       gpuquota top -w
       gpuquota top -o json
       gpuquota top --gpus -w
+      gpuquota top --gpus --since 1h -o json
       gpuquota top --gpus --plot memory.png --seconds 120
     """
     reached = client()
     if plot is not None:
         echo(_plot_memory(reached, plot, seconds))
+        return
+    if since:
+        if not gpus:
+            raise UsageError("--since is the time of --gpus: gpuquota top --gpus --since 1h")
+        from kfp_gpuquota.cli.display.gpus import use_table  # noqa: PLC0415
+
+        used = reached.gpu_use(min(GPU_USE_KEPT_S, seconds_back(since)))
+        show(list(used), output, use_table(used))
         return
     if gpus and is_tabular(output):
         watch_pictures(_gpu_pictures(reached, once=not watch))

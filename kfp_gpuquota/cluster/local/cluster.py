@@ -36,6 +36,7 @@ from kfp_gpuquota.api.wire import (
 )
 from kfp_gpuquota.cluster.admission import check_fits
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.gpu_meter import GpuMeter
 from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.local.shared.members import Members
 from kfp_gpuquota.cluster.local.storage import retention
@@ -52,7 +53,7 @@ from kfp_gpuquota.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kfp_gpuquota.api.history import GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours
     from kfp_gpuquota.cluster.local.driver import Driver
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
@@ -79,6 +80,7 @@ class LocalCluster:
         driver: Driver,
         config: ClusterConfig | None = None,
         *,
+        meter: GpuMeter | None = None,
         new_uid: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self._new_uid = new_uid
@@ -90,6 +92,7 @@ class LocalCluster:
         self._driver = driver
         self.logs = WorkerLogs(state, driver.runtime)
         self._usage, self.memory = UsageHistory(store), MemoryHistory()
+        self.meter = meter or GpuMeter(home, state)
         asyncio.get_running_loop().call_soon(self._delete_outdated)
         asyncio.get_running_loop().call_soon(self._sample_usage)
 
@@ -335,6 +338,10 @@ class LocalCluster:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         now = self._state.clock()
         return outlook(self._state.scheduler, supposed, now, run_times(self._state, now))
+
+    def gpu_use(self, since_s: float) -> tuple[DeviceUse, ...]:
+        """Return the use of each GPU that was measured in the last `since_s` seconds."""
+        return self.meter.all(self._state.clock() - since_s)
 
     def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""

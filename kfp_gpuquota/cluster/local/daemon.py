@@ -25,6 +25,7 @@ from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.daemon_log import write_log_to
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes, sharing_rules
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
+from kfp_gpuquota.cluster.local.gpu_meter import GpuMeter
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.page.server import PageServer
 from kfp_gpuquota.cluster.local.page.source import LocalPages
@@ -103,15 +104,16 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         half_life_s, room = shape.usage_half_life_s, home.give_up_reserve
         rules = {"moves": shape.moves, "reserve_after_s": shape.reserve_after_s}
         state = ClusterState(store, nodes, half_life_s, room, sharing=sharing_rules(shape), rules=rules)
-        notifications = Notifications(home.notifications)
+        notifications = Notifications(home.notifications, private=True)
         stack.push_async_callback(notifications.close)
         state.notify = notifications.notify
         driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set, runtime=runtime)
         stack.callback(driver.close)
         if runtime is not None:
             await stack.enter_async_context(runtime.serving(driver, driver.membership))
-        cluster = LocalCluster(home, store, state, driver, shape)
-        unused = UnusedJobs(home, store, state, driver.decisions, asyncio.get_running_loop(), elsewhere=runtime)
+        meter = GpuMeter(home, state)
+        cluster = LocalCluster(home, store, state, driver, shape, meter=meter)
+        unused = UnusedJobs(meter, store, state, driver.decisions, asyncio.get_running_loop(), elsewhere=runtime)
         stack.callback(unused.close)
         audit = AuditLog(home.audit_file)
         stack.callback(audit.close)

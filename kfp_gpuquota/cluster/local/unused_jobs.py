@@ -1,8 +1,8 @@
 """Warns owners of jobs whose GPUs are unused, and suspends these jobs, as policies say: engine/unused_gpus.py decides.
 
-It runs in the daemon, and on Ray asks the actors of the workers. It measures only while a policy asks for it and a job
-runs to which it applies. A device that several jobs share is used by all of them when one uses it: what each did is not
-measured.
+It runs in the daemon, and on Ray asks the actors of the workers, only while a policy asks for it and a job runs to
+which it applies. This machine's GPUs are always measured, for the charts of their use. A device that several jobs share
+is used by all of them when one uses it: what each did is not measured.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.policy import idle_rule_of
 from kfp_gpuquota.api.wire import EventKind
-from kfp_gpuquota.cluster.local.workers.sharing import device_name, simulated_directory
+from kfp_gpuquota.cluster.local.workers.sharing import device_name
 from kfp_gpuquota.engine.records import Intent, with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus, fewest
 from kfp_gpuquota.errors import StateFileError
-from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity
+from kfp_gpuquota.fractions.activity import busy
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.local.gpu_meter import GpuMeter
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.engine.decisions import Decisions
     from kfp_gpuquota.engine.records import JobRecord
     from kfp_gpuquota.engine.unused_gpus import Warned
-    from kfp_gpuquota.fractions.activity import DeviceActivity
+    from kfp_gpuquota.fractions.activity import GpuUse
 
 INTERVAL_S: Final = 5.0
 """A driver keeps the samples of about 20 s."""
@@ -49,26 +49,25 @@ class WorkersUse(Protocol):
 
 
 class UnusedJobs:
-    """One per daemon; `store` has the policies. `activity` is by default that of this machine's devices.
+    """One per daemon; `store` has the policies, `meter` measures this machine's devices.
 
     `elsewhere` measures workers on other machines, in place of devices.
     """
 
     def __init__(
         self,
-        home: Home,
+        meter: GpuMeter,
         store: Store,
         state: ClusterState,
         decisions: Decisions,
         loop: asyncio.AbstractEventLoop,
-        activity: DeviceActivity | None = None,
         *,
         elsewhere: WorkersUse | None = None,
     ) -> None:
-        self._home, self._store, self._state = home, store, state
+        self._meter, self._store, self._state = meter, store, state
         self._decisions, self._loop = decisions, loop
         self._unused = UnusedGpus(unmeasured_s=0.0 if elsewhere is None else UNREPORTED_S)
-        self._activity, self._elsewhere = activity, elsewhere
+        self._elsewhere = elsewhere
         self._next: asyncio.Handle = loop.call_soon(self._look)
 
     def close(self) -> None:
@@ -83,8 +82,9 @@ class UnusedJobs:
             log.error("jobs whose GPUs are unused are looked at again in %g s: %s", INTERVAL_S, error)
 
     def _look_once(self) -> None:
+        measured = self._meter.measure() if self._elsewhere is None else {}
         policies = [policy for policy in self._store.load_policies() if policy.idle is not None]
-        observed = self._observed(policies) if policies else {}
+        observed = self._observed(policies, measured) if policies else {}
         verdicts = self._unused.observe(observed, self._state.clock())
         for one in verdicts.warn:
             self._warn(one)
@@ -94,12 +94,12 @@ class UnusedJobs:
         for job in [job for job in self._state.jobs.values() if job.runs]:
             self._keep_true(job)
 
-    def _observed(self, policies: Iterable[WorkloadPolicy]) -> dict[str, Observed]:
+    def _observed(self, policies: Iterable[WorkloadPolicy], measured: Mapping[str, GpuUse]) -> dict[str, Observed]:
         """Return the running jobs to which a policy applies, with what their GPUs did since the last time."""
         jobs = (job for job in self._state.jobs.values() if job.runs)
         rules = ((job.uid, idle_rule_of(job.spec.project, job.spec.kind, policies)) for job in jobs)
         ruled = {uid: found for uid, found in rules if found is not None}
-        used = self._measured(ruled) if ruled else {}
+        used = self._used(ruled, measured) if ruled else {}
         return {uid: self._observed_job(uid, policy, used) for uid, policy in ruled.items()}
 
     def _observed_job(self, uid: str, policy: WorkloadPolicy, used: Mapping[str, bool]) -> Observed:
@@ -107,19 +107,11 @@ class UnusedJobs:
         started_at = self._state.jobs[uid].status.started_at or 0.0
         return Observed(self._uses(uid, used), policy.idle, policy.name, active_at=started_at)
 
-    def _measured(self, uids: Iterable[str]) -> Mapping[str, bool]:
+    def _used(self, uids: Iterable[str], measured: Mapping[str, GpuUse]) -> Mapping[str, bool]:
         """Return what was used, by device, or by worker if these are elsewhere."""
-        if self._elsewhere is not None:
-            return self._elsewhere.used([record.worker.id for uid in uids for record in self._state.alive_of(uid)])
-        if self._activity is None:
-            simulated = {
-                device_name(node, device): simulated_directory(self._home, node.name, device.index)
-                for node in self._state.nodes.values()
-                for device in node.devices
-                if not device.uuid
-            }
-            self._activity = SimulatedActivity(simulated) if simulated else NvmlActivity()
-        return self._activity.used()
+        if self._elsewhere is None:
+            return busy(measured)
+        return self._elsewhere.used([record.worker.id for uid in uids for record in self._state.alive_of(uid)])
 
     def _uses(self, uid: str, used: Mapping[str, bool]) -> bool | None:
         """Return whether the job's GPUs were used; None if one of them was not measured."""

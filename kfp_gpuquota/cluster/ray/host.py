@@ -27,7 +27,7 @@ from kfp_gpuquota.cluster.local.workers.runtime import read_from
 from kfp_gpuquota.cluster.ray import runtime_environments
 from kfp_gpuquota.cluster.ray.messages import Task
 from kfp_gpuquota.errors import StateFileError
-from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity, use_of
+from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity, busy, use_of
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ class WorkerHost:
         if self._activity is None:
             self._activity = await asyncio.to_thread(NvmlActivity)
         if not self._activity.devices:
-            return SimulatedActivity({worker: directory}).used().get(worker)
-        measured = await asyncio.to_thread(self._activity.used)
+            return busy(SimulatedActivity({worker: directory}).measure()).get(worker)
+        measured = busy(await asyncio.to_thread(self._activity.measure))
         in_order = os.environ.get(ORDER_VARIABLE, "") == "PCI_BUS_ID"
         return use_of(_assigned(directory), self._activity.devices, measured, bus_order=in_order)
 

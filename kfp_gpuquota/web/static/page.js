@@ -53,6 +53,7 @@ function receive(event) {
   const message = JSON.parse(event.data);
   for (const [id, html] of Object.entries(message.lists)) refill(id, html);
   for (const [id, html] of Object.entries(message.parts)) replace(id, html);
+  showNews();
 }
 
 function append(event) {
@@ -167,6 +168,89 @@ function stepInChart(event) {
   readChart(canvas, { index: index === Infinity && event.key === "ArrowLeft" ? Infinity : to });
 }
 
+// Notifications of followed jobs, while a page that shows them is open. This browser's storage has, by the job's uid, the
+// last state of which its user knows, and the end of the first expected start of a wait.
+const FOLLOWED = "gpuquota-followed";
+const NEWS = {
+  Running: "started",
+  Unused: "does not use its GPUs",
+  Pending: "was preempted",
+  Suspended: "was suspended",
+  Succeeded: "succeeded",
+  Failed: "failed",
+  Cancelled: "was cancelled",
+};
+const FINAL = new Set(["Succeeded", "Failed", "Cancelled"]);
+const followButton = document.getElementById("follow");
+
+function followed() {
+  try {
+    return JSON.parse(localStorage.getItem(FOLLOWED)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+function newsOf(uid) {
+  return document.querySelector(`[data-news="${CSS.escape(uid)}"]`);
+}
+
+function remember(all) {
+  localStorage.setItem(FOLLOWED, JSON.stringify(all));
+  const follows = Boolean(all[followButton?.dataset.uid]);
+  followButton?.setAttribute("aria-pressed", follows);
+  if (followButton) followButton.textContent = follows ? "Do not notify me" : "Notify me";
+}
+
+async function toggleFollowed() {
+  const [all, uid] = [followed(), followButton.dataset.uid];
+  if (all[uid]) delete all[uid];
+  else if ((await Notification.requestPermission()) === "granted") {
+    const { state, latest } = newsOf(uid)?.dataset ?? {};
+    if (state) all[uid] = { state, latest };
+  } else notice.textContent = "The browser shows no notifications of this site: allow them in its settings.";
+  remember(all);
+}
+
+function notify(shown, what) {
+  const { news, name, text, href } = shown.dataset;
+  try {
+    const made = new Notification(`${name} ${what}`, { body: text, tag: `${news} ${what}` });
+    made.addEventListener("click", () => (window.focus(), location.assign(href)));
+  } catch {
+    notice.textContent = `${name} ${what}`; // a browser of a phone, which needs more than a page for them
+  }
+}
+
+function showNews() {
+  const all = followed();
+  const before = JSON.stringify(all);
+  for (const shown of document.querySelectorAll("[data-news]")) {
+    const known = all[shown.dataset.news];
+    const { news, state, latest } = shown.dataset;
+    if (!known || !NEWS[state]) continue; // it starts or stops
+    if (state !== known.state) {
+      const resumed = state === "Pending" && !["Running", "Unused"].includes(known.state);
+      if (!resumed && !(state === "Running" && known.state === "Unused")) notify(shown, NEWS[state]);
+      if (FINAL.has(state)) delete all[news];
+      else all[news] = { state, latest };
+    } else if (state === "Pending") {
+      known.latest ??= latest;
+      if (!known.late && Date.now() / 1000 + ahead > Number(known.latest)) {
+        known.late = true;
+        notify(shown, "waits longer than expected");
+      }
+    }
+  }
+  if (JSON.stringify(all) !== before) remember(all);
+}
+
+if (followButton && "Notification" in window) {
+  followButton.hidden = false;
+  followButton.addEventListener("click", toggleFollowed);
+  remember(followed());
+}
+
 async function act(event) {
   const form = event.target;
   if (!form.matches("form[data-act]")) return;
@@ -215,8 +299,13 @@ document.addEventListener("keydown", step);
 document.addEventListener("keydown", stepInChart);
 document.addEventListener("pointermove", point);
 document.addEventListener("focusout", unread);
-document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+// A page that nobody looks at gets no changes, unless it shows a followed job.
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) open();
+  else if (!Object.keys(followed()).some(newsOf)) close();
+});
 if (log) log.scrollTop = log.scrollHeight;
 showAges(document);
-setInterval(() => showAges(document), 1000);
+showNews();
+setInterval(() => (showAges(document), showNews()), 1000);
 open();

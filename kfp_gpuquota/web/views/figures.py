@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from kfp_gpuquota.api.history import UsePoint
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.query import Choices, Query
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Report
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_FIGURES: Final = 8
 MAX_COMPARED: Final = 4
+MAX_GPUS: Final = 16
 AXES: Final = {"time": "time since its first report", "step": "step"}
 SCALES: Final = {"linear": "linear", "log": "logarithmic"}
 
@@ -91,9 +94,31 @@ def figure_charts(runs: Sequence[Run], view: View) -> Iterator[Chart]:
     if view.x == "time":
         figures.append(("step", lambda report: float(report.step)))
     figures.append(("samples/s", lambda report: report.throughput or None))
+    figures.append(("noise scale (samples)", lambda report: report.noise_scale))
     for title, value_of in figures:
         lines = [(f"{run.job.spec.project}/{run.job.spec.name}", run.points(value_of, view.x)) for run in runs]
         drawn = charts.curves(title, lines, begin=begin, end=end, marks=marks, logarithmic=view.scale == "log")
+        if drawn is not None:
+            yield drawn
+
+
+def use_charts(source: Source, held: Iterable[tuple[str, str, int, int, float]]) -> Iterator[Chart]:
+    """Yield a chart for each GPU (title, node, index, memory in MiB, since when) that was measured.
+
+    Both of its lines are in percent: of the time that a kernel ran, and of the memory.
+    """
+    end = source.now()
+    for title, node, index, memory_mib, since in itertools.islice(held, MAX_GPUS):
+        points = [point for point in source.gpu_use(node, index) if point.until > since]
+        if not points:
+            continue
+        begin, last = points[0].at, points[-1]
+        points.append(UsePoint(max(end, last.at), last.percent, last.used_mib))  # it goes on until now
+        lines = [("used", [(point.at - begin, point.percent) for point in points])]
+        if memory_mib:
+            known = [(point.at - begin, point.used_mib) for point in points if point.used_mib is not None]
+            lines.append(("memory", [(at, min(100.0, round(100 * mib / memory_mib, 1))) for at, mib in known]))
+        drawn = charts.curves(title, lines, begin=0.0, end=max(1.0, end - begin), span=(0.0, 100.0))
         if drawn is not None:
             yield drawn
 

@@ -18,7 +18,7 @@ from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import duration, render
 from kfp_gpuquota.web.views import logs
-from kfp_gpuquota.web.views.figures import Run, figure_charts
+from kfp_gpuquota.web.views.figures import Run, figure_charts, use_charts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -111,17 +111,29 @@ def elements(board: Board, site: SiteConfig, project: str, name: str, view: View
     shown = {"here": join(site.base, "jobs", project, name), "job": job}
     return Elements(
         {
-            "summary": render("job_summary.html", job=job, place=place),
+            "summary": render("job_summary.html", job=job, place=place, base=site.base),
             "ending": render("job_ending.html", **shown, worker=ending.worker, text=ending.text),
             "actions": render("job_actions.html", **shown),
             "facts": render("job_facts.html", job=job, facts=list(facts(job)), base=site.base, **_run(site, job)),
             "size": render("job_size.html", job=job, chart=size, resizes=job.status.resizes[-SHOWN_CHANGES:]),
             "figures": render("job_figures.html", charts=figures, runs=runs, view=view, job=job),
+            "gpu-use": render("gpu_use.html", charts=list(use_charts(source, _gpus_of(board, job)))),
             "workers": render("job_workers.html", lines=list(worker_lines(job)), job=job),
             "checkpoints": render("job_checkpoints.html", saved=checkpoints(reports), job=job),
             "events": render("job_events.html", lines=lines[:SHOWN_EVENTS], total=len(lines)),
         }
     )
+
+
+def _gpus_of(board: Board, job: Job) -> Iterator[tuple[str, str, int, int, float]]:
+    """Yield the GPUs that the job's workers hold, each since its worker was started."""
+    nodes = {view.node.name: view.node for view in board.nodes()}
+    for worker in job.status.workers:
+        node = nodes.get(worker.node)
+        for device in node.devices if node is not None and worker.finished_at is None else ():
+            if device.index in worker.devices:
+                title = f"{worker.node} GPU {device.index}"
+                yield title, worker.node, device.index, device.memory_mib, worker.started_at
 
 
 def inputs(board: Board, project: str, name: str, view: View, ending: Ending) -> object:

@@ -9,6 +9,7 @@ from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import gpu_map
+from kfp_gpuquota.web.views.figures import use_charts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -61,6 +62,7 @@ def elements(board: Board, base: str, name: str) -> Elements:
             "summary": render("node_summary.html", view=view),
             f"node-{name}": card(board, view, board.source.idle_since(), base),
             "facts": render("node_facts.html", facts=list(_facts(view))),
+            "gpu-use": render("gpu_use.html", charts=list(use_charts(board.source, _devices(view)))),
             "jobs-here": render("node_jobs.html", jobs=list(jobs.values()), base=base),
         }
     )
@@ -104,6 +106,11 @@ def gpus(board: Board, view: NodeView, idle: Mapping[tuple[str, int], float]) ->
         )
         for device in view.node.devices
     ]
+
+
+def _devices(view: NodeView) -> Iterable[tuple[str, str, int, int, float]]:
+    node = view.node
+    return ((f"GPU {device.index}", node.name, device.index, device.memory_mib, 0.0) for device in node.devices)
 
 
 def _facts(view: NodeView) -> Iterable[tuple[str, str]]:

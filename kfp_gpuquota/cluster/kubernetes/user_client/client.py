@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec
-    from kfp_gpuquota.api.history import GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours
     from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
 
 Json = dict[str, Any]
@@ -259,6 +259,14 @@ class KubernetesClient(ProjectCalls):
 
         dump = decode_dump(self.debug_state())
         return outlook(load_state(dump), supposed, dump.at)
+
+    def gpu_use(self, since_s: float) -> Sequence[DeviceUse]:
+        """Raise UsageError: the use of GPUs over time is in the Prometheus that scrapes dcgm-exporter."""
+        del since_s
+        raise UsageError(
+            "the use of GPUs over time is kept by the embedded cluster; on Kubernetes ask the Prometheus that scrapes "
+            "dcgm-exporter for DCGM_FI_DEV_GPU_UTIL and DCGM_FI_DEV_FB_USED"
+        )
 
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours from the Prometheus that scrapes the controller."""

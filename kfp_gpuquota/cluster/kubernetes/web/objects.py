@@ -317,7 +317,15 @@ class Objects:
         """Note a report of the training; of too many every second one is kept."""
         progress, found = progress_of(job.status.progress), self._reports.setdefault(uid, [])
         if progress is not None:
-            found.append(Report(time.time(), progress.step, progress.metrics, not_finite=progress.not_finite))
+            found.append(
+                Report(
+                    time.time(),
+                    progress.step,
+                    progress.metrics,
+                    not_finite=progress.not_finite,
+                    noise_scale=progress.noise_scale,
+                )
+            )
         if len(found) > MAX_REPORTS:
             del found[1::2]
 

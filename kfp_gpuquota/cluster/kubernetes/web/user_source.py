@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import Report, Usage
+    from kfp_gpuquota.api.history import Report, Usage, UsePoint
     from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, ResourceView, Supposition
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
@@ -147,6 +147,11 @@ class UserSource:
     def memory_of(self, worker: str, device: int) -> tuple[tuple[float, int], ...]:
         """Return nothing: nodes' agents report to Prometheus."""
         del worker, device
+        return ()
+
+    def gpu_use(self, node: str, device: int) -> tuple[UsePoint, ...]:
+        """Return nothing: exporters report to Prometheus."""
+        del node, device
         return ()
 
     def problem(self) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import Usage
+    from kfp_gpuquota.api.history import Usage, UsePoint
     from kfp_gpuquota.api.wire import (
         Event,
         JobUpdate,
@@ -108,6 +108,10 @@ class LocalPages:
         """Return what a worker used of a device."""
         return self._cluster.memory.of(worker, device)
 
+    def gpu_use(self, node: str, device: int) -> tuple[UsePoint, ...]:
+        """Return the use of a device of this machine."""
+        return self._cluster.meter.of(node, device)
+
     def idle_since(self) -> dict[tuple[str, int], float]:
         """Return when the last worker of a job that is still listed left each device."""
         found: dict[tuple[str, int], float] = {}
@@ -165,6 +169,7 @@ class LocalPages:
             progress.throughput,
             progress.workers,
             not_finite=progress.not_finite,
+            noise_scale=progress.noise_scale,
         )
         return (*stored, last)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from kfp_gpuquota.api import Job, Project, Reason
-    from kfp_gpuquota.api.history import GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.wire import (
         Event,
@@ -90,6 +90,10 @@ class GuardedCluster:
     def metrics(self) -> str:
         """Return the cluster's metrics, in which no job is named."""
         return self._cluster.metrics()
+
+    def gpu_use(self, since_s: float) -> tuple[DeviceUse, ...]:
+        """Return the use of each GPU."""
+        return self._cluster.gpu_use(since_s)
 
     def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
         """Return the projects' GPU-hours."""

@@ -190,4 +190,5 @@ def _report(progress: Progress) -> Report:
         workers=progress.workers,
         checkpoint_at=progress.checkpoint_at,
         not_finite={name[:LONGEST_NAME]: value for name, value in strange},
+        noise_scale=progress.noise_scale,
     )

@@ -1,0 +1,69 @@
+"""Measures this machine's GPUs, and keeps their use over the last hours. Workers on other machines are not measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api.history import DeviceUse
+from kfp_gpuquota.cluster.gpu_use import GpuUseHistory
+from kfp_gpuquota.cluster.local.workers.sharing import device_name, simulated_directory
+from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from kfp_gpuquota.api.history import UsePoint
+    from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.local.storage.state import ClusterState
+    from kfp_gpuquota.fractions.activity import DeviceActivity, GpuUse
+
+
+class GpuMeter:
+    """One per daemon. Simulated devices are measured once a directory of one exists. `activity`: by default NVML's."""
+
+    def __init__(self, home: Home, state: ClusterState, activity: DeviceActivity | None = None) -> None:
+        self._state = state
+        self._names = {
+            (node.name, device.index): device_name(node, device)
+            for node in state.nodes.values()
+            for device in node.devices
+        }
+        self._real = any(device.uuid for node in state.nodes.values() for device in node.devices)
+        self._simulated = {simulated_directory(home, *place): name for place, name in self._names.items()}
+        self._activity = activity
+        self._history = GpuUseHistory()
+
+    def measure(self) -> Mapping[str, GpuUse]:
+        """Return the use of each device since the last call, by its name, and keep it."""
+        if self._real and self._activity is None:
+            self._activity = NvmlActivity()
+        activity = self._activity or SimulatedActivity({self._simulated[path]: path for path in self._present()})
+        measured = activity.measure()
+        self._history.add(measured, self._state.clock())
+        return measured
+
+    def of(self, node: str, device: int, since: float = 0.0) -> tuple[UsePoint, ...]:
+        """Return the use of one device of a node, oldest first; () if it was not measured."""
+        return self._history.of(self._names.get((node, device), ""), since)
+
+    def all(self, since: float) -> tuple[DeviceUse, ...]:
+        """Return the use of all devices that were measured."""
+        found = (
+            DeviceUse(
+                node=node.name,
+                device=device.index,
+                model=device.model,
+                memory_mib=device.memory_mib,
+                points=self.of(node.name, device.index, since),
+            )
+            for node in self._state.nodes.values()
+            for device in node.devices
+        )
+        return tuple(use for use in found if use.points)
+
+    def _present(self) -> list[Path]:
+        """Return the directories of simulated devices: one look where there are none."""
+        folder = next((path.parent for path in self._simulated), None)
+        found = folder.iterdir() if folder is not None and folder.is_dir() else ()
+        return [path for path in found if path in self._simulated]
