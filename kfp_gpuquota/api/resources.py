@@ -14,13 +14,19 @@ from kfp_gpuquota.api.job import JobSpec
 from kfp_gpuquota.api.node import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 Resources = tuple[tuple[str, int], ...]
 """Amounts by resource, sorted by name."""
 
 WHOLE_GPU: Final = 1_000_000
 """One GPU in the unit of `gpu_weights`."""
+
+GPU_PART_PREFIX: Final = "gpuPart/"
+"""With a DRA driver's name: its GPUs in millionths, as devices are parts of them; with a counter's name after it, that.
+
+No resource's name begins so, since a domain has no upper-case letter.
+"""
 
 PORT_PREFIX: Final = "hostPort/"
 WHOLE_PORT: Final = 1 << 20
@@ -51,6 +57,12 @@ class CountedNode(Node, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def weighed(resources: Mapping[str, int], weights: Resources) -> int:
     """Return the millionths of a GPU that the amounts count as."""
     return sum(weight * resources.get(name, 0) for name, weight in weights)
+
+
+def part_weights(names: Iterable[str]) -> Resources:
+    """Return the weights of those of the names that are GPUs of which devices are parts, and not their counters."""
+    found = (name for name in names if name.startswith(GPU_PART_PREFIX) and name.count("/") == 1)
+    return tuple((name, 1) for name in sorted(found))
 
 
 def counted_amounts(spec: JobSpec) -> dict[str, int]:

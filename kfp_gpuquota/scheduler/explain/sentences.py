@@ -9,6 +9,7 @@ import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode, StopPolicy
 from kfp_gpuquota.api.quantity import MIB, SHOWN_PLACES, show_mib
+from kfp_gpuquota.api.resources import GPU_PART_PREFIX, PORT_PREFIX, WHOLE_GPU
 from kfp_gpuquota.scheduler.state.groups import below
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Job, Request, Task
 
@@ -235,8 +236,20 @@ def _devices(request: Request, workers: int) -> str:
 def _weighed(request: Request, workers: int) -> str:
     """Return the resources that count as GPUs as text: '0.5 GPUs (2 of nvidia.com/gpu.shared)'."""
     names = {name for name, _ in request.gpu_weights}
-    amounts = (f"{workers * amount} of {name}" for name, amount in request.resources if name in names)
+    amounts = (shown_resource(name, workers * amount) for name, amount in request.resources if name in names)
     return f"{gpus(workers * request.other_gpus)} ({', '.join(amounts)})"
+
+
+def shown_resource(name: str, amount: float) -> str:
+    """Return an amount of another resource as text: '2 of rdma/hca', 'host port 80 (TCP)', '0.5 of a GPU of DRIVER'."""
+    if name.startswith(GPU_PART_PREFIX):
+        driver, _, counter = name.removeprefix(GPU_PART_PREFIX).partition("/")
+        of = f"the {counter} of a GPU of {driver}" if counter else f"a GPU of {driver}"
+        return f"{amount / WHOLE_GPU:g} of {of}"
+    if not name.startswith(PORT_PREFIX):
+        return f"{amount:g} of {name}"
+    protocol, port, *_ = name.removeprefix(PORT_PREFIX).split("/")
+    return f"host port {port} ({protocol})"
 
 
 def cpus(milli: float) -> str:

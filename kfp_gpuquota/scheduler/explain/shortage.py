@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.quantity import show_mib
-from kfp_gpuquota.api.resources import PORT_PREFIX, capacity_of
-from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory
+from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, capacity_of
+from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, shown_resource
 from kfp_gpuquota.scheduler.placement import domains, placement
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
 
@@ -165,6 +165,7 @@ def _too_large(hosts: Iterable[Host], request: Request) -> Cause:
         return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {memory(size)}")
     for name, need in request.resources:
         if need > (most := max(capacity_of(h.resources, name) for h in hosts)):
+            most /= WHOLE_GPU if name.startswith(GPU_PART_PREFIX) else 1
             return Cause(
                 ReasonCode.TOO_LARGE, f"no node that it may use has {shown_resource(name, need)}: the most is {most:g}"
             )
@@ -252,14 +253,6 @@ def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
         (("nodes", len(hosts)),),
         binding=False,
     )
-
-
-def shown_resource(name: str, amount: int) -> str:
-    """Return an amount of another resource as text: '2 of rdma/hca', 'host port 80 (TCP)'."""
-    if not name.startswith(PORT_PREFIX):
-        return f"{amount} of {name}"
-    protocol, port, *_ = name.removeprefix(PORT_PREFIX).split("/")
-    return f"host port {port} ({protocol})"
 
 
 def _left(host: Host, r: int) -> float:

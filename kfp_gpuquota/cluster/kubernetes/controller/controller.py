@@ -162,7 +162,12 @@ class Controller:
         self.reservations = Reservations(
             cluster.allocator, cluster.nodes, self._writer, reserving, written_pods=self.pods, sharers=self
         )
-        self.claims = DeviceClaims(self.rules, self._claims_changed, self._jobs_outdated)
+        self.devices = PublishedDevices(
+            lambda node: self.snapshot.put_node(self.devices.apply(node)),
+            partial(self.events.record, warning=True),
+            lambda pool: self.claims.sizes_changed(pool),  # noqa: PLW0108 - it is built below
+        )
+        self.claims = DeviceClaims(self.rules, self.devices, self._claims_changed, self._jobs_outdated)
 
     def _build_jobs(
         self, cluster: ClusterObjects, settings: PodSettings, ready: ReadyRules, epoch: int, page_url: str
@@ -202,9 +207,6 @@ class Controller:
         """Build the view of the cluster that is planned, the loop of plans, and the forecast of starts."""
         book = self.elastic.book
         self.snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
-        self.devices = PublishedDevices(
-            lambda node: self.snapshot.put_node(self.devices.apply(node)), partial(self.events.record, warning=True)
-        )
         self._forecast = StartForecast(self._planner, self.current_state, book, self._now)
         self.metrics.starts_compared.set_function(lambda: book.accuracy.compared)
         self.metrics.starts_held.set_function(lambda: book.accuracy.held)
@@ -531,7 +533,7 @@ class Controller:
         self.snapshot.state.ledger.half_life_s = rules.usage_half_life_s
         self.reservations.memory_reserve = rules.sharing.memory_reserve
         self.gangs.forget_sizes()
-        self.devices.set_counted([name for name, _ in rules.gpu_weights])
+        self.devices.set_counted([name for name, _ in rules.gpu_weights], dict(rules.divided))
         self.claims.rules_changed()
         self.snapshot.rules_changed()
         self.snapshot.unseen.rules_changed()

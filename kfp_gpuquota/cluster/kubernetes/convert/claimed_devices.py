@@ -12,18 +12,18 @@ the controller for a part of the plan that kube-scheduler checks again.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
         AllocatedDevice,
         DeviceClass,
         DeviceRequest,
+        DeviceSelector,
         ExactRequest,
         ResourceClaimSpec,
         SlicedDevice,
@@ -40,29 +40,74 @@ _ATTRIBUTE: Final = re.compile(
 _HARD: Final = frozenset({"NoSchedule", "NoExecute"})
 
 
-class ClaimedDevices(NamedTuple):
-    """The number of devices that a claim requests by DeviceClass, and why those of some classes cannot be counted."""
+class Selected(NamedTuple):
+    """What the understood conditions of a class or a request require of a device; `approximate`: there are others.
 
-    amounts: tuple[tuple[str, int], ...] = ()
+    `attributes` are (domain, name, value). Without a `driver` and with other conditions no device is selected.
+    """
+
+    driver: str = ""
+    attributes: tuple[tuple[str, str, str | bool | int], ...] = ()
+    approximate: bool = False
+
+
+class Demand(NamedTuple):
+    """Devices of one class that a request asks for, or one `device` (driver, pool, name) that it has.
+
+    `capacity` is what each consumes, by name.
+    """
+
+    device_class: str
+    number: int = 1
+    selected: Selected = Selected()
+    capacity: tuple[tuple[str, str], ...] = ()
+    device: tuple[str, str, str] | None = None
+
+
+class ClaimedDevices(NamedTuple):
+    """What a claim requests of DeviceClasses, and why those of some classes cannot be counted."""
+
+    demands: tuple[Demand, ...] = ()
     uncountable: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def amounts(self) -> tuple[tuple[str, int], ...]:
+        """Return the number of devices by DeviceClass."""
+        found: dict[str, int] = {}
+        for one in self.demands:
+            found[one.device_class] = min(MAX_DEVICES, found.get(one.device_class, 0) + one.number)
+        return tuple(sorted(found.items()))
 
 
 def claimed_devices(spec: ResourceClaimSpec, allocated: Collection[AllocatedDevice] = ()) -> ClaimedDevices:
     """Return what the claim requests, or once it is allocated, what it has."""
-    amounts: dict[str, int] = {}
+    demands: dict[str, Demand] = {}
     uncountable: dict[str, str] = {}
     for request in spec.devices.requests:
         if (exact := request.exactly) is not None:
-            name = exact.device_class_name
-            amounts[name] = min(MAX_DEVICES, amounts.get(name, 0) + max(0, exact.count))
+            name, count = exact.device_class_name, min(MAX_DEVICES, max(0, exact.count))
+            capacity = _by_name(exact.capacity.requests) if exact.capacity is not None else ()
+            demands[request.name] = Demand(name, count, _selected(exact.selectors), capacity)
             if why := _why_uncountable(exact):
                 uncountable[name] = f"its request {request.name} {why}"
         else:
             uncountable.update(_alternatives(request))
+    found = tuple(demands.values())
     if allocated:
         classes = classes_of(spec)
-        amounts = dict(Counter(classes.get(one.request, "") for one in allocated if not one.admin_access))
-    return ClaimedDevices(tuple(sorted(amounts.items())), tuple(sorted(uncountable.items())))
+        found = tuple(
+            demands.get(one.request, Demand(classes.get(one.request, "")))._replace(
+                number=1, capacity=_by_name(one.consumed_capacity), device=(one.driver, one.pool, one.device)
+            )
+            for one in allocated
+            if not one.admin_access
+        )
+    return ClaimedDevices(found, tuple(sorted(uncountable.items())))
+
+
+def _by_name(amounts: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """Return amounts by the name of a capacity, without its domain."""
+    return tuple(sorted((name.rpartition("/")[2], str(amount)) for name, amount in amounts.items()))
 
 
 def classes_of(spec: ResourceClaimSpec) -> dict[str, str]:
@@ -91,21 +136,14 @@ def _alternatives(request: DeviceRequest) -> Iterator[tuple[str, str]]:
     return ((one.device_class_name, why) for one in request.first_available)
 
 
-class Selected(NamedTuple):
-    """What the understood conditions of a class require of a device; `approximate`: there are others.
-
-    `attributes` are (domain, name, value). Without a `driver` and with other conditions no device is selected.
-    """
-
-    driver: str = ""
-    attributes: tuple[tuple[str, str, str | bool | int], ...] = ()
-    approximate: bool = False
-
-
 def selected_by(device_class: DeviceClass) -> Selected:
     """Return the conditions of the class."""
+    return _selected(device_class.spec.selectors)
+
+
+def _selected(selectors: Collection[DeviceSelector]) -> Selected:
     driver, attributes, approximate = "", [], False
-    for selector in device_class.spec.selectors:
+    for selector in selectors:
         for condition in _conditions(selector.cel.expression if selector.cel is not None else ""):
             if (found := _DRIVER.fullmatch(condition)) is not None and driver in {"", _text(found, "text")}:
                 driver = _text(found, "text")

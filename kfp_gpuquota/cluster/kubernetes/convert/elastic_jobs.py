@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from kfp_gpuquota.api.resources import CountedJobSpec
+from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, CountedJobSpec, part_weights
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import constraints_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import claims_of, short_name
@@ -100,11 +100,12 @@ def job_spec_of(
 def _check_counted(spec: CountedJobSpec, template: PodSpec) -> None:
     """Check a job whose workers have resources that count as GPUs instead of nvidia.com/gpu."""
     requested, names = dict(spec.resources), [name for name, _ in spec.gpu_weights]
-    shown = ", ".join(names)
+    shown = ", ".join(name.replace(GPU_PART_PREFIX, "GPUs of ") for name in names)
     if spec.shared or gpus_of(template):
         other = "a share of a GPU" if spec.shared else labels.GPU_RESOURCE
         raise InvalidFieldError("template", shown, f"the job requests {other} as well", hint="leave out one of the two")
-    devices = sum(requested[name] for name in names)
+    parts = dict(part_weights(names))
+    devices = sum(requested[name] // (WHOLE_GPU if name in parts else 1) for name in names)
     if spec.worker_gpus != devices:
         rule = f"each pod of its template requests {devices} of {shown}"
         raise InvalidFieldError("gpusPerWorker", spec.worker_gpus, rule, hint=f"set gpusPerWorker to {devices}")

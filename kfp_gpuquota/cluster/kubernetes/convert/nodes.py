@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Device
 from kfp_gpuquota.api.node import SharingRules
-from kfp_gpuquota.api.resources import CountedNode
+from kfp_gpuquota.api.resources import CountedNode, part_weights
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import taints_of
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage
@@ -71,7 +71,7 @@ def node_of(
         max_workers=max(0, pod_capacity) if pod_capacity < count * PODS_PER_DEVICE or (counted and not count) else None,
         pool=node.metadata.labels.get(labels.POOL, ""),
         resources=allocatable_of(allocatable, taken.others) if counted else (),
-        gpu_weights=tuple((name, weight) for name, weight in weights if name in allocatable),
+        gpu_weights=(*((name, one) for name, one in weights if name in allocatable), *part_weights(allocatable)),
         max_sharers=sharing.max_sharers,
         memory_reserve=sharing.memory_reserve,
         smallest_share=sharing.smallest_share,
@@ -92,7 +92,8 @@ def gpu_count(node: Node) -> int:
 def has_gpus(node: Node, weights: Resources = ()) -> bool:
     """Return whether the node has GPUs, or resources that count as GPUs."""
     allocatable = node.status.allocatable
-    return gpu_count(node) > 0 or any(allocatable.get(name, "0") != "0" for name, _ in weights)
+    counted = (*weights, *part_weights(allocatable))
+    return gpu_count(node) > 0 or any(allocatable.get(name, "0") != "0" for name, _ in counted)
 
 
 def is_ready(node: Node) -> bool:

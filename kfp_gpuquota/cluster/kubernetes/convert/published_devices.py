@@ -4,9 +4,13 @@ The devices of a DeviceClass are those of the class's implicit extended resource
 kube-scheduler, a node that has the extended resource by a device plugin keeps that amount. Only classes that count are
 added: those of QuotaPolicy's table, and nvidia.com/gpu.
 
-Only slices of one node are read, of the newest generation of their pool. Devices that several nodes can reach are left
-to kube-scheduler. If two classes that count select the same devices, the plan may send pods of both to them;
-kube-scheduler then binds only some, and the others count against the quota until they are bound (unpinned.py).
+Devices of classes that the table counts without a `countsAs` are added as parts of GPUs if their driver divides or
+shares any of its devices (device_parts.py).
+
+Only slices of one node are planned, of the newest generation of their pool. Pods that claim devices of a class of which
+several nodes can reach each device wait with that reason (`only_reached_by_several`). If two classes that
+count select the same devices, the plan may send pods of both to them; kube-scheduler then binds only some, and the
+others count against the quota until they are bound (unpinned.py).
 
 What lists of nodes show (`shown_on`) is what kube-scheduler has allocated (ResourceClaims), and not what pods request:
 a device is in use while it is allocated, to whatever class and also outside the quota. A class has one row there, by
@@ -28,13 +32,16 @@ from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import (
     selected_by,
     selects,
 )
+from kfp_gpuquota.cluster.kubernetes.convert.device_parts import PublishedParts, gpus_of_pool
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.objects.device_types import CLASS_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from kfp_gpuquota.api.resources import Resources
+    from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import Demand
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
         DeviceClass,
@@ -133,13 +140,23 @@ class Shown:
 class PublishedDevices:
     """Slices and classes. `put_node(node)` receives a node again when its devices have changed.
 
-    `report(class, reason, message)` is called for classes that are only partly understood.
+    `report(class, reason, message)` is called for classes that are only partly understood, and `sizes_changed(pool)`
+    when what the devices of a pool count as has changed, with None of all pools.
     """
 
-    def __init__(self, put_node: Callable[[Node], None], report: Callable[[Subject, str, str], None]) -> None:
-        self._put_node, self._report = put_node, report
+    def __init__(
+        self,
+        put_node: Callable[[Node], None],
+        report: Callable[[Subject, str, str], None],
+        sizes_changed: Callable[[Pool | None], None] = lambda _pool: None,
+    ) -> None:
+        self._put_node, self._report, self._sizes_changed = put_node, report, sizes_changed
+        self._parts = PublishedParts()
+        self._divided: Mapping[str, str] = {}
         self._counted: frozenset[str] = frozenset()
         self._classes: dict[str, _Class] = {}  # by uid
+        self._class_uids: dict[str, str] = {}  # by name
+        self._shared: dict[str, ResourceSliceSpec] = {}  # slices whose devices several nodes can reach, by uid
         self._slices: dict[str, ResourceSliceSpec] = {}  # by uid
         self._of_node: dict[str, dict[str, None]] = {}  # uids of its slices
         self._of_pool: dict[Pool, dict[str, None]] = {}
@@ -150,12 +167,31 @@ class PublishedDevices:
         """Return whether the devices of any class count."""
         return bool(self._counted_classes())
 
-    def set_counted(self, names: Collection[str]) -> None:
-        """Set the names of the resources that count as GPUs."""
-        counted = frozenset({labels.GPU_RESOURCE, *names})
-        if counted != self._counted:
-            self._counted = counted
+    def set_counted(self, names: Collection[str], divided: Mapping[str, str] | None = None) -> None:
+        """Set the names of the resources that count as GPUs.
+
+        `divided` has those that count by the part of a GPU that each device is, with the counter that says which.
+        """
+        counted, parts = frozenset({labels.GPU_RESOURCE, *names}), divided or {}
+        if (counted, parts) != (self._counted, self._divided):
+            self._counted, self._divided = counted, parts
             self._update(self._of_node)
+
+    def part_of(self, demand: Demand, resource: str) -> Resources | None:
+        """Return what each device of a demand counts as, of a class that counts as `resource`; None: as its row."""
+        counts_by, of = self._divided.get(resource), self._class_of(demand.device_class)
+        return None if counts_by is None or of is None else self._parts.part_of(demand, of.conditions, counts_by)
+
+    def only_reached_by_several(self, device_class: str) -> bool:
+        """Return whether the class has devices, and several nodes can reach each of them."""
+        of = self._class_of(device_class)
+        if of is None or not self._shared:
+            return False
+        shared = any(_has_any(one, of.conditions) for one in self._shared.values())
+        return shared and not any(spec.node_name and _has_any(spec, of.conditions) for spec in self._slices.values())
+
+    def _class_of(self, name: str) -> _Class | None:
+        return self._classes.get(self._class_uids.get(name, ""))
 
     def apply(self, node: Node) -> Node:
         """Return the node with the published devices."""
@@ -201,20 +237,38 @@ class PublishedDevices:
             return
         if before is not None:
             self._leave(uid, before)
+            if (before.driver, before.pool.name, before.node_name) != (spec.driver, spec.pool.name, spec.node_name):
+                self._pool_changed(before)
         self._slices[uid] = spec
         if spec.node_name:
             self._of_node.setdefault(spec.node_name, {})[uid] = None
+        if not spec.node_name and spec.devices:
+            self._shared[uid] = spec
         self._of_pool.setdefault((spec.driver, spec.pool.name), {})[uid] = None
-        self._update((spec.node_name,))
+        self._pool_changed(spec)
+
+    def _pool_changed(self, spec: ResourceSliceSpec) -> None:
+        pool = spec.driver, spec.pool.name
+        divided = self._parts.divides(spec.driver)
+        changed, kinds = self._parts.put_pool(pool, newest_of(self._slices[uid] for uid in self._of_pool.get(pool, ())))
+        if divided is not self._parts.divides(spec.driver):
+            self._update(self._of_node)
+        else:
+            self._update(self.nodes_with([pool]) | {spec.node_name})
+        if changed or (kinds and self._parts.divides(spec.driver)):
+            self._sizes_changed(None if kinds else pool)
+        elif not spec.node_name:
+            self._sizes_changed(None)
 
     def drop_slice(self, uid: str) -> None:
         """Remove a deleted slice."""
         if (spec := self._slices.pop(uid, None)) is not None:
             self._leave(uid, spec)
-            self._update((spec.node_name,))
+            self._pool_changed(spec)
 
     def _leave(self, uid: str, spec: ResourceSliceSpec) -> None:
         """Remove a slice from those of its node and pool."""
+        self._shared.pop(uid, None)
         _remove(self._of_node, spec.node_name, uid)
         _remove(self._of_pool, (spec.driver, spec.pool.name), uid)
 
@@ -233,11 +287,14 @@ class PublishedDevices:
                 "of this class; only kube-scheduler knows which",
             )
         self._classes[device_class.metadata.uid] = found
+        self._class_uids[name] = device_class.metadata.uid
         self._update(self._of_node)
 
     def drop_class(self, uid: str) -> None:
         """Remove a deleted DeviceClass."""
-        if self._classes.pop(uid, None) is not None:
+        if (found := self._classes.pop(uid, None)) is not None:
+            if self._class_uids.get(found.name) == uid:
+                del self._class_uids[found.name]
             self._update(self._of_node)
 
     def _update(self, nodes: Collection[str]) -> None:
@@ -246,26 +303,27 @@ class PublishedDevices:
                 self._put_node(self._nodes[name])
 
     def amounts(self, node: str) -> dict[str, int]:
-        """Return the number of the node's devices by the name of each resource that counts."""
+        """Return the number of the node's devices by the name of each resource that counts, and its divided GPUs."""
         counted = self._counted_classes()
         found: Counter[str] = Counter()
+        divided: dict[Pool, list[SlicedDevice]] = {}
         for one, device in self._devices(node):
             if not is_tainted(device):
                 selecting = (names for of, names in counted if selects(of.conditions, one.driver, device))
-                found.update({name for names in selecting for name in names})
+                resources = {name for names in selecting for name in names}
+                if self._divided and self._parts.divides(one.driver) and resources & self._divided.keys():
+                    resources -= self._divided.keys()
+                    divided.setdefault((one.driver, one.pool.name), []).append(device)
+                found.update(resources)
+        for pool, devices in divided.items():
+            found.update(gpus_of_pool(newest_of(self._slices[uid] for uid in self._of_pool[pool]), devices))
         return dict(found)
 
     def _devices(self, node: str) -> Iterator[tuple[ResourceSliceSpec, SlicedDevice]]:
         """Yield the node's devices, each with its slice, of the newest generation of each pool."""
-        slices = [self._slices[uid] for uid in self._of_node.get(node, ())]
-        newest: dict[Pool, int] = {}
-        for one in slices:
-            pool = one.driver, one.pool.name
-            newest[pool] = max(newest.get(pool, 0), one.pool.generation)
-        for one in slices:
-            if one.pool.generation == newest[one.driver, one.pool.name]:
-                for device in one.devices:
-                    yield one, device
+        for one in newest_of(self._slices[uid] for uid in self._of_node.get(node, ())):
+            for device in one.devices:
+                yield one, device
 
     def _counted_classes(self) -> list[tuple[_Class, tuple[str, ...]]]:
         """Return the classes that count, with the names by which they do."""
@@ -274,6 +332,20 @@ class PublishedDevices:
     def _names_of(self, one: _Class) -> tuple[str, ...]:
         implicit = f"{CLASS_PREFIX}{one.name}"
         return tuple(name for name in (implicit, one.extended) if name in self._counted)
+
+
+def newest_of(slices: Iterable[ResourceSliceSpec]) -> list[ResourceSliceSpec]:
+    """Return the slices of the newest generation of each pool."""
+    given = list(slices)
+    newest: dict[Pool, int] = {}
+    for one in given:
+        pool = one.driver, one.pool.name
+        newest[pool] = max(newest.get(pool, 0), one.pool.generation)
+    return [one for one in given if one.pool.generation == newest[one.driver, one.pool.name]]
+
+
+def _has_any(spec: ResourceSliceSpec, conditions: Selected) -> bool:
+    return any(selects(conditions, spec.driver, device) for device in spec.devices)
 
 
 def with_amounts(node: Node, amounts: Mapping[str, int]) -> Node:

@@ -19,7 +19,7 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.api.project import check_run_time
-from kfp_gpuquota.api.resources import WHOLE_GPU, counted_amounts
+from kfp_gpuquota.api.resources import WHOLE_GPU, counted_amounts, part_weights
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
@@ -307,6 +307,7 @@ class ElasticJobs:
                     raise
         weights = dict(self._rules.rules.gpu_weights)
         amounts = tuple(sorted((dict(others) | had).items()))
+        weights |= part_weights(had)
         return amounts, tuple((name, weights.get(name, WHOLE_GPU)) for name in sorted(had))
 
     def _with_run_time(self, job: ElasticJob, record: JobRecord) -> JobRecord:
@@ -357,11 +358,8 @@ class ElasticJobs:
 
     def _forget_suspension(self, uid: str) -> None:
         """Remove why the controller has suspended the job: its user has resumed it."""
-        meta = self.book.runtime_states[uid].object.metadata
-        body = {"metadata": {"uid": meta.uid, "annotations": {labels.SUSPENDED: None}}}
-        path, about = paths.job(meta.namespace, meta.name), f"{meta.namespace}/{meta.name}"
-        write = Write(verb="PATCH", path=path, about=about, body=body, content_type=MERGE_PATCH)
-        self._writer.submit(write, lambda _: None, lambda _: None)
+        write = forgotten_suspension(self.book.runtime_states[uid].object)
+        self._writer.submit(write, lambda _: None, lambda _: None)  # a job that has changed is read again
 
     def _resubmit(self, uid: str) -> None:
         """Apply a changed specification; a waiting job is submitted again with it, and keeps its age."""
@@ -410,7 +408,7 @@ class ElasticJobs:
             return
         expected, actual = counted_amounts(job.spec), dict(pod.needs.others)
         claimed = {name: actual[name] for name in (*expected, *dict(pod.gpu_weights)) if actual.get(name)}
-        if expected.keys() - dict(self._rules.rules.gpu_weights).keys():
+        if expected.keys() - dict((*self._rules.rules.gpu_weights, *part_weights(expected))).keys():
             return  # an administrator has removed it from the table: its workers stay
         refused = pod.problem and (expected or pod.claimed is not None or not pod.running)
         if refused or (claimed and claimed != expected):
@@ -482,3 +480,12 @@ class ElasticJobs:
         if self.pod_events.started:
             self.statuses.decided(uid)
             self._timers.set(uid)
+
+
+def forgotten_suspension(job: ElasticJob) -> Write:
+    """Return the patch that removes why the controller has suspended the job, unless it has changed since."""
+    meta = job.metadata
+    notes = {labels.SUSPENDED: None}
+    body = {"metadata": {"uid": meta.uid, "resourceVersion": meta.resource_version, "annotations": notes}}
+    path, about = paths.job(meta.namespace, meta.name), f"{meta.namespace}/{meta.name}"
+    return Write(verb="PATCH", path=path, about=about, body=body, content_type=MERGE_PATCH)

@@ -320,10 +320,12 @@ class GpuResource(Struct, frozen=True):
     """An extended resource of which each one counts as a number of GPUs.
 
     Defaults are those of `known_gpus.py`. `type_label` is the label of nodes that has the type of these GPUs.
+    `counts_by` is the counter or capacity by which devices of a DeviceClass are parts of a GPU.
     """
 
     name: str
     counts_as: float | None = None
+    counts_by: str | None = None
     type_label: str | None = None
 
 

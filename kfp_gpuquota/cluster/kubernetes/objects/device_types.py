@@ -17,6 +17,10 @@ CLASS_PREFIX: Final = "deviceclass.resource.kubernetes.io/"
 """With the name of a DeviceClass it is the extended resource by which a container may request the class's devices."""
 
 
+Amount = str | int | float
+"""A quantity: most writers give it as text."""
+
+
 class Cel(Struct, frozen=True):
     """A CEL expression."""
 
@@ -49,12 +53,57 @@ class DeviceTaint(Struct, frozen=True):
     effect: str = ""
 
 
+class CapacityRange(Struct, frozen=True):
+    """The amounts that a request may consume: `min`, and more by multiples of `step`."""
+
+    min: Amount = ""
+    step: Amount = ""
+
+
+class CapacityPolicy(Struct, frozen=True):
+    """How requests consume a capacity: `default` without an amount, else rounded up to one that is valid."""
+
+    default: Amount = ""
+    valid_values: tuple[Amount, ...] = ()
+    valid_range: CapacityRange | None = None
+
+
+class DeviceCapacity(Struct, frozen=True):
+    """A capacity of a device; without a policy any amount may be consumed, and all of it by default."""
+
+    value: Amount = ""
+    request_policy: CapacityPolicy | None = None
+
+
+class DeviceCounter(Struct, frozen=True):
+    """The value of a counter."""
+
+    value: Amount = ""
+
+
+class CounterSet(Struct, frozen=True):
+    """What the devices of a pool consume together: for example one GPU, of which they are partitions."""
+
+    name: str = ""
+    counters: dict[str, DeviceCounter] = msgspec.field(default_factory=dict)
+
+
+class ConsumedCounters(Struct, frozen=True):
+    """What a device consumes of a counter set."""
+
+    counter_set: str = ""
+    counters: dict[str, DeviceCounter] = msgspec.field(default_factory=dict)
+
+
 class SlicedDevice(Struct, frozen=True):
     """One device of a ResourceSlice; each attribute has one value by the name of its type."""
 
     name: str
     attributes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     taints: tuple[DeviceTaint, ...] = ()
+    capacity: dict[str, DeviceCapacity] = msgspec.field(default_factory=dict)
+    consumes_counters: tuple[ConsumedCounters, ...] = ()
+    allow_multiple_allocations: bool = False
 
 
 class ResourcePool(Struct, frozen=True):
@@ -71,6 +120,7 @@ class ResourceSliceSpec(Struct, frozen=True):
     node_name: str = ""
     pool: ResourcePool = ResourcePool()
     devices: tuple[SlicedDevice, ...] = ()
+    shared_counters: tuple[CounterSet, ...] = ()
 
 
 class ResourceSlice(Struct, frozen=True):
@@ -80,6 +130,12 @@ class ResourceSlice(Struct, frozen=True):
     spec: ResourceSliceSpec = ResourceSliceSpec()
 
 
+class RequestedCapacity(Struct, frozen=True):
+    """What a request consumes of each device's capacity, by the capacity's name."""
+
+    requests: dict[str, Amount] = msgspec.field(default_factory=dict)
+
+
 class ExactRequest(Struct, frozen=True):
     """A request for devices of one class."""
 
@@ -87,6 +143,8 @@ class ExactRequest(Struct, frozen=True):
     allocation_mode: str = ""
     count: int = 1
     admin_access: bool = False
+    selectors: tuple[DeviceSelector, ...] = ()
+    capacity: RequestedCapacity | None = None
 
 
 class SubRequest(Struct, frozen=True):
@@ -124,6 +182,7 @@ class AllocatedDevice(Struct, frozen=True):
     pool: str = ""
     device: str = ""
     admin_access: bool = False
+    consumed_capacity: dict[str, Amount] = msgspec.field(default_factory=dict)
 
 
 class AllocatedDevices(Struct, frozen=True):

@@ -7,6 +7,7 @@
 | requests a class of `otherResources`, or an unlisted one in | counts nothing for it                              |
 | a namespace with a label that allows it                     |                                                    |
 | requests any other class, or devices without a number       | waits, with the reason                             |
+| requests a class whose devices several nodes can reach      | waits, with the reason: none of them is planned    |
 | is shared, and another pod counts its devices               | counts nothing for it, once that pod has started   |
 | is shared by pods that start together                       | waits, with the reason: they can never start       |
 
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from kfp_gpuquota.api.resources import WHOLE_GPU
+from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, part_weights
 from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import ClaimedDevices, claimed_devices
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import CLAIM_TEMPLATE
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api.resources import Resources as Amounts
+    from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import Demand
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import DeviceClaim, PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Namespace
     from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
         DeviceClass,
@@ -114,8 +117,15 @@ class DeviceClaims:
     Before `start` pods are only collected: no gate is removed by a part of the objects.
     """
 
-    def __init__(self, rules: CurrentRules, changed: Callable[[], None], jobs_outdated: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rules: CurrentRules,
+        devices: PublishedDevices,
+        changed: Callable[[], None],
+        jobs_outdated: Callable[[str], None],
+    ) -> None:
         self._rules, self._changed, self._jobs_outdated, self._started = rules, changed, jobs_outdated, False
+        self._published = devices
         self._pods: dict[str, PodView] = {}  # as their objects have them
         self._resolved: dict[str, PodView] = {}
         self._waits: dict[str, str] = {}  # why a pod cannot be planned
@@ -223,7 +233,14 @@ class DeviceClaims:
         for name, amount in found.amounts:
             amounts[name] = amounts.get(name, 0) + amount
         weights = tuple(row for row in self._rules.rules.gpu_weights if amounts.get(row[0]))
-        return tuple(sorted(amounts.items())), weights
+        parts = part_weights(amounts)
+        if divided := [name for name, _ in parts if amounts[name] % WHOLE_GPU]:
+            raise InvalidFieldError(
+                "resourceClaims", ", ".join(one.template for one in claims),
+                f"each worker would claim {amounts[divided[0]] / WHOLE_GPU:g} GPUs, a part of one",
+                hint="workers of an ElasticJob claim whole GPUs; for parts of GPUs use a Job",
+            )  # fmt: skip
+        return tuple(sorted(amounts.items())), (*weights, *parts)
 
     def classes_of(self, namespace: str, claims: Iterable[DeviceClaim]) -> tuple[str, ...]:
         """Return the DeviceClasses of which the templates of these claims request devices."""
@@ -235,6 +252,16 @@ class DeviceClaims:
         self._outdate(self._pods)
         self._notify()
         self._outdate_jobs("")
+
+    def sizes_changed(self, pool: tuple[str, str] | None) -> None:
+        """Count claims with devices of a pool again, all if it is None: what these count as has changed."""
+        if pool is None:
+            self.rules_changed()
+            return
+        claims = [key for key, found in self._claims.items() if any(_is_of(pool, one) for one in found.demands)]
+        for namespace, name in claims:
+            self._outdate(self._users.get((namespace, f"claim/{name}"), ()))
+        self._notify()
 
     def _outdate_jobs(self, namespace: str) -> None:
         if self._started:
@@ -373,10 +400,12 @@ class DeviceClaims:
             if devices is None:
                 continue
             classes |= dict.fromkeys(name for name, _ in (*devices.amounts, *devices.uncountable))
-            for name, amount in devices.amounts:
+            for demand in devices.demands:
+                name = demand.device_class
                 resource = self._resource_of(name)
                 if resource:
-                    amounts[resource] = amounts.get(resource, 0) + amount
+                    self._add(amounts, demand, resource)
+                    waits = waits or self._reached(name)
                 elif name not in allowed and self._is_refused(namespace, name):
                     refused = refused or (
                         f"DeviceClass {name}, of which its claim requests devices, is not counted by the quota; an "
@@ -392,12 +421,13 @@ class DeviceClaims:
                 refused = refused or (waits if unlisted else "")
         if amounts and gpus:
             waits = waits or (
-                f"it requests {labels.GPU_RESOURCE}, or a share of a GPU, and claims {next(iter(amounts))} as well; "
+                f"it requests {labels.GPU_RESOURCE}, or a share of a GPU, and claims "
+                f"{next(iter(amounts)).replace(GPU_PART_PREFIX, 'GPUs of ')} as well; "
                 "leave out one of the two"
             )
-        weights = dict(self._rules.rules.gpu_weights)
+        weights = dict(self._rules.rules.gpu_weights) | dict(part_weights(amounts))
         counted = tuple(sorted(amounts.items()))
-        rows = tuple((name, weights[name]) for name, _ in counted)
+        rows = tuple((name, weights[name]) for name, _ in counted if name in weights)
         return Resolved(counted, rows, waits, missing, tuple(sorted(classes)), refused)
 
     def _devices_of(self, pod: PodView, claim: DeviceClaim) -> tuple[ClaimedDevices | None, str]:
@@ -428,6 +458,21 @@ class DeviceClaims:
         found = self._templates.get((namespace, name))
         return found, "" if found is not None else _absent(f"ResourceClaimTemplate {name}")
 
+    def _reached(self, device_class: str) -> str:
+        """Return why a pod waits that claims devices which several nodes can reach; "" if it need not."""
+        if not self._published.only_reached_by_several(device_class):
+            return ""
+        return (
+            f"several nodes can reach the devices of DeviceClass {device_class} that it claims, and the quota plans "
+            "devices of one node only; claim devices of another class"
+        )
+
+    def _add(self, amounts: dict[str, int], demand: Demand, resource: str) -> None:
+        """Add what a demand for devices of a class that counts as `resource` counts as."""
+        part = self._published.part_of(demand, resource)
+        for name, amount in ((resource, 1),) if part is None else part:
+            amounts[name] = amounts.get(name, 0) + amount * demand.number
+
     def _resource_of(self, device_class: str) -> str:
         """Return the resource of the table as which the devices of a class count; "" if they do not."""
         implicit, extended = f"{CLASS_PREFIX}{device_class}", self._extended.get(("", device_class), "")
@@ -456,6 +501,10 @@ def counts_differently(before: PodView | None, after: PodView) -> bool:
 def _rank(pod: PodView) -> tuple[bool, bool, bool, float, str]:
     """Return the order in which pods count a claim that they share: first the pod that was admitted with it."""
     return pod.stage is Stage.ENDED, not pod.reserved_on, not pod.holds, pod.created, pod.uid
+
+
+def _is_of(pool: tuple[str, str], demand: Demand) -> bool:
+    return demand.device is not None and demand.device[:2] == pool
 
 
 def _absent(what: str) -> str:

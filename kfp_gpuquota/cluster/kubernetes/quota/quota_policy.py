@@ -41,6 +41,7 @@ from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_RUNTIME_S, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
+from kfp_gpuquota.cluster.kubernetes.convert.device_parts import MEMORY
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
@@ -177,6 +178,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     reserve_after_s: float = RESERVE_AFTER_S
     usage_half_life_s: float | None = None
     gpu_weights: Resources = ()
+    divided: tuple[tuple[str, str], ...] = ()  # resources whose devices may be parts of GPUs, and by which counter
     other_resources: frozenset[str] = frozenset()
     gpu_use: GpuUseRules | None = None
     user_label: str = labels.USER
@@ -252,6 +254,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             reserve_after_s=spec.reserve_after_seconds,
             usage_half_life_s=spec.usage_half_life_seconds,
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
+            divided=divided_of(spec.gpu_resources or ()),
             other_resources=frozenset(spec.other_resources or ()),
             gpu_use=_gpu_use(spec.gpu_use),
             user_label=spec.user_label,
@@ -302,6 +305,23 @@ def gpu_weights_of(table: Iterable[GpuResource]) -> Resources:
             )
         weights[row.name] = round(number * WHOLE_GPU)
     return tuple(sorted(weights.items()))
+
+
+def divided_of(table: Iterable[GpuResource]) -> tuple[tuple[str, str], ...]:
+    """Return the resources that may be devices of DRA drivers, without a number that each device counts as.
+
+    With each is the counter or capacity of which a device's part is its part of a GPU. Raises InvalidFieldError.
+    """
+    found: dict[str, str] = {}
+    for row in table:
+        if row.counts_as is None:
+            found[row.name] = row.counts_by or MEMORY
+        elif row.counts_by is not None:
+            field = f"gpuResources.{row.name}"
+            raise InvalidFieldError(
+                field, row.counts_by, "it has countsAs and countsBy", hint="leave out one of the two"
+            )
+    return tuple(sorted(found.items()))
 
 
 def _owners(given: Iterable[str]) -> frozenset[str]:
