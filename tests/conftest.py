@@ -23,7 +23,7 @@ from kfp_gpuquota.cluster.local.start import READY, await_stop, start_with
 from kfp_gpuquota.errors import NotFoundError
 from tests import forked, programs
 from tests.distribution import Distribution
-from tests.polling import TIMEOUT_S
+from tests.polling import TIMEOUT_S, until
 from tests.reporting import Reporting
 
 if TYPE_CHECKING:
@@ -173,15 +173,11 @@ def _shut_down(cluster: EmbeddedCluster) -> None:
     for job in cluster.client.list_jobs().jobs:
         with contextlib.suppress(NotFoundError):  # one that the test deleted has ended by now
             cluster.client.delete_job(job.spec.project, job.spec.name)
-    deadline = time.monotonic() + TIMEOUT_S
-    while cluster.client.list_jobs().jobs and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: not cluster.client.list_jobs().jobs, "the end of its jobs")
     cluster.client.stop_cluster()
     await_stop(cluster.home)
-    while (left := cluster.processes()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: not cluster.processes(), lambda: f"the end of {cluster.processes()}")
     log = cluster.home.log_file.read_text()
-    assert not left, left
     assert "Traceback" not in log, log
 
 
@@ -215,7 +211,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--plans", type=int, default=20, help="how often the Kubernetes controller is killed while it plans"
+        "--plans", type=int, default=8, help="how often the Kubernetes controller is killed while it plans"
     )
     parser.addoption("--workers", type=int, default=20, help="simulated workers that outlive failovers")
     parser.addoption("--failovers", type=int, default=7, help="how many kinds of failovers, of 7")

@@ -32,11 +32,17 @@ FILE = "groups_file"
 WITH_CONTROL_PLANE = "tests/kubernetes/"
 LONG_FILES = {
     "test_chart.py",
+    "test_churn.py",
     "test_coordinator_attack.py",
     "test_elastic_job.py",
     "test_examples.py",
     "test_failover.py",
     "test_generated.py",
+    "test_install_tutorial.py",
+    "test_node_cut_off.py",
+    "test_release_images.py",
+    "test_step_in_pods.py",
+    "test_train.py",
     "test_training_under_attack.py",
     "test_two_versions.py",
     "test_walkthrough.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from kfp_gpuquota.cli.main import COMMANDS
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from tests import forked, programs
 from tests.conftest import EmbeddedCluster, running_cluster
-from tests.polling import TIMEOUT_S
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,17 +70,17 @@ class Cli:
 
     def await_jobs(self, project: str, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         """GPUs in running processes by job, as soon as `condition` holds for them."""
-        deadline = time.monotonic() + TIMEOUT_S
         held: dict[str, int] = {}
-        while time.monotonic() < deadline:
+
+        def settled() -> bool:
             jobs = self.cluster.client.list_jobs(project).jobs
-            held = {
-                job.spec.name: sum(len(w.devices) for w in job.status.workers if w.phase == "Running") for job in jobs
-            }
-            if condition(held) and all(w.phase in {"Running", "Gone"} for job in jobs for w in job.status.workers):
-                return held
-            time.sleep(0.02)
-        pytest.fail(f"not within {TIMEOUT_S:g} s: {held}")
+            held.clear()
+            for job in jobs:
+                held[job.spec.name] = sum(len(w.devices) for w in job.status.workers if w.phase == "Running")
+            return condition(held) and all(w.phase in {"Running", "Gone"} for job in jobs for w in job.status.workers)
+
+        until(settled, lambda: held)
+        return held
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ class Gate:
     def pass_through(self, index: int, step: int) -> None:
         self.at[index] = step
         while step >= self.limit.value:
-            time.sleep(0.0005)
+            time.sleep(0.002)
 
 
 def stay_until_killed(gate: Gate, index: int) -> None:

@@ -14,6 +14,7 @@ from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types
 from kfp_gpuquota.errors import InvalidFieldError
+from tests.effort import effort
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tools.devcluster import ApiError
 
@@ -285,7 +286,7 @@ def vocabulary_takes(spec: dict[str, Any]) -> bool:
     return not (shared and "gpus" in given)
 
 
-SAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+SAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(effort(100, 1000), marks=pytest.mark.slow)])
 
 
 @SAMPLES

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes.conftest import REQUIRED, start_or_skip
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tools.devcluster import Api, ApiError, DevCluster, Options, binaries, fake_nodes, image, processes
 from tools.devcluster.__main__ import main
 from tools.devcluster.layout import SUPERVISOR, Layout, free_ports
@@ -90,7 +90,7 @@ def test_a_fake_node_goes_on_when_its_program_was_killed(cluster: DevCluster, na
         pods = f"/api/v1/namespaces/{namespace}/pods"
         cluster.kill("kwok")
         cluster.api.create(pods, pod("a"))
-        cluster.api.until(f"{pods}/a", running, timeout_s=30)
+        cluster.api.until(f"{pods}/a", running)
     finally:
         cluster.api.delete("/api/v1/nodes/fake-0")
 
@@ -124,9 +124,11 @@ def test_kubectl_speaks_to_the_cluster(cluster: DevCluster, namespace: str) -> N
 
 
 @pytest.mark.slow
-def test_a_program_that_is_away_comes_back_with_its_state(tmp_path: Path) -> None:
+def test_a_program_that_is_away_comes_back_with_its_state_and_a_killed_supervisor_takes_all_with_it(
+    tmp_path: Path, cluster: DevCluster
+) -> None:
+    other = cluster  # two run side by side
     cluster = start_or_skip(tmp_path / "one", Options())
-    other = start_or_skip(tmp_path / "two", Options())  # two run side by side
     try:
         cluster.make_namespace("kept")
         with cluster.away("kube-apiserver"), pytest.raises(OSError, match="refused"):
@@ -137,9 +139,12 @@ def test_a_program_that_is_away_comes_back_with_its_state(tmp_path: Path) -> Non
         cluster.kill("etcd", signal.SIGKILL)
         cluster.await_healthy()
         assert cluster.api.exists("/api/v1/namespaces/kept")
+        pids = [processes.read_pid(path) for path in cluster.layout.root.glob("*.pid")]
+        cluster.kill(SUPERVISOR, signal.SIGKILL)
+        assert len(pids) == 5
+        assert all(pid is not None and processes.await_end(pid, TIMEOUT_S) for pid in pids)
     finally:
         cluster.stop()
-        other.stop()
     assert not left_over(tmp_path)
 
 
@@ -155,19 +160,8 @@ def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path, cluster: Dev
     assert supervisor is not None
     starter.kill()
     starter.communicate()
-    assert processes.await_end(supervisor, 30.0)
+    assert processes.await_end(supervisor, TIMEOUT_S)
     assert not left_over(root)
-
-
-@pytest.mark.slow
-def test_a_killed_supervisor_takes_the_programs_with_it(tmp_path: Path) -> None:
-    cluster = start_or_skip(tmp_path / "cluster", Options())
-    pids = [processes.read_pid(path) for path in cluster.layout.root.glob("*.pid")]
-    cluster.kill(SUPERVISOR, signal.SIGKILL)
-    assert len(pids) == 5
-    assert all(pid is not None and processes.await_end(pid, 10.0) for pid in pids)
-    cluster.stop()
-    assert not left_over(tmp_path)
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ class LongHistories(World):
 
 
 World.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-LongHistories.TestCase.settings = settings(max_examples=effort(150, 5000), stateful_step_count=40, deadline=None)
+LongHistories.TestCase.settings = settings(max_examples=effort(50, 5000), stateful_step_count=40, deadline=None)
 TestAnyHistory = World.TestCase
 TestAnyLongHistory = pytest.mark.slow(LongHistories.TestCase)
 

@@ -51,7 +51,7 @@ from tests.polling import TIMEOUT_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
-EXAMPLES = effort(60, 5000)
+EXAMPLES = effort(25, 5000)
 HUGE = "9" * 5000
 NOTES = [
     labels.POD_GROUP_SIZE,

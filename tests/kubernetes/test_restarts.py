@@ -284,7 +284,7 @@ def test_a_restarted_controller_plans_what_one_that_never_stopped_plans(history:
 
 
 @pytest.mark.slow
-@settings(max_examples=effort(150, 5000))
+@settings(max_examples=effort(60, 5000))
 @given(history=operations)
 def test_it_does_after_many_histories(history: list[tuple[Any, ...]]) -> None:
     asyncio.run(compare(history))

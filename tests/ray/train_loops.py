@@ -115,7 +115,7 @@ def over_rows(_config: dict[str, Any]) -> list[int]:
     return sorted(seen)
 
 
-ROWS, STREAM_EPOCHS = 40, 6
+ROWS, STREAM_EPOCHS = 56, 4
 
 
 def drawn(batch: dict[str, Any]) -> dict[str, Any]:

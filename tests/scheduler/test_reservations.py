@@ -73,7 +73,7 @@ GRACE_S = 1.0
 NODES, GPUS = 3, 4
 
 
-@settings(max_examples=effort(60, 1000), deadline=None)
+@settings(max_examples=effort(25, 1000), deadline=None)
 @given(
     st.lists(
         st.lists(
