@@ -13,7 +13,9 @@ it has the worst of each figure, and all of them in `traces`:
 - coverage: the part of the starts within their stated ranges, of all estimates of waiting jobs that were looked at;
 - width: the median width of these ranges, as a part of the time that was waited from then on;
 - unknown: the part of the looks at waiting jobs at which no range was stated;
-- estimate_ms: the time for the estimates of 1,000 waiting jobs.
+- estimate_ms: the time for the estimates of 1,000 waiting jobs;
+- users: a project of 16 GPUs in which one user submits 200 jobs at once and three others one each few minutes: the part
+  of the GPU time that the first one has while its jobs wait, and the mean wait of the others, by age and fair to users.
 
 In the simulation nothing is known of a job but the jobs of its name, else of its project, that have ended before. With
 `--declared 2` each has a maximum run time besides, of twice its run time, which reservations use (`--after` seconds).
@@ -329,6 +331,42 @@ def estimate_ms(repeats: int = 5) -> float:
     return round(1e3 * min(times), 1)
 
 
+def of_users(jobs: int = 200, seed: int = 1) -> dict[str, dict[str, float]]:
+    """The greedy user's part of the GPU time of the first hours, and the others' mean wait, under both orders."""
+    chance, hours = random.Random(seed), 8
+    trace = [TraceJob(f"many-{i}", "team", 0.0, chance.uniform(1200, 3600), 1, user="greedy") for i in range(jobs)]
+    for user in ("ann", "bob", "cem"):
+        at = 0.0
+        while (at := at + chance.expovariate(1 / 900)) < hours * 3600:
+            trace.append(TraceJob(f"{user}-{at:.0f}", "team", at, chance.uniform(1200, 3600), 1, user=user))
+    trace.sort(key=lambda job: job.arrives_at)
+    figures = {}
+    for name in ("gpuquota", "fair-users"):
+        simulation = Simulation(
+            [TraceNode("n0", 8, 0, 0), TraceNode("n1", 8, 0, 0)], trace, POLICIES[name], SimulationOptions(perf_counter)
+        )
+        simulation.run()
+        lives = list(simulation.lives.values())
+        last = max(life.first_started_at or 0.0 for life in lives if life.trace.user == "greedy")
+        waits = [(one.first_started_at or 0.0) - one.trace.arrives_at for one in lives if one.trace.user != "greedy"]
+        held = {life.trace.name: _until(life, min(last, hours * 3600.0)) for life in lives}
+        greedy = sum(held[life.trace.name] for life in lives if life.trace.user == "greedy")
+        figures[name] = {
+            "greedy_share": round(greedy / sum(held.values()), 3),
+            "others_wait_s": round(sum(waits) / len(waits)),
+            "used_s": round(sum(held.values())),
+        }
+        print(f"  users, {name}: {figures[name]}", flush=True)
+    return figures
+
+
+def _until(life: Life, at: float) -> float:
+    """Return for how long the job ran until then."""
+    if life.first_started_at is None:
+        return 0.0
+    return max(0.0, min(at, math.inf if life.ended_at is None else life.ended_at) - life.first_started_at)
+
+
 def reserved_rounds() -> int:
     """After how many rounds an 8-GPU job starts against an endless stream of one-GPU jobs of 8 rounds, of its team."""
     state = State(reserve_after_s=0.0)
@@ -387,6 +425,7 @@ def main() -> None:
         coverage=coverage,
         reserved_rounds=reserved_rounds(),
         estimate_ms=estimate_ms(),
+        users=of_users(),
         traces=figures,
     )
 

@@ -56,8 +56,8 @@ class TraceJob:
     """A job that arrives `arrives_at` and takes `duration_s` at `workers` workers.
 
     Each worker takes `milli` thousandths of each of `gpus` GPUs of one node. It is elastic where `fewest` < `most`.
-    It is one of the `user`, "" if
-    unknown. The scheduler has it as `spec`, if that is given. With a `training`, `duration_s` is the amount of its work.
+    It is one of the `user`, "" if unknown. The scheduler has it as `spec`, if that is given. With a `training`,
+    `duration_s` is the amount of its work.
     """
 
     name: str

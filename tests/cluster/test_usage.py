@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from kfp_gpuquota.api import Project
+from kfp_gpuquota.api import Order, Phase, Project
+from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.storage.recalled_usage import recalled
+from kfp_gpuquota.scheduler.state.usage import key_of
 from tests.conftest import EmbeddedCluster, running_cluster
 from tests.polling import TIMEOUT_S
 
@@ -46,6 +49,21 @@ def test_what_still_runs_counts_until_now_and_old_usage_fades() -> None:
     assert faded["b"] == pytest.approx(1.0, rel=1e-2)
 
 
+def test_what_users_used_is_by_project_and_user() -> None:
+    history = [
+        msgspec.structs.replace(change(at, gpus, project), user=user)
+        for at, gpus, project, user in (
+            (0.0, 2, "a", "ann"),
+            (50.0, -2, "a", "ann"),
+            (0.0, 1, "b", "ann"),
+            (90.0, 1, "a", ""),
+        )
+    ]
+    events = {event.project: event.users for event in recalled(history, PROJECTS, 100.0, LONG)}
+    assert events["a"] == pytest.approx({key_of("a", "ann"): 100.0, key_of("a", ""): 10.0}, rel=1e-3)
+    assert events["b"] == pytest.approx({key_of("b", "ann"): 100.0}, rel=1e-3)
+
+
 def test_a_project_that_is_gone_is_left_out() -> None:
     assert set(borrowed(change(0.0, 2, "gone"), now=1.0)) == set(PROJECTS)
 
@@ -71,3 +89,23 @@ def test_who_borrowed_yields_to_who_did_not_also_after_the_daemon_was_killed(tmp
         while sizes(cluster) != (0, 2) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert sizes(cluster) == (0, 2)
+
+
+def test_users_of_a_project_take_turns_also_after_the_daemon_was_killed(tmp_path: Path) -> None:
+    """Ann's job has used all GPUs for seconds: Bob's, which was submitted later, comes before her next one."""
+    config = ClusterConfig(gpus_per_node=8, usage_half_life_s=300.0)
+    with running_cluster(tmp_path / "home", config) as cluster:
+        cluster.client.create_project(Project(name="team-a", guaranteed=8, order=Order.FAIR_USERS))
+        ann, bob = ({USER_LABEL: user} for user in ("ann", "bob"))
+        cluster.submit("a1", gpus=8, labels=ann)
+        cluster.wait_for_phase("a1", "Running", "team-a")
+        cluster.submit("a2", gpus=8, labels=ann)
+        cluster.submit("b1", gpus=8, labels=bob)
+        job = cluster.wait_for("a2", lambda job: job.status.reason is not None and "bob" in job.status.reason.message)
+        assert job.status.reason is not None
+        assert "; user ann uses 8 of the 8 GPUs of team-a" in job.status.reason.message
+        assert job.status.reason.message.endswith("so bob's job b1 comes first")
+        cluster.kill_daemon()
+        cluster.client.delete_job("team-a", "a1")
+        cluster.wait_for_phase("b1", "Running", "team-a")
+        assert cluster.job("a2").status.phase is Phase.PENDING

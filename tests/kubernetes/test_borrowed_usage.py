@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota, GpuQuotaStatus, OverQuotaUsage
-from kfp_gpuquota.cluster.kubernetes.quota.borrowed import WRITTEN_EVERY_S, Borrowed
+from kfp_gpuquota.cluster.kubernetes.quota.borrowed import LEAST_S, WRITTEN_EVERY_S, Borrowed
 from kfp_gpuquota.scheduler import State
 from kfp_gpuquota.scheduler.state.usage import used_by
 from tests.kubernetes.detached import POLICIES, QUOTAS, detached
@@ -99,6 +101,31 @@ def test_a_rule_that_is_new_counts_from_then_and_one_that_is_gone_no_more() -> N
     world.state.ledger.half_life_s = None
     borrowed.recall()
     assert borrowed.of("a") == ()
+
+
+def test_another_leader_knows_what_users_have_used_without_their_names() -> None:
+    def world_with_users() -> World:
+        world = World(State(usage_half_life_s=HALF_LIFE_S))
+        world.now = 1e9
+        world.node("n0", 1)
+        world.project("a", 1, order=Order.FAIR_USERS)
+        return world
+
+    world = world_with_users()
+    world.submit("job", "a", 1, user="ann")
+    world.step()
+    borrowed = borrowed_in(world)
+    world.now += 3000.0
+    (note,) = borrowed.of("a")
+    assert note.gpu_seconds < LEAST_S
+    assert "ann" not in msgspec.json.encode(note).decode()
+    again = world_with_users()
+    again.now = world.now
+    recalled = borrowed_in(again, {"a": GpuQuota(Metadata(name="a"), status=GpuQuotaStatus(usage=(note,)))})
+    assert recalled.of("a")[0].users == pytest.approx(note.users)
+    for user in ("ann", "bob"):
+        again.submit(user, "a", 1, user=user)
+    assert [bind.job for bind in again.step().bind] == ["bob"]
 
 
 @pytest.mark.parametrize("stored", [-5.0, 1e300])

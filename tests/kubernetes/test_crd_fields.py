@@ -205,6 +205,7 @@ def test_the_cluster_s_policy_has_the_defaults_and_the_bounds_of_its_rules() -> 
         "moves": rules.moves,
         "reserveAfterSeconds": rules.reserve_after_s,
         "maxWaitingPods": rules.max_waiting_pods,
+        "userLabel": rules.user_label,
     }
     assert spec["unmanaged"]["enum"] == [mode.value for mode in Unmanaged]
 

@@ -14,7 +14,10 @@ from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAlloc
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
 from kfp_gpuquota.cluster.kubernetes.convert.pod_placement import GateShape
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject, QuotaPolicySpec
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 
 GPUS = 6
 
@@ -328,3 +331,23 @@ def test_a_pod_that_is_bound_elsewhere_while_it_is_evicted_is_counted_there() ->
         assert task.node is not None
         assert (task.node.name, task.status.name) == ("m", "LEAVING")
         assert (allocator.idle("n"), allocator.idle("m")) == ((0,), ())
+
+
+def test_a_pod_counts_for_the_user_that_its_label_names_now() -> None:
+    state, rules = scheduler.State(), CurrentRules()
+    plain = PlainPods(state.apply, DeviceAllocator(), rules)
+    plain.settle()
+    rules._changed = plain.users_changed
+    labels = {"gpuquota.dev/user": "ann", "hub.example.org/username": "carla"}
+    plain.put(msgspec.structs.replace(waiting("p"), labels=labels))
+    plain.put(waiting("q"))
+
+    def users() -> dict[str, str]:
+        return {uid: job.user.name for uid, job in state.jobs.items()}
+
+    assert users() == {"p": "ann", "q": ""}
+    plain.put(msgspec.structs.replace(waiting("p"), labels={**labels, "gpuquota.dev/user": "bob"}))
+    assert users() == {"p": "bob", "q": ""}
+    spec = QuotaPolicySpec(user_label="hub.example.org/username")
+    rules.put(QuotaPolicyObject(Metadata(name="default"), spec))
+    assert users() == {"p": "carla", "q": ""}

@@ -232,3 +232,32 @@ def test_lent_gpus_return_to_the_user_who_has_less() -> None:
     world.submit("b0", "team", 1, 1, 8, user="bob", cool_down_s=0.0)
     world.settle()
     assert world.size("b0") >= 1
+
+
+def test_long_waits_do_not_give_a_user_more_than_the_order_does() -> None:
+    world = shared(2, 2)
+    world.state.ledger.reserve_after_s = 60.0
+    asks(world, [Asked("ann", 1, 50)] * 4, "a")
+    world.settle()
+    world.now += 1000.0
+    asks(world, [Asked("bob", 1, 50)], "b")
+    world.remove("a00")
+    world.release()
+    assert started(world.step()) == ["b00"]
+
+
+def test_what_a_large_job_needs_is_kept_for_it_once_its_user_is_first() -> None:
+    world = shared(4, 4)
+    world.state.ledger.reserve_after_s = 60.0
+    asks(world, [Asked("ann", 1, 50)] * 4, "a")
+    world.settle()
+    asks(world, [Asked("bob", 4, 50)], "b")
+    asks(world, [Asked("ann", 1, 50)] * 4, "c")
+    for name in ("a00", "a01", "a02"):
+        world.now += 100.0
+        world.remove(name)
+        world.release()
+        world.step()
+    world.remove("a03")
+    world.release()
+    assert started(world.step()) == ["b00"]

@@ -162,7 +162,7 @@ class Cycle:
 
     def _reserve(self, tries: Mapping[str, Try]) -> None:
         """Serve the first job of each queue that has waited too long, or hold what is idle where it can start next."""
-        waited, soonest = overdue(self.ledger, self.shapes, self.now, self.ledger.reserve_after_s)
+        waited, soonest = overdue(self.ledger, self.shapes, self.now, self.ledger.reserve_after_s, self.use_of)
         if soonest is not None:
             self._too_early(soonest)
         for jobs in waited:

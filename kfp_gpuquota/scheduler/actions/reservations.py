@@ -39,18 +39,20 @@ jobs that cannot be preempted: sessions have no end.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.actions.candidates import Candidate, Known, candidates_for, free_at_of, lent_on
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Status, Task
 from kfp_gpuquota.scheduler.state.order import shape_amount
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape
+    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape, User
 
 
 MOST: Final = 8
@@ -125,10 +127,17 @@ class Reservation:
 
 
 def overdue(
-    ledger: Ledger, shapes: Mapping[Queue, Collection[Shape]], now: float, after_s: float
+    ledger: Ledger,
+    shapes: Mapping[Queue, Collection[Shape]],
+    now: float,
+    after_s: float,
+    use_of: Callable[[User], float],
 ) -> tuple[list[list[Job]], float | None]:
     """Return for each queue the jobs that have waited for `after_s`, in their order and before any other, and when the
     next one will have. Jobs of one shape are one entry, the first of them; larger ones than the guarantee are left out.
+
+    In a queue that is fair to its users the order is by what `use_of` says that they use: a user who has much gets no
+    more because its jobs have waited long.
     """
     found: list[list[Job]] = []
     soonest: float | None = None
@@ -136,7 +145,7 @@ def overdue(
         considered = shapes.get(queue, queue.waiting)
         entitled = (s for s in considered if s in queue.waiting and _is_entitled(ledger, queue, s))
         jobs: list[Job] = []
-        for _, job in sorted((queue.waiting[shape][0] for shape in entitled), key=_order):
+        for _, job in sorted((queue.waiting[shape][0] for shape in entitled), key=partial(_order, queue, use_of)):
             due = job.submitted_at + after_s
             if due > now:
                 soonest = due if soonest is None else min(soonest, due)
@@ -150,8 +159,11 @@ def overdue(
     return found, soonest
 
 
-def _order(entry: tuple[OrderKey, Job]) -> OrderKey:
-    return entry[0]
+def _order(
+    queue: Queue, use_of: Callable[[User], float], entry: tuple[OrderKey, Job]
+) -> tuple[int, bool, float, OrderKey]:
+    key, job = entry
+    return key[0], key[1] > 0, use_of(job.user) if queue.order is Order.FAIR_USERS else 0.0, key
 
 
 def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:

@@ -117,7 +117,7 @@ class Decisions:
                 continue
             unit.leave(slot, now)
             slot.reclaimed = reason.code in _RECLAIMS
-            self._recorder.record(slot.pod.subject, "Evicted", reason.message)
+            self._recorder.record(slot.pod.subject, "Evicted", reason.message, copy=bool(leaving))
             self._writer.submit(requests.reclaim_note(slot.pod, now), lambda _: None, lambda _: None)
             leaving.append(slot)
         return leaving

@@ -98,7 +98,8 @@ class PodActions:
             self._watched.discard(job)
 
     def stop(self, workers: Iterable[str], reason: Reason) -> None:
-        """Suspend the owners of these pods, or evict the pods."""
+        """Suspend the owners of these pods of one job, or evict the pods; people are notified of the first one."""
+        notified = False
         for uid in workers:
             if self._reservations.gives_up(uid):
                 self._pods.take_back(uid)  # it has not started: it waits for another placement
@@ -106,17 +107,20 @@ class PodActions:
                 self._pods.assume_leaving(uid)
                 bounded = reason.code in _RECLAIMS
                 if not self._suspending.stop(member.view, reason.message, bounded=bounded):
-                    self._evict(member.view, reason.message, bounded=bounded)
+                    self._evict(member.view, reason.message, bounded=bounded, copy=notified)
+                    notified = True
 
     def suspend_owner(self, pods: Sequence[PodView], reason: str, not_suspended: Callable[[str], None]) -> None:
         """Suspend the owner of these pods until a user resumes it; call `not_suspended` with why it cannot be."""
         self._suspending.suspend_for_good(pods, reason, not_suspended)
 
-    def _evict(self, pod: PodView, why: str, *, bounded: bool, requested_at: float | None = None) -> None:
+    def _evict(
+        self, pod: PodView, why: str, *, bounded: bool, requested_at: float | None = None, copy: bool = False
+    ) -> None:
         """Evict a pod; one of a suspended owner, unless it has ended, and without an event if it is ending."""
         if member := self._pods.members.get(pod.uid):
             if member.view.stage is not Stage.TERMINATING:
-                self._recorder.record(pod.subject, "Evicted", self._explained(pod, why))
+                self._recorder.record(pod.subject, "Evicted", self._explained(pod, why), copy=copy)
             self._evictions.evict(pod, bounded=bounded, requested_at=requested_at)
 
     def _explained(self, pod: PodView, why: str) -> str:

@@ -1,10 +1,9 @@
 """Keeps what teams have borrowed in the status of their GpuQuotas, if it counts, for the next leader.
 
 Invariant: what is stored and halved by its age, with what is borrowed now since then, differs from what counts by
-less than `MIN_CHANGE_S` and `MIN_CHANGE` of it, or is less than `WRITTEN_EVERY_S` old; so is
-what each user of a team that is fair to its users has used. So a team that borrows nothing, or always as much, is not
-written. Rejected: usage from Prometheus, which a cluster need not have, or from a history of
-events, which a controller has none of.
+less than `MIN_CHANGE_S` and `MIN_CHANGE` of it, or is less than `WRITTEN_EVERY_S` old; so is what each user of a team
+that is fair to its users has used. So a team that borrows nothing, or always as much, is not written. Rejected: usage
+from Prometheus, which a cluster need not have, or from a history of events, which a controller has none of.
 """
 
 from __future__ import annotations
