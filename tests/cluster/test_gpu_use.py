@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from threading import Event
 from typing import TYPE_CHECKING
 
 from hypothesis import given
@@ -14,6 +15,7 @@ from kfp_gpuquota.api.history import GPU_USE_KEPT_S, GPU_USE_WIDTH_S, DeviceUse,
 from kfp_gpuquota.cli.display.gpus import use_table
 from kfp_gpuquota.cluster.gpu_use import MOST_POINTS, GpuUseHistory
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.gpu_meter import Apart
 from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
 from kfp_gpuquota.fractions.activity import SIMULATED_FILE, GpuUse, SimulatedActivity
 from kfp_gpuquota.fractions.devices import simulate
@@ -80,6 +82,22 @@ def test_a_simulated_device_has_the_memory_of_its_entries(tmp_path: Path) -> Non
     assert SimulatedActivity({"d": tmp_path}).measure() == {"d": GpuUse(busy=True, percent=35.0, used_mib=300)}
     (tmp_path / "processes" / "19-1").write_text("2x")
     assert SimulatedActivity({"d": tmp_path}).measure()["d"].used_mib is None
+
+
+def test_a_driver_that_does_not_answer_holds_up_nothing() -> None:
+    answers = Event()
+
+    class Driver:
+        def measure(self) -> dict[str, GpuUse]:
+            answers.wait(60)
+            return {"d": GpuUse(busy=True, percent=35.0)}
+
+    apart = Apart(Driver)
+    assert [apart.measure() for _ in range(3)] == [{}, {}, {}]
+    answers.set()
+    found: list[dict[str, GpuUse]] = []
+    until(lambda: found.append(apart.measure()) or any(found))
+    assert found[-1] == {"d": GpuUse(busy=True, percent=35.0)}
 
 
 def test_a_table_has_the_mean_and_the_most_of_each_gpu() -> None:
