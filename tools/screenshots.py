@@ -24,6 +24,8 @@ from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop, start_with
 from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
+from kfp_gpuquota.fractions.activity import SIMULATED_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +40,7 @@ PAGES: Final = {
     "pipelines": "/pipelines",
     "job": "/jobs/vision/digits",
     "nodes": "/nodes?color=project",
+    "node": "/nodes/node-0",
     "timeline": "/timeline",
     "stop": "/jobs/vision/digits/suspend",
     "quota": "/teams/vision",
@@ -84,6 +87,7 @@ def main() -> None:
         start_with(home, ClusterConfig(nodes=3, gpus_per_node=4, cpu_slots=True))
         client = cast("Client", connect({"GPUQUOTA_HOME": str(home.root)}))
         try:
+            _use_gpus(home)
             _play(client)
             _take(client)
         finally:
@@ -144,7 +148,17 @@ def _play(client: Client) -> None:
 
 def _labels(job: str) -> dict[str, str]:
     run, task = STEPS.get(job, ("", ""))
-    return {pipeline_labels.RUN: run, pipeline_labels.TASK: task} if run else {}
+    named = {pipeline_labels.RUN: run, pipeline_labels.TASK: task, pipeline_labels.NAME: run.rpartition("-")[0]}
+    return named if run else {}
+
+
+def _use_gpus(home: Home) -> None:
+    """Let the simulated GPUs be in use."""
+    for node in range(3):
+        for device in range(4):
+            directory = simulated_directory(home, f"node-{node}", device)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / SIMULATED_FILE).write_text(str(60 + 11 * (node + device)))
 
 
 def _submit(client: Client, name: str, project: str, gpus: int, kind: Kind) -> None:

@@ -6,5 +6,7 @@ from typing import Final
 
 RUN: Final = "pipeline-run"
 """The run's id, as KFP has it."""
+NAME: Final = "pipeline-name"
+"""The pipeline's name."""
 TASK: Final = "pipeline-task"
 """The step's name in its run."""

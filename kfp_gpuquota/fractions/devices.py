@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kfp_gpuquota.errors import DeviceError
-from kfp_gpuquota.fractions.processes import read
+from kfp_gpuquota.fractions.processes import identify, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -57,9 +57,10 @@ class SimulatedMemory:
 
 
 def simulated_mib(directory: Path) -> int | None:
-    """Return the memory that processes use of a simulated device; None of one without a file of it."""
+    """Return the memory that processes use of a simulated device; None of one without entries."""
     try:
-        return sum(use.used_mib for use in _entries("", directory))
+        uses = list(_entries("", directory))
+        return sum(use.used_mib for use in uses if (one := identify(use.pid)) is not None and one.start == use.start)
     except (OSError, ValueError):  # an entry that is being written
         return None
 

@@ -126,7 +126,14 @@ class Pages:
         return Page("Queue", "queue", "queue.html", live, values, later)
 
     def _pipelines(self, chosen: str) -> Page:
-        live = LivePage(lambda: pipelines.elements(self._source, self._site, chosen), _MEASURED_S)
+        async def prepare() -> None:
+            await self._source.look_up_runs()
+
+        live = LivePage(
+            lambda: pipelines.elements(self._source, self._site, chosen),
+            _MEASURED_S,
+            prepare=prepare,
+        )
         return Page(
             "Pipelines", "pipelines", "pipelines.html", live, {"chosen": chosen, "projects": self._projects(chosen)}
         )

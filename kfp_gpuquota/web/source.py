@@ -37,6 +37,25 @@ class Notice:
     count: int = 1
 
 
+@dataclass(frozen=True)
+class RunStep:
+    """A step of a pipeline's run as its own pod shows it, also one that uses no GPU.
+
+    `task` is its path in the run, `attempt` which one of its pods it is; the times are in seconds since the epoch.
+    """
+
+    run: str
+    project: str
+    pipeline: str
+    task: str
+    attempt: str
+    phase: str
+    submitted_at: float
+    gpus: float = 0
+    started_at: float | None = None
+    finished_at: float | None = None
+
+
 class Source(Protocol):
     """Reads are answered from memory; actions raise errors of `kfp_gpuquota.errors`."""
 
@@ -79,6 +98,12 @@ class Source(Protocol):
 
     def events_of(self, uid: str) -> tuple[Event, ...]:
         """Return the history of a job, oldest first."""
+
+    def run_steps(self) -> Sequence[RunStep]:
+        """Return the steps of runs as their pods show them, as of the last `look_up_runs`; () where there are none."""
+
+    async def look_up_runs(self) -> None:
+        """Read which steps' pods the user may see."""
 
     def notices_of(self, uid: str) -> tuple[Notice, ...]:
         """Return what other programs reported about a job and its workers, in no order; as of the last `look_up`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from threading import Event
 from typing import TYPE_CHECKING
 
 from hypothesis import given
@@ -13,9 +15,11 @@ from kfp_gpuquota.api.history import GPU_USE_KEPT_S, GPU_USE_WIDTH_S, DeviceUse,
 from kfp_gpuquota.cli.display.gpus import use_table
 from kfp_gpuquota.cluster.gpu_use import MOST_POINTS, GpuUseHistory
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.gpu_meter import Apart
 from kfp_gpuquota.cluster.local.workers.sharing import simulated_directory
 from kfp_gpuquota.fractions.activity import SIMULATED_FILE, GpuUse, SimulatedActivity
 from kfp_gpuquota.fractions.devices import simulate
+from kfp_gpuquota.fractions.processes import identify
 from tests.cli.conftest import Cli
 from tests.conftest import running_cluster
 from tests.polling import until
@@ -25,6 +29,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 USES = st.builds(GpuUse, st.booleans(), st.floats(0, 100), st.none() | st.integers(0, 100_000))
+
+
+def entry_of_this_process() -> str:
+    """Return the name of the file with the memory of a process that has not exited."""
+    found = identify(os.getpid())
+    assert found is not None
+    return f"{found.pid}-{found.start}"
+
+
 LOOKS = st.lists(st.tuples(st.floats(1, 400), st.dictionaries(st.sampled_from("ab"), USES)), max_size=60)
 
 
@@ -64,11 +77,27 @@ def test_the_history_of_a_gpu_is_bounded_and_that_of_one_that_is_gone_is_forgott
 def test_a_simulated_device_has_the_memory_of_its_entries(tmp_path: Path) -> None:
     simulate(tmp_path, 1024)
     (tmp_path / SIMULATED_FILE).write_text("35")
-    for name, mib in (("17-1", "300"), ("18-1", "200"), ("strange", "9")):
+    for name, mib in ((entry_of_this_process(), "300"), (f"{os.getpid()}-1", "200"), ("strange", "9")):
         (tmp_path / "processes" / name).write_text(mib)
-    assert SimulatedActivity({"d": tmp_path}).measure() == {"d": GpuUse(busy=True, percent=35.0, used_mib=500)}
+    assert SimulatedActivity({"d": tmp_path}).measure() == {"d": GpuUse(busy=True, percent=35.0, used_mib=300)}
     (tmp_path / "processes" / "19-1").write_text("2x")
     assert SimulatedActivity({"d": tmp_path}).measure()["d"].used_mib is None
+
+
+def test_a_driver_that_does_not_answer_holds_up_nothing() -> None:
+    answers = Event()
+
+    class Driver:
+        def measure(self) -> dict[str, GpuUse]:
+            answers.wait(60)
+            return {"d": GpuUse(busy=True, percent=35.0)}
+
+    apart = Apart(Driver)
+    assert [apart.measure() for _ in range(3)] == [{}, {}, {}]
+    answers.set()
+    found: list[dict[str, GpuUse]] = []
+    until(lambda: found.append(apart.measure()) or any(found))
+    assert found[-1] == {"d": GpuUse(busy=True, percent=35.0)}
 
 
 def test_a_table_has_the_mean_and_the_most_of_each_gpu() -> None:
@@ -89,7 +118,7 @@ def test_the_use_of_a_gpu_is_on_the_pages_of_its_node_and_its_job_and_in_the_com
         (worker,) = job.status.workers
         directory = simulated_directory(cluster.home, worker.node, 0)
         simulate(directory, 1024)
-        (directory / "processes" / "17-1").write_text("256")
+        (directory / "processes" / entry_of_this_process()).write_text("256")
         (directory / SIMULATED_FILE).write_text("35")
         until(lambda: cluster.client.gpu_use(3600.0))
         (used,) = cluster.client.gpu_use(3600.0)

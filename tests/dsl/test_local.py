@@ -8,7 +8,7 @@ import pytest
 from kfp import dsl, local
 
 import kfp_gpuquota as gpuquota
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, pipeline_labels
 from tests.conftest import EmbeddedCluster
 from tests.dsl.pipelines import Component, lightweight, plain_shell
 
@@ -101,6 +101,7 @@ def test_a_decorated_steps_outputs_are_those_of_the_plain_one(cluster: EmbeddedC
     assert "everything/model/weights/0.json" in trees[0]
     (job,) = cluster.client.list_jobs("team-a").jobs
     assert job.status.phase is Phase.SUCCEEDED
+    assert job.spec.labels[pipeline_labels.NAME] == _everything_pipeline(everything).name
 
 
 def test_a_container_component_runs_though_kfp_local_takes_only_python(

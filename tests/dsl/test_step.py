@@ -48,6 +48,19 @@ def test_a_tasks_name_may_hold_anything() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/w/local_outputs/digits-pipeline-2026-11-22-12-40-48-123456/train/executor_output.json", "digits-pipeline"),
+        ("/tmp/kfp_outputs/output_metadata.json", ""),
+        ("", ""),
+    ],
+)
+def test_kfp_locals_folder_has_the_pipelines_name(path: str, name: str) -> None:
+    step = _step({}, executor_input=json.dumps({"inputs": {}, "outputs": {"outputFile": path}}))
+    assert step.labels.get("pipeline-name", "") == name
+
+
 def test_the_configured_project_is_the_last_resort(tmp_path: Path) -> None:
     home = {"GPUQUOTA_HOME": str(tmp_path)}
     with pytest.raises(UsageError, match=r"this step names no project.*gpuquota config project PROJECT"):

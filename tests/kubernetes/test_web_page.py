@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -382,7 +382,32 @@ def test_pipelines_shows_a_runs_steps_with_a_link_to_kubeflow(kubeflow_cluster: 
     text = ours.editor.get("/pipelines").text
     assert f'href="/_/pipeline/?ns={ours.namespace}#/runs/details/0a1b"' in text
     assert f'/jobs/{ours.namespace}/step">step</a>' in text
+    pods = f"/api/v1/namespaces/{ours.namespace}/pods"
+    for name in ("load", "train"):
+        kubeflow_cluster.api.create(pods, step_pod(name))
+    reads = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+    roles = "/apis/rbac.authorization.k8s.io/v1/clusterroles"
+    role = kubeflow_cluster.api.create(roles, {"metadata": {"generateName": "pods-"}, "rules": [reads]})
+    bind(kubeflow_cluster, ours.editor.name, role["metadata"]["name"], ours.namespace)
+    until(lambda: "digits-v2 run 0a1b" in text_of(ours.editor, "/pipelines"), "the pods are not shown")
+    assert "loadno GPUPending0" in text_of(ours.editor, "/pipelines")
+    assert "trainno GPU" not in text_of(ours.editor, "/pipelines"), "its job is shown"
+    assert "loadno" not in text_of(ours.viewer, "/pipelines"), "the user may not list pods"
+    for name in ("load", "train"):
+        kubeflow_cluster.api.delete(f"{pods}/{name}")
+    until(lambda: "loadno" not in text_of(ours.editor, "/pipelines"), "a deleted pod is shown")
     kubeflow_cluster.api.delete(f"{jobs_of(ours.namespace)}/step")
+
+
+def step_pod(name: str) -> dict[str, Any]:
+    """A step's pod as KFP's and Argo's label it."""
+    labels = {"pipeline/runid": "0a1b", "workflows.argoproj.io/workflow": "digits-v2-x7v6d"}
+    annotations = {"workflows.argoproj.io/node-name": f"digits-v2-x7v6d(0).root(0).{name}(0).executor(0)"}
+    container = {"name": "main", "image": "none"}
+    return {
+        "metadata": {"name": name, "labels": labels, "annotations": annotations},
+        "spec": {"containers": [container], "nodeName": "elsewhere"},
+    }
 
 
 def test_a_stream_shows_a_change_and_a_deleted_job(kubeflow_cluster: DevCluster, ours: Team) -> None:

@@ -36,6 +36,7 @@ MAY: Final = {
     ("GET", "/v1/policies"): EVERYBODY,
     ("GET", "/v1/nodes"): EVERYBODY,
     ("GET", "/v1/usage"): EVERYBODY,
+    ("GET", "/v1/gpu-use"): EVERYBODY,
     ("GET", "/v1/events"): EVERYBODY,
     ("GET", "/v1/jobs"): EVERYBODY,
     ("GET", JOB): EVERYBODY,

@@ -12,8 +12,9 @@ from kfp_gpuquota.web.site_config import SiteConfig
 from kfp_gpuquota.web.views.board import Board
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.api.history import Usage
+    from kfp_gpuquota.api.history import Usage, UsePoint
     from kfp_gpuquota.web.live import Elements
+    from kfp_gpuquota.web.source import RunStep
 
 NOW = 1_000_000.0
 SPEC_FIELDS = ("array", "project", "gpus", "node_selector", "priority", "labels", "gpu_fraction", "gpu_memory_mib")
@@ -26,6 +27,7 @@ class Cluster:
         self.listed, self.views = tuple(jobs or ()), tuple(views or ())
         self.sizes: dict[str, list[tuple[float, float]]] = {}
         self.used: list[Usage] = []
+        self.steps: tuple[RunStep, ...] = ()
 
     def revision(self) -> int:
         return 1
@@ -51,6 +53,12 @@ class Cluster:
 
     def idle_since(self) -> dict[tuple[str, int], float]:
         return {}
+
+    def gpu_use(self, _node: str, _device: int) -> tuple[UsePoint, ...]:
+        return ()
+
+    def run_steps(self) -> tuple[RunStep, ...]:
+        return self.steps
 
     def sizes_of(self, job: Job) -> list[tuple[float, float]]:
         return self.sizes.get(job.spec.name, [])

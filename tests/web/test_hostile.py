@@ -23,13 +23,13 @@ from kfp_gpuquota.api import (
     WorkerPhase,
     pipeline_labels,
 )
-from kfp_gpuquota.api.history import Report, Usage
+from kfp_gpuquota.api.history import Report, Usage, UsePoint
 from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ResourceView, ShareView
 from kfp_gpuquota.web.actions import Chosen
 from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.site_config import SiteConfig
-from kfp_gpuquota.web.source import Notice
+from kfp_gpuquota.web.source import Notice, RunStep
 from kfp_gpuquota.web.views import confirmation, quota, submission
 from kfp_gpuquota.web.views.logs import plain_log
 from tests.web.visitor import Tags
@@ -118,6 +118,12 @@ class HostileSource:
 
     def idle_since(self) -> dict[tuple[str, int], float]:
         return {}
+
+    def gpu_use(self, node: str, device: int) -> tuple[UsePoint, ...]:
+        return (UsePoint(NOW - 30, 35.0, 5),)
+
+    def run_steps(self) -> tuple[RunStep, ...]:
+        return (RunStep(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, NOW, 0, NOW, NOW),)
 
     def events_of(self, uid: str) -> tuple[Event, ...]:
         return (self._event,)

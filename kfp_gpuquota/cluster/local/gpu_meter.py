@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.history import DeviceUse
@@ -10,13 +11,36 @@ from kfp_gpuquota.cluster.local.workers.sharing import device_name, simulated_di
 from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from kfp_gpuquota.api.history import UsePoint
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.fractions.activity import DeviceActivity, GpuUse
+
+
+class Apart:
+    """Measures in a thread: a driver that does not answer, as after a GPU has failed, holds up nothing else."""
+
+    def __init__(self, make: Callable[[], DeviceActivity]) -> None:
+        self._make = make
+        self._activity: DeviceActivity | None = None
+        self._found: dict[str, GpuUse] = {}
+        self._thread: Thread | None = None
+
+    def measure(self) -> dict[str, GpuUse]:
+        """Return what was measured since the last call, nothing if that is not over, and measure again."""
+        if self._thread is not None and self._thread.is_alive():
+            return {}
+        found, self._found = self._found, {}
+        self._thread = Thread(target=self._run, name="gpu-meter", daemon=True)
+        self._thread.start()
+        return found
+
+    def _run(self) -> None:
+        self._activity = self._activity or self._make()
+        self._found = self._activity.measure()
 
 
 class GpuMeter:
@@ -34,10 +58,15 @@ class GpuMeter:
         self._activity = activity
         self._history = GpuUseHistory()
 
+    @property
+    def lags(self) -> bool:
+        """Return whether a measurement may be late, in which case the next one has all of it."""
+        return self._real and (self._activity is None or isinstance(self._activity, Apart))
+
     def measure(self) -> Mapping[str, GpuUse]:
         """Return the use of each device since the last call, by its name, and keep it."""
         if self._real and self._activity is None:
-            self._activity = NvmlActivity()
+            self._activity = Apart(NvmlActivity)
         activity = self._activity or SimulatedActivity({self._simulated[path]: path for path in self._present()})
         measured = activity.measure()
         self._history.add(measured, self._state.clock())

@@ -36,7 +36,7 @@ INTERVAL_S: Final = 5.0
 """A driver keeps the samples of about 20 s."""
 
 UNREPORTED_S: Final = 15.0
-"""For how long a worker elsewhere may report nothing: a driver keeps its samples longer, so its next report has all."""
+"""For how long a driver or a worker elsewhere may report nothing: drivers keep samples longer, so the next report has all."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class UnusedJobs:
     ) -> None:
         self._meter, self._store, self._state = meter, store, state
         self._decisions, self._loop = decisions, loop
-        self._unused = UnusedGpus(unmeasured_s=0.0 if elsewhere is None else UNREPORTED_S)
+        self._unused = UnusedGpus(unmeasured_s=UNREPORTED_S if elsewhere is not None or meter.lags else 0.0)
         self._elsewhere = elsewhere
         self._next: asyncio.Handle = loop.call_soon(self._look)
 

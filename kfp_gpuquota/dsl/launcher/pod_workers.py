@@ -66,7 +66,8 @@ class PodWorkers:
     def with_identity(self, step: Step) -> Step:
         """Return the step with its run, task and name from the pod's metadata; KFP's backend does not pass them on."""
         task = step_pod.task(self._own)
-        return replace(step, run_id=step_pod.run_id(self._own), task=task, name=step_pod.name(task))
+        pipeline = workflows.pipeline_of(step_pod.workflow(self._own))
+        return replace(step, run_id=step_pod.run_id(self._own), task=task, name=step_pod.name(task), pipeline=pipeline)
 
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
         """Submit the step's job under this name; its workers wait for the relay, which `serve` opens."""

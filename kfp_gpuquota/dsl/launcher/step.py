@@ -28,6 +28,7 @@ Json = dict[str, Any]
 _NOT_PASSED_ON: Final = re.compile(
     rf"{PREFIX}.*|RUNAI_.*|{'|'.join(WORKER_VARIABLES)}|(CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES|_|SHLVL"
 )
+_LOCAL_RUN: Final = re.compile(r"([^/]+)-\d{4}(?:-\d{2}){5}-\d+/[^/]+/[^/]+$")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -35,8 +36,8 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Step:
     """One attempt of one step. `argv` is its original command, in which the outputs' placeholders are not replaced yet.
 
-    `task` identifies the step in its run: its `name`, or its full path where loops repeat the name. `on_cpu`: the run
-    asks for 0 GPUs.
+    `task` identifies the step in its run: its `name`, or its full path where loops repeat the name. `pipeline` is the
+    pipeline's name, "" where it is not known. `on_cpu`: the run asks for 0 GPUs.
     """
 
     options: StepOptions
@@ -52,6 +53,7 @@ class Step:
     resources: Json | None = None
     volumes: Json = field(default_factory=lambda: pod_volumes.NO_VOLUMES)
     on_cpu: bool = False
+    pipeline: str = ""
 
     @property
     def worker_resources(self) -> Json | None:
@@ -69,7 +71,8 @@ class Step:
     @property
     def labels(self) -> dict[str, str]:
         """The labels of the step's job."""
-        return {pipeline_labels.RUN: label_value(self.run_id), pipeline_labels.TASK: label_value(self.name)}
+        named = {pipeline_labels.NAME: label_value(self.pipeline)} if label_value(self.pipeline) else {}
+        return {pipeline_labels.RUN: label_value(self.run_id), pipeline_labels.TASK: label_value(self.name), **named}
 
 
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:
@@ -94,6 +97,7 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         resources=pod_resources.parsed(arguments.pod_resources or environment.get(pod_resources.VARIABLE)),
         volumes=pod_volumes.parsed(arguments.volumes),
         on_cpu=gpus == 0,
+        pipeline=_local_pipeline(executor_input["outputs"]["outputFile"]),
     )
 
 
@@ -114,6 +118,12 @@ def _project(environment: Mapping[str, str]) -> str:
             "this step names no project, so it has no quota to use; write @gpuquota.pipeline(project=...) "
             f"above @dsl.pipeline, set {PROJECT}, or set a default once: gpuquota config project PROJECT"
         ) from None
+
+
+def _local_pipeline(output_file: object) -> str:
+    """Return the name of a pipeline that kfp.local runs from the path of a step's output: NAME-TIME/TASK/FILE."""
+    found = _LOCAL_RUN.search(str(output_file))
+    return "" if found is None else found[1]
 
 
 def _lease_s(environment: Mapping[str, str]) -> float:

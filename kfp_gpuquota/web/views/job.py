@@ -180,7 +180,13 @@ def _run(site: SiteConfig, job: Job) -> dict[str, str]:
     labels = job.spec.labels
     run = labels.get(pipeline_labels.RUN, "")
     address = site.run_address(job.spec.project, run) if run else ""
-    return {"run": run, "task": labels.get(pipeline_labels.TASK) or job.spec.name, "run_address": address}
+    pipeline = labels.get(pipeline_labels.NAME, "")
+    return {
+        "run": run,
+        "pipeline": pipeline,
+        "task": labels.get(pipeline_labels.TASK) or job.spec.name,
+        "run_address": address,
+    }
 
 
 def size_chart(job: Job, points: Sequence[tuple[float, float]], end: float) -> Chart | None:

@@ -1,4 +1,4 @@
-"""The Pipelines page: the steps of each run with their jobs, and how long these waited and ran."""
+"""The Pipelines page: the steps of each run with their jobs or pods, and how long these waited and ran."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.web.site_config import SiteConfig
-    from kfp_gpuquota.web.source import Source
+    from kfp_gpuquota.web.source import RunStep, Source
 
 RUNS: Final = 100
 
@@ -31,10 +31,24 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's steps that are jobs of the cluster, the first submitted first."""
+    """A run's steps that are jobs of the cluster, and `others` that use no GPU; the first submitted first."""
 
     id: str
     steps: tuple[Step, ...]
+    others: tuple[RunStep, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the pipeline's name, "" if it is not known."""
+        named = (step.job.spec.labels.get(pipeline_labels.NAME, "") for step in self.steps)
+        return next(filter(None, [*named, *(step.pipeline for step in self.others)]), "")
+
+    @property
+    def rows(self) -> list[Step | RunStep]:
+        """Return all steps in the order in which they were submitted."""
+        submitted = [(step.job.status.submitted_at, step) for step in self.steps]
+        both: list[tuple[float, Step | RunStep]] = [*submitted, *((step.submitted_at, step) for step in self.others)]
+        return [step for _, step in sorted(both, key=lambda one: one[0])]
 
     @property
     def projects(self) -> tuple[str, ...]:
@@ -47,25 +61,37 @@ class Run:
         return self.steps[0].job.status.submitted_at
 
 
-def runs(jobs: Iterable[Job], project: str, now: float) -> list[Run]:
+def runs(jobs: Iterable[Job], project: str, now: float, pods: Iterable[RunStep] = ()) -> list[Run]:
     """Return the runs with a step in a project, or all (""), the newest first; `jobs` are oldest first.
 
-    A run has its steps in all projects that the user sees: KFP's ids of runs are unique.
+    A run has its steps in all projects that the user sees: KFP's ids of runs are unique. Of `pods` those are left out
+    whose steps are jobs: they only wait for these.
     """
     found: dict[str, list[Job]] = {}
     for job in jobs:
         if run := job.spec.labels.get(pipeline_labels.RUN):
             found.setdefault(run, []).append(job)
-    made = (Run(run, tuple(_step(job, now) for job in steps)) for run, steps in reversed(found.items()))
+    others: dict[str, list[RunStep]] = {}
+    for pod in pods:
+        tasks = {job.spec.labels.get(pipeline_labels.TASK) for job in found.get(pod.run, ())}
+        if pod.run in found and pod.task.rpartition(".")[2] not in tasks:
+            others.setdefault(pod.run, []).append(pod)
+    made = (
+        Run(run, tuple(_step(job, now) for job in steps), tuple(others.get(run, ())))
+        for run, steps in reversed(found.items())
+    )
     return [run for run in made if not project or project in run.projects]
 
 
 def elements(source: Source, site: SiteConfig, project: str) -> Elements:
     """Return what the page shows: the newest `RUNS` runs."""
-    found = runs(source.jobs(), project, source.now())
-    counts = render("pipeline_counts.html", shown=min(len(found), RUNS), total=len(found))
+    now = source.now()
+    found = runs(source.jobs(), project, now, source.run_steps())
+    counts = render(
+        "pipeline_counts.html", shown=min(len(found), RUNS), total=len(found), whole=bool(source.run_steps())
+    )
     rows = {
-        f"run-{run.id}": render("pipeline_run.html", run=run, base=site.base, addresses=addresses(site, run))
+        f"run-{run.id}": render("pipeline_run.html", run=run, now=now, base=site.base, addresses=addresses(site, run))
         for run in found[:RUNS]
     }
     return Elements({"counts": counts}, {"runs": rows})

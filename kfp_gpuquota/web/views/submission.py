@@ -97,7 +97,7 @@ class Asked:
         if self.gpus != _gpus(like):
             gpus, fraction = gpus_or_fraction(self.gpus or None, memory=None)
             fields |= dict.fromkeys(_SHARES) | {"gpus": gpus, "gpu_fraction": fraction}
-        hidden = {pipeline_labels.RUN, pipeline_labels.TASK}
+        hidden = {pipeline_labels.RUN, pipeline_labels.TASK, pipeline_labels.NAME}
         labels = {key: value for key, value in like.labels.items() if key not in hidden}
         return msgspec.structs.replace(like, **fields, labels=labels, array=None, after=(), begin_at=None)
 

@@ -30,6 +30,7 @@ EXECUTOR: Final = ".executor"
 # Every level of a node's name may carry an attempt: run(0).root(0).train(0).executor(0). An iteration has two numbers:
 # iteration-iterations(0:0)(0).
 _ATTEMPTS: Final = re.compile(r"\(\d+\)(?=\.|$)")
+_GENERATED: Final = re.compile(r"-[a-z0-9]{5}$")
 _FINAL: Final = frozenset({"Succeeded", "Failed", "Error", "Skipped", "Omitted"})
 
 
@@ -61,6 +62,11 @@ class Workflow(Struct, frozen=True):
 def path(namespace: str, *name: str) -> str:
     """Return the path of the Workflow `name`, or of all Workflows of the namespace. Raises InvalidFieldError."""
     return join("/apis/argoproj.io/v1alpha1/namespaces", namespace, "workflows", *name)
+
+
+def pipeline_of(workflow: str) -> str:
+    """Return the name of the pipeline of a Workflow: KFP adds a hyphen and five characters."""
+    return _GENERATED.sub("", workflow)
 
 
 def without_attempts(node: str) -> str:

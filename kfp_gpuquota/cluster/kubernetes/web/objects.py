@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector, 
 from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Allocations, PublishedDevices
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workflows import EXECUTOR, pipeline_of, place_of, without_attempts
 from kfp_gpuquota.cluster.kubernetes.objects import device_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota, GpuResource, QuotaPolicyObject
@@ -29,6 +30,7 @@ from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, RoleBinding
 from kfp_gpuquota.cluster.kubernetes.web.usage_history import UsageHistory
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.web.source import RunStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Pool, Shown
 
 MAX_REPORTS: Final = 400
+RUN_LABEL: Final = "pipeline/runid"
+WORKFLOW_LABEL: Final = "workflows.argoproj.io/workflow"
+NODE_ANNOTATION: Final = "workflows.argoproj.io/node-name"
+_DRIVER: Final = "-driver"
 O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
 
 log = logging.getLogger(__name__)
@@ -61,6 +67,7 @@ class Objects:
         self._uids: dict[tuple[str, str], str] = {}
         self._pods: dict[str, Pod] = {}
         self._pods_of: dict[tuple[str, str], dict[str, Pod]] = {}
+        self._steps: dict[str, RunStep] = {}
         self._nodes: dict[str, Node] = {}
         self._quotas: dict[str, GpuQuota] = {}
         self._reports: dict[str, list[Report]] = {}
@@ -145,6 +152,13 @@ class Objects:
         pods = self._pods_of.get((namespace, job), {}).values()
         return next((pod for pod in pods if pod.metadata.name == name), None)
 
+    def run_steps(self) -> tuple[RunStep, ...]:
+        """Return the steps of runs as their pods show them; of several attempts the last one."""
+        newest: dict[tuple[str, str, str], RunStep] = {}
+        for step in sorted(self._steps.values(), key=lambda step: (step.submitted_at, step.attempt)):
+            newest[step.project, step.run, step.task] = step
+        return tuple(newest.values())
+
     def projects(self) -> tuple[ProjectView, ...]:
         """Return all quotas by name, without invalid ones."""
         gpus = sum(view.gpus for view in self.nodes())
@@ -208,6 +222,9 @@ class Objects:
     def put_pod(self, pod: Pod) -> None:
         """Take a new or changed pod."""
         uid = pod.metadata.uid
+        if (step := step_of(pod)) is not None and self._steps.get(uid) != step:
+            self._steps[uid] = step
+            self._changes()
         if (before := self._pods.get(uid)) is not None and views.holds_devices(before) and not views.holds_devices(pod):
             self._left(before)
         if not (labels.JOB in pod.metadata.labels or labels.RESERVES in pod.metadata.labels or _holds_gpus(pod)):
@@ -223,6 +240,8 @@ class Objects:
 
     def drop_pod(self, uid: str) -> None:
         """Forget a deleted pod."""
+        if self._steps.pop(uid, None) is not None:
+            self._changes()
         if (pod := self._pods.pop(uid, None)) is not None:
             if views.holds_devices(pod):
                 self._left(pod)
@@ -356,6 +375,31 @@ class Objects:
             self._versions[kind] = self.revision
         event, self._changed = self._changed, asyncio.Event()
         event.set()
+
+
+def step_of(pod: Pod) -> RunStep | None:
+    """Return the step of a run that KFP's executor pod is, or the pod of a driver that has failed; None of others."""
+    annotations, found = pod.metadata.annotations or {}, pod.metadata.labels
+    run, node = found.get(RUN_LABEL, ""), annotations.get(NODE_ANNOTATION, "")
+    executor = without_attempts(node).endswith(EXECUTOR)
+    failed = pod.status.phase == "Failed" and without_attempts(node).endswith(_DRIVER)
+    if not run or not (executor or failed):
+        return None
+    path = place_of(node).removesuffix("" if executor else _DRIVER).split(".")[1:]
+    ends = [one.state.terminated.finished_at for one in pod.status.container_statuses if one.state.terminated]
+    made, final = pod.metadata.creation_timestamp, pod.status.phase in {"Succeeded", "Failed"}
+    return RunStep(
+        run=run,
+        project=pod.metadata.namespace,
+        pipeline=pipeline_of(found.get(WORKFLOW_LABEL, "")),
+        task=".".join(path[1:] if path[:1] == ["root"] else path),
+        attempt=node,
+        phase=pod.status.phase,
+        submitted_at=0.0 if made is None else made.timestamp(),
+        gpus=gpus_of(pod.spec),
+        started_at=None if pod.status.start_time is None else pod.status.start_time.timestamp(),
+        finished_at=max((end.timestamp() for end in ends if end is not None), default=None) if final else None,
+    )
 
 
 def _key(job: ElasticJob) -> tuple[str, str]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
     from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
     from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
-    from kfp_gpuquota.web.source import Notice
+    from kfp_gpuquota.web.source import Notice, RunStep
 
 Json = dict[str, Any]
 
@@ -84,6 +84,7 @@ class UserSource:
         self._user, self._objects, self._rights = user, objects, rights
         self._logs, self._events, self._planner, self._connection = logs, events, planner, connection
         self._reads_events: frozenset[str] = frozenset()  # in which namespaces, as of the last `look_up` of each
+        self._reads_pods: frozenset[str] = frozenset()  # the same of the last `look_up_runs`
         self._asking = False
         self._visible: frozenset[str] | None = frozenset()
         self._valid_until = 0.0
@@ -169,6 +170,20 @@ class UserSource:
             return ()
         job = self._objects.job(stored.metadata.namespace, stored.metadata.name)
         return () if job is None else tuple(sorted(_events(job), key=lambda event: event.at))
+
+    def run_steps(self) -> tuple[RunStep, ...]:
+        """Return the steps in namespaces whose pods the user may list."""
+        seen = self._reads_pods
+        return tuple(step for step in self._objects.run_steps() if step.project in seen and self._sees(step.project))
+
+    async def look_up_runs(self) -> None:
+        """Ask in which of the namespaces with steps the user may list pods."""
+        found = set[str]()
+        for namespace in sorted({step.project for step in self._objects.run_steps() if self._sees(step.project)}):
+            with suppress(ApiError, ClusterUnavailableError):
+                if await self._rights.may(Asked(self._user, "list", "pods", namespace, group="")):
+                    found.add(namespace)
+        self._reads_pods = frozenset(found)
 
     def notices_of(self, uid: str) -> tuple[Notice, ...]:
         """Return the Kubernetes Events of the job and its workers' pods, for a user who may list Events there."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
-    from kfp_gpuquota.web.source import Notice
+    from kfp_gpuquota.web.source import Notice, RunStep
 
 CACHED_EVENTS: Final = 64
 
@@ -131,6 +131,13 @@ class LocalPages:
                 self._events.clear()
             self._events[uid] = (newest, tuple(self._store.load_job_events(uid)))
         return self._events[uid][1]
+
+    def run_steps(self) -> tuple[RunStep, ...]:
+        """Return nothing: steps without GPUs run outside of the cluster."""
+        return ()
+
+    async def look_up_runs(self) -> None:
+        """Do nothing."""
 
     def notices_of(self, uid: str) -> tuple[Notice, ...]:
         """Return nothing: all that happens to a job here is in its history."""

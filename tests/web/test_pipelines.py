@@ -1,0 +1,66 @@
+"""The Pipelines page: runs by the name of their pipeline, with all steps, also those that use no GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api import Phase, pipeline_labels
+from kfp_gpuquota.web.source import RunStep
+from tests.web.listed import NOW, Cluster, job
+from tests.web.visitor import Tags
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job
+
+
+def step(task: str, phase: str, submitted_at: float, project: str = "team-a", run: str = "0a1b") -> RunStep:
+    begun = None if phase == "Pending" else submitted_at
+    ended = submitted_at + 5 if phase == "Succeeded" else None
+    return RunStep(run, project, "digits", task, f"{task}(0)", phase, submitted_at, 0, begun, ended)
+
+
+def train(name: str = "train-1", project: str = "team-a", **labels: str) -> Job:
+    all_labels = {pipeline_labels.RUN: "0a1b", pipeline_labels.TASK: "train", **labels}
+    return job(name, project=project, labels=all_labels, phase=Phase.RUNNING, submitted_at=NOW - 50)
+
+
+def rows(source: Cluster, address: str = "/pipelines") -> dict[str, list[str]]:
+    """Return the words of each step by run."""
+    runs = source.show(address).lists["runs"]
+    return {name: [" ".join(Tags(row).text.split()) for row in html.split("<tr>")[2:]] for name, html in runs.items()}
+
+
+def test_a_run_has_the_name_of_its_pipeline_and_all_its_steps_in_order() -> None:
+    source = Cluster([train(**{pipeline_labels.NAME: "digits"})])
+    source.steps = (
+        step("load", "Succeeded", NOW - 60),
+        step("train", "Running", NOW - 52),
+        step("loop.report", "Running", NOW - 40),
+        step("other", "Running", NOW, run="of-no-job"),
+    )
+    shown = source.show("/pipelines").lists["runs"]["run-0a1b"]
+    assert 'id="name-0a1b">digits <small>run 0a1b' in shown
+    ((first, second, third),) = rows(source).values()
+    assert first.startswith("loadno GPUSucceeded0ran 5s")
+    assert second.startswith("traintrain-1Running"), "the pod of a step with a job only waits for it"
+    assert third.startswith("loop.reportno GPURunning0ran 40s")
+    assert "no others" not in source.show("/pipelines").parts["counts"]
+
+
+def test_without_a_name_a_run_has_that_of_its_pods_and_else_its_id() -> None:
+    source = Cluster([train()])
+    assert 'id="name-0a1b">0a1b <small>team-a' in source.show("/pipelines").lists["runs"]["run-0a1b"]
+    assert "and no others" in source.show("/pipelines").parts["counts"]
+    source.steps = (step("load", "Pending", NOW - 60),)
+    assert 'id="name-0a1b">digits <small>run' in source.show("/pipelines").lists["runs"]["run-0a1b"]
+
+
+def test_a_run_over_two_projects_is_one_entry() -> None:
+    source = Cluster([train(), train("train-2", "team-b")])
+    source.steps = (step("load", "Succeeded", NOW - 60, "team-b"),)
+    for address in ("/pipelines", "/pipelines?project=team-b"):
+        ((load, first, second),) = rows(source, address).values()
+        assert "team-b" in load
+        assert "team-a" in first
+        assert "team-b" in second
+    assert rows(source, "/pipelines?project=team-c") == {}
