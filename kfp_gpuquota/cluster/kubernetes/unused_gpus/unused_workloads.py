@@ -101,6 +101,7 @@ class UnusedWorkloads:
         self._state, self._quota_changed, self._now = state, quota_changed, now
         self._unused = UnusedGpus()
         self._notebooks: dict[tuple[str, str], Metadata] = {}
+        self._reported: set[str] = set()  # workloads whose last event of ours says that they are unused
         self._in_use: set[str] = set()  # unused workloads whose owner has others that are in use
         self._steps: dict[str, int] = {}  # of trainings at the last look
         self._counted: dict[str, set[str]] = {}  # the uids of what is counted, by team
@@ -128,6 +129,7 @@ class UnusedWorkloads:
         for quota in quotas:
             self._unused.restore({one.uid: counted_of(one) for one in quota.status.unused})
             self._counted[quota.metadata.name] = {one.uid for one in quota.status.unused}
+            self._reported |= {one.uid for one in quota.status.unused if one.warned_at is not None}
 
     async def run(self) -> None:
         """Look at the workloads again and again."""
@@ -149,11 +151,11 @@ class UnusedWorkloads:
                 ruled = self._ruled()  # some have ended in the meantime
         observed = {uid: self._observed(one, policy) for uid, (one, policy) in ruled.items()}
         self._steps = {uid: step for uid in observed if (step := self._step_of(uid)) is not None}
-        before = set(self._unused.warned)
         verdicts = self._unused.observe(observed, self._now())
-        for uid in before & ruled.keys() - self._unused.warned.keys():
-            if observed[uid].used and ruled[uid][0].stop is not Stop.ELASTIC_JOB:  # whose status says so
-                self._record(ruled[uid][0], USED_AGAIN, "its GPUs are used again", warning=False)
+        self._reported &= ruled.keys()
+        for uid in [uid for uid in self._reported if observed[uid].used]:
+            self._reported.discard(uid)
+            self._record(ruled[uid][0], USED_AGAIN, "its GPUs are used again", warning=False)
         for warned in verdicts.warn:
             self._warn(ruled[warned.uid][0], warned)
         unused = frozenset(pod.uid for warned in verdicts.suspend for pod in ruled[warned.uid][0].pods)
@@ -205,6 +207,7 @@ class UnusedWorkloads:
                 recorder.note(job, EventKind.GPUS_UNUSED, reason=reason)
                 recorder.record(with_status(job, reason=reason))
         self._record(one, UNUSED, reason.message)
+        self._reported.add(one.uid)
 
     def _keep_true(self) -> None:
         """Record the warning that holds as the job's reason, and that none does (also one of an earlier controller)."""
