@@ -10,6 +10,7 @@ import msgspec
 from kfp_gpuquota.api.job import ExpectedStart, Job, JobSpec
 from kfp_gpuquota.api.node import Device, Node
 from kfp_gpuquota.api.project import Project
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Seconds, check_count, check_range
 
@@ -121,12 +122,12 @@ class ResourceView(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     counts_as: float
     type: str = ""
-    held: dict[str, int] = {}
+    held: dict[str, float] = {}
 
     @property
-    def in_use(self) -> int:
-        """Return how many of it are held."""
-        return sum(self.held.values())
+    def in_use(self) -> float:
+        """Return how many of it are held; parts of devices by DRA drivers that divide them."""
+        return as_number(sum(self.held.values()))
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ import pytest
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.display.descriptions import described_node
+from kfp_gpuquota.cli.jobs import listing
 from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import claimed_devices, selected_by, selects
 from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Allocations, PublishedDevices, Shown
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -285,7 +286,7 @@ def test_a_claim_that_is_exchanged_after_the_admission_is_counted_as_what_it_is(
     world.remove(team)
 
 
-Used = dict[str, dict[str, int]]  # of each resource, the devices of each pod
+Used = dict[str, dict[str, float]]  # of each resource, the devices of each pod
 
 
 def allocated(world: Controlled) -> Used:
@@ -302,7 +303,7 @@ def allocated(world: Controlled) -> Used:
             pods = [one["name"] for one in status.get("reservedFor", ())]
             if resource := resources.get(kinds[one["device"]]):
                 found[resource].update({name: int(name == pods[0]) for name in pods} or {"": 1})
-    return {resource: dict(pods) for resource, pods in found.items()}
+    return {resource: {**pods} for resource, pods in found.items()}
 
 
 def listed(client: KubernetesClient) -> Used:
@@ -371,7 +372,7 @@ def test_doctor_and_policy_check_count_published_devices(world: Controlled) -> N
     assert [one for one in examine(other, calls) if "no node has it" in one.message]
 
 
-def test_who_may_not_read_claims_sees_the_other_gpus(world: Controlled) -> None:
+def test_who_may_not_read_claims_sees_the_other_gpus(world: Controlled, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of what is needed would show devices that are in use as idle."""
     api, roles = world.cluster.api, "/apis/rbac.authorization.k8s.io/v1"
     rules = [
@@ -385,6 +386,10 @@ def test_who_may_not_read_claims_sees_the_other_gpus(world: Controlled) -> None:
     api.create(f"{roles}/clusterrolebindings", binding)
     client = KubernetesClient(connection_of(world.cluster.kubeconfig_of_service_account("default", "default")))
     until(lambda: {view.node.name for view in client.list_nodes()} == {"fake-0"})
+    assert 'cannot list resource "resourceclaims"' in client.left_out
+    assert "an administrator can give you the right to list" in client.left_out
+    listing._note_left_out(client)
+    assert capsys.readouterr().err.replace("\n", " ").startswith("note: GPUs that DRA drivers publish are left out: ")
     for kind in ("clusterrolebindings", "clusterroles"):
         api.delete(f"{roles}/{kind}/sees-nodes")
 

@@ -6,7 +6,9 @@ publishes them. The oracle of what counts is kube-scheduler's own allocation and
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -14,16 +16,26 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU
-from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import Demand, Selected
+from kfp_gpuquota.cli.display.descriptions import described_node
+from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import Demand, Selected, claimed_devices
 from kfp_gpuquota.cluster.kubernetes.convert.device_parts import PublishedParts
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.device_types import CLASS_PREFIX, ResourceSliceSpec
+from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
+    CLAIMS,
+    CLASS_PREFIX,
+    CLASSES,
+    ResourceClaimSpec,
+    ResourceSliceSpec,
+)
+from kfp_gpuquota.cluster.kubernetes.objects.device_types import SLICES as SLICES_PATH
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from tests.kubernetes import test_device_claims
+from tests.kubernetes.detached import PODS, POLICIES, detached
 from tests.kubernetes.test_device_claims import (
     API,
     TABLE,
+    admitted,
     claiming,
     create_template,
     events,
@@ -76,6 +88,12 @@ def partitions(gpu: int, profiles: dict[str, tuple[int, int]] | None = None) -> 
     return {"name": f"gpu{gpu}", "counters": counters}, devices
 
 
+def divided_gpu() -> tuple[list[Any], list[Any]]:
+    """The counter sets and the devices of a node with one GPU."""
+    counters, devices = partitions(0)
+    return [counters], devices
+
+
 def shared_gpu(number: int, policy: dict[str, Any] | None = None) -> dict[str, Any]:
     memory = {"value": f"{GIBIBYTES}Gi", **({"requestPolicy": policy} if policy else {})}
     capacity = {"memory": memory, "cores": {"value": "100"}}
@@ -89,7 +107,7 @@ def shared_gpu(number: int, policy: dict[str, Any] | None = None) -> dict[str, A
 
 def slices_of(pool: str, node: str, sets: list[Any], devices: list[Any]) -> list[dict[str, Any]]:
     count = int(bool(sets)) + int(bool(devices))
-    common = {"driver": DRIVER, "pool": {"name": pool, "generation": 1, "resourceSliceCount": count}}
+    common: dict[str, Any] = {"driver": DRIVER, "pool": {"name": pool, "generation": 1, "resourceSliceCount": count}}
     common |= {"nodeName": node} if node else {"allNodes": True}
     bodies = [{**common, "sharedCounters": sets}] if sets else []
     return [*bodies, {**common, "devices": devices}] if devices else bodies
@@ -118,7 +136,8 @@ def world(base_world: Controlled) -> Iterator[Controlled]:
     """The world of whole devices, with classes whose devices are parts of GPUs."""
     api = base_world.cluster.api
     rows = [{"name": f"{CLASS_PREFIX}{name}"} for name in SELECTORS]
-    policy = {**TABLE, "gpuResources": [*TABLE["gpuResources"], *rows]}
+    table: dict[str, Any] = dict(TABLE)
+    policy = {**table, "gpuResources": [*table["gpuResources"], *rows]}
     api.patch(f"{QUOTA_POLICIES}/default", {"spec": policy})
     for name, expression in SELECTORS.items():
         spec = {"selectors": [{"cel": {"expression": expression}}]}
@@ -177,7 +196,7 @@ def counts(world: Controlled, team: str, gpus: float) -> None:
 
 
 def test_partitions_count_as_their_part_of_a_gpu(world: Controlled) -> None:
-    add_node(world, "mig-0", *([one] if number == 0 else one for number, one in enumerate(partitions(0))))
+    add_node(world, "mig-0", *divided_gpu())
     team, _ = team_of(world, guaranteed=1, limit=1)
     for name in PROFILES:
         create_template(world, team, name, profile(name))
@@ -190,6 +209,10 @@ def test_partitions_count_as_their_part_of_a_gpu(world: Controlled) -> None:
     world.wait(lambda: "limit" in events(world, team), lambda: events(world, team))
     assert "0.5 GPUs" in events(world, team)
     client = KubernetesClient(connection_of(world.cluster.kubeconfig))
+    (view,) = [one for one in client.list_nodes() if one.node.name == "mig-0"]
+    (row,) = [one for one in view.resources if one.held]
+    assert (view.gpus, row.count, row.held) == (1, 1, {"p0": 0.5, "p1": 0.125, "p2": 0.25})
+    assert "p1 (0.125)" in described_node(view)
     assert any("0.5 GPUs" in line and DRIVER in line for line in client.explain_pod(team, "more"))
     world.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/p0", 0)
     world.until_bound(f"/api/v1/namespaces/{team}/pods/more")
@@ -249,8 +272,7 @@ def check_agreement(world: Controlled, seed: int) -> None:
     case, group = drawn(seed), f"drawn{seed}"
     nodes = [f"{group}-{number}" for number in range(case.nodes)]
     for name in nodes:
-        made = partitions(0) if case.divided else (None, [shared_gpu(0)])
-        add_node(world, name, [made[0]] if made[0] else [], list(made[1]))
+        add_node(world, name, *(divided_gpu() if case.divided else ([], [shared_gpu(0)])))
     team, _ = team_of(world, guaranteed=100)
     for name in set(case.pods):
         create_template(world, team, f"t{name}", profile(name) if case.divided else memory(f"{name}Gi", cores="1"))
@@ -307,7 +329,7 @@ def test_devices_that_several_nodes_reach_are_refused_by_name(world: Controlled)
 
 
 def test_an_elastic_job_takes_whole_gpus_of_a_divided_driver_only(world: Controlled) -> None:
-    add_node(world, "whole-0", *([one] if number == 0 else one for number, one in enumerate(partitions(0))))
+    add_node(world, "whole-0", *divided_gpu())
     team, _ = team_of(world, guaranteed=2)
     create_template(world, team, "part", profile("3g"))
     create_template(world, team, "all", profile("7g"))
@@ -382,3 +404,88 @@ def test_nothing_is_counted_as_less_than_a_thousandth() -> None:
         demand = Demand(SHARED, 1, capacity=(("memory", amount), ("cores", "1")))
         found = dict(parts.part_of(demand, Selected(DRIVER), "memory") or ())
         assert found[f"{GPU_PART_PREFIX}{DRIVER}"] >= least, amount
+
+
+def objects(node: str, *, allocated: str) -> list[tuple[str, dict[str, Any]]]:
+    """A running pod with a claim of a partition, its class, and the slices of its node."""
+    counters, devices = partitions(0)
+    found = [
+        (SLICES_PATH, {"metadata": {"name": f"s{number}", "uid": f"s{number}"}, "spec": spec})
+        for number, spec in enumerate(slices_of(node, node, [counters], devices))
+    ]
+    selectors = [{"cel": {"expression": SELECTORS[MIG]}}]
+    found.append((CLASSES, {"metadata": {"name": MIG, "uid": MIG}, "spec": {"selectors": selectors}}))
+    meta = {"name": "c", "namespace": "a", "uid": "c"}
+    claim: dict[str, Any] = {"metadata": meta, "spec": {"devices": {"requests": [profile("3g")]}}}
+    if allocated:
+        result = {"request": "r", "driver": DRIVER, "pool": node, "device": allocated}
+        claim["status"] = {"allocation": {"devices": {"results": [result]}}}
+    return [*found, (CLAIMS, claim), (PODS, admitted("x", "c", 1))]
+
+
+Seen = tuple[str, dict[str, Any]]
+
+
+def held_after(order: list[Seen], deleted: list[Seen], *then: Seen) -> float:
+    """Return the GPUs of team a for a controller that saw these objects in this order, these deleted, and others."""
+
+    async def scenario() -> float:
+        async with detached() as test:
+            rows = [{"name": f"{CLASS_PREFIX}{MIG}"}]
+            test.see(POLICIES, {"metadata": {"name": "default", "uid": "policy"}, "spec": {"gpuResources": rows}})
+            test.node()
+            test.team("a")
+            for path, body in order:
+                test.see(path, body)
+            await test.start()
+            for path, body in deleted:
+                test.see(path, body, event="DELETED")
+            for path, body in then:
+                test.see(path, body)
+            return test.controller.snapshot.held("a").gpus
+
+    return asyncio.run(scenario())
+
+
+def test_a_class_that_selects_other_partitions_counts_as_these() -> None:
+    seen = objects("node", allocated="")
+    seen[3][1]["spec"]["devices"]["requests"] = [request(MIG)]
+    narrower = f"{SELECTORS[MIG]} && device.attributes['{DRIVER}'].profile == '2g'"
+    changed = {"metadata": {"name": MIG, "uid": MIG}, "spec": {"selectors": [{"cel": {"expression": narrower}}]}}
+    assert held_after(seen, []) == 1
+    assert held_after(seen, [], (CLASSES, changed)) == 0.25
+
+
+@pytest.mark.parametrize("allocated", ["", "gpu0-3g-0"], ids=["requested", "allocated"])
+def test_a_restarted_controller_counts_parts_alike_in_every_order(allocated: str) -> None:
+    seen = objects("node", allocated=allocated)
+    for seed in range(8):
+        order = list(seen)
+        random.Random(seed).shuffle(order)
+        assert held_after(order, []) == 0.5
+
+
+def test_a_running_pod_keeps_its_part_while_its_driver_publishes_nothing() -> None:
+    """A driver is upgraded: its slices are deleted for a while. A restarted controller knows no less than a GPU."""
+    seen = objects("node", allocated="gpu0-3g-0")
+    assert held_after(seen, seen[:2]) == 0.5
+    assert held_after(seen[2:], []) == 1
+
+
+def test_what_a_tenant_may_write_costs_no_time_of_the_plan() -> None:
+    """A selector of 10 KiB with hundreds of conditions, of a driver with thousands of devices."""
+    parts = PublishedParts()
+    for node in range(50):
+        counters, devices = partitions(0)
+        specs = [
+            msgspec.convert(one, ResourceSliceSpec) for one in slices_of(f"n{node}", f"n{node}", [counters], devices)
+        ]
+        parts.put_pool((DRIVER, f"n{node}"), specs)
+    conditions = " && ".join(f"device.attributes['{DRIVER}'].profile == '{n}'" for n in range(150))
+    spec = {"devices": {"requests": [request(MIG, selectors=[{"cel": {"expression": conditions}}])]}}
+    (demand,) = claimed_devices(msgspec.convert(spec, ResourceClaimSpec)).demands
+    assert len(demand.selected.attributes) == 150
+    began = time.process_time()
+    for _ in range(100):
+        parts.part_of(demand, CONDITIONS, "memory")
+    assert time.process_time() - began < 1

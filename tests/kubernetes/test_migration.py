@@ -15,6 +15,7 @@ from msgspec import convert
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
+from kfp_gpuquota.cluster.kubernetes.operations.cohorts import Member, Quota
 from kfp_gpuquota.cluster.kubernetes.operations.migration import Old, migrated
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of
 from kfp_gpuquota.scheduler import QuotaChanged
@@ -459,3 +460,21 @@ def test_kueues_objects_of_a_cluster_are_printed_and_accepted(controlled: Contro
         api.create(QUOTAS, one, dryRun="All")
     for path in installed:
         api.delete(path)
+
+
+def test_a_flat_cohort_of_many_queues_is_read_in_linear_time() -> None:
+    """Each queue's limit asks what its Cohort may hold, which is computed once."""
+    asked = 0
+
+    class Counting(Member):
+        def lent(self, amount: str) -> float:
+            nonlocal asked
+            asked += 1
+            return super().lent(amount)
+
+    cohort = Counting("Cohort", "all")
+    queues = [Counting("ClusterQueue", f"q{n}", {GPU: Quota(1.0)}) for n in range(1000)]
+    for one in queues:
+        one.join(cohort)
+    assert {one.limit(GPU) for one in queues} == {None}
+    assert asked <= 10 * len(queues)

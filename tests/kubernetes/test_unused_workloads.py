@@ -35,6 +35,7 @@ from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     plain_workloads,
     stored,
 )
+from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
@@ -52,6 +53,8 @@ from tests.kubernetes.gpu_exporter import (
 )
 from tests.kubernetes.installation import QUOTAS, batch_jobs_of
 from tests.kubernetes.test_suspended_owners import job_path, job_spec
+from tests.kubernetes.trainer import AppWrappers, install_kinds, path_of
+from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -456,6 +459,7 @@ def test_a_notebook_and_an_elastic_job_are_suspended_once_their_time_is_over() -
     assert set(notebook["metadata"]["annotations"]) == {"kubeflow-resource-stopped", labels.SUSPENDED}
     (job, *_) = [body for body in connection.patches_of("elasticjobs") if "spec" in body]
     assert (job["spec"], job["metadata"]["uid"]) == ({"suspend": True}, "j")
+    assert job["metadata"]["resourceVersion"], "a user who changes it in the meantime is not overruled"
 
 
 @pytest.mark.parametrize("first", ["nb", "j"])
@@ -630,6 +634,10 @@ def test_unused_jobs_are_suspended_with_their_reason_and_stay_so(
     controlled.wait(lambda: controlled.bound(team) == {"bare", *(p for p in exporter_pods(exporter) if "busy" in p)})
     controlled.wait(lambda: "GpusUnused" in dict(events_of(controlled, team, "Pod")))
     assert "Evicted" not in dict(events_of(controlled, team, "Pod"))
+    client = KubernetesClient(connection_of(controlled.cluster.kubeconfig))
+    assert "GpusUnused" in "".join(client.explain_pod(team, "bare"))
+    exporter.used = {**exporter.used, (team, "bare"): ["50"]}
+    controlled.wait(lambda: "GpusUsed: its GPUs are used again" in client.explain_pod(team, "bare"))
     controlled.kill()
     controlled.start()
     assert not api.get(job_path(team, "busy"))["spec"].get("suspend")
@@ -637,6 +645,33 @@ def test_unused_jobs_are_suspended_with_their_reason_and_stay_so(
     assert api.get(elastic)["status"]["reason"] == "gpus-unused"
     api.patch(elastic, {"spec": {"suspend": False}})
     controlled.until(elastic, lambda one: labels.SUSPENDED not in one["metadata"].get("annotations", {}))
+
+
+@pytest.mark.slow
+def test_an_app_wrapper_of_two_jobs_is_suspended_once_both_are_unused(
+    controlled: Controlled, exporter: GpuExporter, policy: Any
+) -> None:
+    team, api = controlled.team("team", guaranteed=8), controlled.cluster.api
+    install_kinds(api)
+    wrappers = AppWrappers(api, team)
+    controlled.on_close.append(wrappers.close)
+    controlled.start()
+    jobs = [{"metadata": {"name": name}, "spec": job_spec(1)} for name in ("one", "two")]
+    body = {"apiVersion": "workload.codeflare.dev/v1beta2", "kind": "AppWrapper", "metadata": {"name": "all"}}
+    path = path_of("appwrappers", team, "all")
+    api.create(path_of("appwrappers", team), {**body, "spec": {"components": [{"template": job} for job in jobs]}})
+    controlled.wait(lambda: len(controlled.bound(team)) == 2, lambda: controlled.log()[-3000:])
+    one, two = sorted(controlled.bound(team))
+    exporter.used = {(team, one): ["0"], (team, two): ["40"]}
+    policy(team, TIMES)
+    refused = "its AppWrapper has other pods whose GPUs are in use"
+    controlled.wait(lambda: refused in dict(events_of(controlled, team, "Pod")).get("NotSuspended", ""))
+    assert not api.get(path)["spec"].get("suspend")
+    exporter.used = {(team, one): ["0"], (team, two): ["0"]}
+    controlled.until(path, lambda found: found["spec"].get("suspend"))
+    controlled.wait(lambda: {reason for reason, _ in events_of(controlled, team, "AppWrapper")} == {"SuspendedUnused"})
+    controlled.wait(lambda: not controlled.pods(team))
+    api.delete(path)
 
 
 def exporter_pods(exporter: GpuExporter) -> list[str]:

@@ -272,6 +272,7 @@ def _named(
         found = by_name("job", [name for name in names if name in known or not ignore_not_found], known)
     elif what is What.NODES:
         found = named_nodes(reached, names, ignore_not_found=ignore_not_found)
+        _note_left_out(reached)
     else:
         found = named_projects(reached, names, ignore_not_found=ignore_not_found)
     content = found[0] if found and len(names) == 1 else found
@@ -293,7 +294,14 @@ def _listed(reached: ClusterApi, what: What, jobs: Sequence[Job], look: Look) ->
         found: Sequence[Job | NodeView | ProjectView] = reached.list_projects()
     else:
         found = reached.list_nodes() if what is What.NODES else jobs
+        _note_left_out(reached)
     return rendered(found, look.output, _table(what, found, look))
+
+
+def _note_left_out(reached: ClusterApi) -> None:
+    """Print what the list of nodes lacks for want of a right, which only a cluster of Kubernetes has."""
+    if left_out := getattr(reached, "left_out", ""):
+        echo(f"note: {left_out}", err=True)
 
 
 def _print_pages(reached: ClusterApi, project: str, wanted: Choice, look: Look) -> None:

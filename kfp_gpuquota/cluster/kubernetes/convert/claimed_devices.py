@@ -86,7 +86,7 @@ def claimed_devices(spec: ResourceClaimSpec, allocated: Collection[AllocatedDevi
     for request in spec.devices.requests:
         if (exact := request.exactly) is not None:
             name, count = exact.device_class_name, min(MAX_DEVICES, max(0, exact.count))
-            capacity = _by_name(exact.capacity.requests) if exact.capacity is not None else ()
+            capacity = by_name(exact.capacity.requests) if exact.capacity is not None else ()
             demands[request.name] = Demand(name, count, _selected(exact.selectors), capacity)
             if why := _why_uncountable(exact):
                 uncountable[name] = f"its request {request.name} {why}"
@@ -97,7 +97,7 @@ def claimed_devices(spec: ResourceClaimSpec, allocated: Collection[AllocatedDevi
         classes = classes_of(spec)
         found = tuple(
             demands.get(one.request, Demand(classes.get(one.request, "")))._replace(
-                number=1, capacity=_by_name(one.consumed_capacity), device=(one.driver, one.pool, one.device)
+                number=1, capacity=by_name(one.consumed_capacity), device=(one.driver, one.pool, one.device)
             )
             for one in allocated
             if not one.admin_access
@@ -105,7 +105,7 @@ def claimed_devices(spec: ResourceClaimSpec, allocated: Collection[AllocatedDevi
     return ClaimedDevices(found, tuple(sorted(uncountable.items())))
 
 
-def _by_name(amounts: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+def by_name(amounts: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return amounts by the name of a capacity, without its domain."""
     return tuple(sorted((name.rpartition("/")[2], str(amount)) for name, amount in amounts.items()))
 

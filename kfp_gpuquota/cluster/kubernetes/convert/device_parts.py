@@ -71,9 +71,13 @@ class PublishedParts:
         self._of_attribute: dict[Attribute, Counter[Size]] = {}
 
     def put_pool(self, pool: Pool, slices: Collection[ResourceSliceSpec]) -> tuple[bool, bool]:
-        """Replace the slices of a pool; return whether its devices have changed, and which sizes there are at all."""
+        """Replace the slices of a pool; return whether its devices have changed, and which sizes there are at all.
+
+        A device whose counter set is not published, or not any more, is not either.
+        """
         sets = counter_sets(slices)
-        devices = [device for one in slices for device in one.devices]
+        listed = (device for one in slices for device in one.devices)
+        devices = [one for one in listed if {of.counter_set for of in one.consumes_counters} <= sets.keys()]
         sizes = {device.name: size_of(device, sets) for device in devices}
         before = self._devices.get(pool, {})
         if sizes == before:
@@ -90,6 +94,11 @@ class PublishedParts:
         if not sizes:
             del self._devices[pool], self._attributes[pool]
         return changed, kinds != set(self._of_driver.get(pool[0], ()))
+
+    def has(self, device: tuple[str, str, str]) -> bool:
+        """Return whether a device (driver, pool, name) is published."""
+        driver, pool, name = device
+        return name in self._devices.get((driver, pool), {})
 
     def divides(self, driver: str) -> bool:
         """Return whether any device of the driver is a part of a GPU, or shared."""

@@ -21,10 +21,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.cluster.kubernetes.convert.device_parts import MEMORY
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.device_types import CLASS_PREFIX
+from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
 
 MIG_PATTERN: Final = r"^nvidia[.]com/mig-[1-7](c[.][1-7])?g[.][0-9]+gb"
@@ -56,3 +60,20 @@ def type_label(row: GpuResource) -> str:
         return row.type_label
     nvidia = row.name.startswith(f"{labels.VENDOR}/") or _NVIDIA_CLASS.match(row.name)
     return _NVIDIA_TYPE if nvidia else _TYPE_LABELS.get(row.name, "")
+
+
+def divided_of(table: Iterable[GpuResource]) -> tuple[tuple[str, str], ...]:
+    """Return the resources that may be devices of DRA drivers, without a number that each device counts as.
+
+    With each is the counter or capacity of which a device's part is its part of a GPU. Raises InvalidFieldError.
+    """
+    found: dict[str, str] = {}
+    for row in table:
+        if row.counts_as is None:
+            found[row.name] = row.counts_by or MEMORY
+        elif row.counts_by is not None:
+            field = f"gpuResources.{row.name}"
+            raise InvalidFieldError(
+                field, row.counts_by, "it has countsAs and countsBy", hint="leave out one of the two"
+            )
+    return tuple(sorted(found.items()))

@@ -25,8 +25,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU
 from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import (
+    Demand,
     Selected,
+    by_name,
     classes_of,
     is_tainted,
     selected_by,
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api.resources import Resources
-    from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import Demand
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
         DeviceClass,
@@ -74,6 +77,7 @@ class _Use(NamedTuple):
 
     device_class: str
     holders: tuple[str, ...]
+    capacity: tuple[tuple[str, str], ...] = ()  # what it consumes of the device
 
 
 class Allocations:
@@ -91,7 +95,9 @@ class Allocations:
         prefix = f"{meta.namespace}/" if self._with_namespace else ""
         holders = tuple(f"{prefix}{name}" for name in pods)
         found = {
-            DeviceId(one.driver, one.pool, one.device): _Use(classes.get(one.request, ""), holders)
+            DeviceId(one.driver, one.pool, one.device): _Use(
+                classes.get(one.request, ""), holders, by_name(one.consumed_capacity)
+            )
             for one in claim.results
             if not one.admin_access
         }
@@ -124,10 +130,11 @@ class Shown:
     """The number of a node's devices of one resource, and what each pod holds of them.
 
     A device that several pods share counts for the first one, and 0 for the others; "" is an allocation without a pod.
+    Of GPUs that are divided, `count` is their number, and pods hold parts.
     """
 
     count: int = 0
-    held: dict[str, int] = field(default_factory=dict)
+    held: dict[str, float] = field(default_factory=dict)
 
     def add(self, uses: Collection[_Use]) -> None:
         """Add a device with its allocations."""
@@ -135,6 +142,11 @@ class Shown:
         holders = list(dict.fromkeys(holder for use in uses for holder in use.holders or ("",)))
         for number, holder in enumerate(holders):
             self.held[holder] = self.held.get(holder, 0) + (number == 0)
+
+    def add_part(self, use: _Use, gpus: float) -> None:
+        """Add what an allocation holds of divided GPUs."""
+        for number, holder in enumerate(use.holders or ("",)):
+            self.held[holder] = as_number(self.held.get(holder, 0) + (0 if number else gpus))
 
 
 class PublishedDevices:
@@ -156,6 +168,7 @@ class PublishedDevices:
         self._counted: frozenset[str] = frozenset()
         self._classes: dict[str, _Class] = {}  # by uid
         self._class_uids: dict[str, str] = {}  # by name
+        self._far: dict[str, bool] = {}  # of classes by name: what `only_reached_by_several` has found
         self._shared: dict[str, ResourceSliceSpec] = {}  # slices whose devices several nodes can reach, by uid
         self._slices: dict[str, ResourceSliceSpec] = {}  # by uid
         self._of_node: dict[str, dict[str, None]] = {}  # uids of its slices
@@ -182,13 +195,24 @@ class PublishedDevices:
         counts_by, of = self._divided.get(resource), self._class_of(demand.device_class)
         return None if counts_by is None or of is None else self._parts.part_of(demand, of.conditions, counts_by)
 
+    def is_published(self, device: tuple[str, str, str]) -> bool:
+        """Return whether a device (driver, pool, name) is published now."""
+        return self._parts.has(device)
+
     def only_reached_by_several(self, device_class: str) -> bool:
         """Return whether the class has devices, and several nodes can reach each of them."""
-        of = self._class_of(device_class)
-        if of is None or not self._shared:
+        if not self._shared:
             return False
-        shared = any(_has_any(one, of.conditions) for one in self._shared.values())
-        return shared and not any(spec.node_name and _has_any(spec, of.conditions) for spec in self._slices.values())
+        if device_class not in self._far:
+            self._far[device_class] = self._is_far(device_class)
+        return self._far[device_class]
+
+    def _is_far(self, device_class: str) -> bool:
+        if (of := self._class_of(device_class)) is None:
+            return False
+        has_any = any(_has_any(one, of.conditions) for one in self._shared.values())
+        near = (one for one in self._slices.values() if one.node_name)
+        return has_any and not any(_has_any(one, of.conditions) for one in near)
 
     def _class_of(self, name: str) -> _Class | None:
         return self._classes.get(self._class_uids.get(name, ""))
@@ -205,8 +229,10 @@ class PublishedDevices:
     def shown_on(self, node: str, allocations: Allocations) -> dict[str, Shown]:
         """Return the node's devices and who holds them, by the resource that counts."""
         found: dict[str, Shown] = {}
+        divided: dict[str, dict[Pool, list[SlicedDevice]]] = {}
         for one, device in self._devices(node):
-            uses = allocations.of(DeviceId(one.driver, one.pool.name, device.name))
+            place = DeviceId(one.driver, one.pool.name, device.name)
+            uses = allocations.of(place)
             if is_tainted(device) and not uses:
                 continue
             requested = {use.device_class for use in uses}
@@ -216,8 +242,27 @@ class PublishedDevices:
                 if of.name in requested or selects(of.conditions, one.driver, device)
             }
             for name in rows:
-                found.setdefault(name, Shown()).add(uses)
+                shown = found.setdefault(name, Shown())
+                if name in self._divided and self._parts.divides(one.driver):
+                    divided.setdefault(name, {}).setdefault(place[:2], []).append(device)
+                    for use in uses:
+                        shown.add_part(use, self._gpus_of(place, use, self._divided[name]))
+                else:
+                    shown.add(uses)
+        for name, pools in divided.items():
+            found[name].count += sum(self._gpus_in(pool, devices) for pool, devices in pools.items())
         return found
+
+    def _gpus_of(self, device: DeviceId, use: _Use, counts_by: str) -> float:
+        """Return the part of a GPU that an allocation has of a device."""
+        demand = Demand(use.device_class, capacity=use.capacity, device=device)
+        part = dict(self._parts.part_of(demand, Selected(), counts_by) or ())
+        return part.get(f"{GPU_PART_PREFIX}{device.driver}", WHOLE_GPU) / WHOLE_GPU
+
+    def _gpus_in(self, pool: Pool, devices: Collection[SlicedDevice]) -> int:
+        """Return the number of GPUs of which these devices of a pool are parts."""
+        slices = newest_of(self._slices[uid] for uid in self._of_pool[pool])
+        return gpus_of_pool(slices, devices).get(f"{GPU_PART_PREFIX}{pool[0]}", 0) // WHOLE_GPU
 
     def nodes_with(self, pools: Collection[Pool]) -> set[str]:
         """Return the nodes that have slices of any of these pools."""
@@ -248,6 +293,7 @@ class PublishedDevices:
         self._pool_changed(spec)
 
     def _pool_changed(self, spec: ResourceSliceSpec) -> None:
+        self._far.clear()
         pool = spec.driver, spec.pool.name
         divided = self._parts.divides(spec.driver)
         changed, kinds = self._parts.put_pool(pool, newest_of(self._slices[uid] for uid in self._of_pool.get(pool, ())))
@@ -288,6 +334,8 @@ class PublishedDevices:
             )
         self._classes[device_class.metadata.uid] = found
         self._class_uids[name] = device_class.metadata.uid
+        self._far.clear()
+        self._sizes_changed(None)
         self._update(self._of_node)
 
     def drop_class(self, uid: str) -> None:
@@ -295,6 +343,7 @@ class PublishedDevices:
         if (found := self._classes.pop(uid, None)) is not None:
             if self._class_uids.get(found.name) == uid:
                 del self._class_uids[found.name]
+            self._far.clear()
             self._update(self._of_node)
 
     def _update(self, nodes: Collection[str]) -> None:

@@ -68,10 +68,11 @@ def _replaced(index: int, group: WorkerGroup, field: str, before: object, after:
 
 
 def suspension(job: RayJob, reason: str | None) -> Write:
-    """Return the patch that suspends the RayJob for `reason`, or resumes it (None)."""
+    """Return the patch that suspends the RayJob for `reason`, or resumes it (None), unless it has changed since."""
     meta = job.metadata
+    notes = {labels.SUSPENDED: reason}
     body = {
-        "metadata": {"uid": meta.uid, "annotations": {labels.SUSPENDED: reason}},
+        "metadata": {"uid": meta.uid, "resourceVersion": meta.resource_version, "annotations": notes},
         "spec": {"suspend": reason is not None},
     }
     return Write(

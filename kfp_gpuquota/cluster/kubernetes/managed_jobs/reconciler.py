@@ -219,7 +219,10 @@ def _derived_of(wanted: dict[str, Any]) -> str:
 
 
 def _patch(found: ElasticJob, fields: dict[str, Any], derived: str) -> Write:
-    """Return the patch that gives the ElasticJob these fields, and the digests of what was `derived`; others stay."""
+    """Return the patch that gives the ElasticJob these fields, and the digests of what was `derived`; others stay.
+
+    It changes nothing if the ElasticJob has changed since.
+    """
     meta = found.metadata
     note = labels.DERIVED.replace("/", "~1")
     no_notes = [] if meta.annotations else [{"op": "add", "path": "/metadata/annotations", "value": {}}]
@@ -229,6 +232,7 @@ def _patch(found: ElasticJob, fields: dict[str, Any], derived: str) -> Write:
         about=f"{meta.namespace}/{meta.name}",
         body=[
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
+            {"op": "test", "path": "/metadata/resourceVersion", "value": meta.resource_version},
             *no_notes,
             {"op": "add", "path": f"/metadata/annotations/{note}", "value": derived},
             *({"op": "add", "path": f"/spec/{name}", "value": value} for name, value in fields.items()),

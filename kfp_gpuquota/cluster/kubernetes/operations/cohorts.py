@@ -15,10 +15,13 @@ lent depends on who holds it: then each alone gets no more than in Kueue, but to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T", bool, float)
 
 
 class Quota(NamedTuple):
@@ -36,6 +39,20 @@ class Quota(NamedTuple):
         return Quota(self.nominal + other.nominal, borrowing, lending)
 
 
+def _computed_once(method: Callable[[Member, str], T]) -> Callable[[Member, str], T]:
+    """Compute it once for each member and amount, when the tree is complete: each queue asks it of the Cohort above."""
+
+    @wraps(method)
+    def computed(member: Member, amount: str) -> T:
+        key = method.__name__, amount
+        if key not in member.computed:
+            member.computed[key] = method(member, amount)
+        found: T = member.computed[key]
+        return found
+
+    return computed
+
+
 @dataclass(eq=False)
 class Member:
     """A ClusterQueue, or a Cohort with its members."""
@@ -46,6 +63,7 @@ class Member:
     weight: float | None = None
     parent: Member | None = None
     members: list[Member] = field(default_factory=list)
+    computed: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
 
     @property
     def title(self) -> str:
@@ -67,10 +85,12 @@ class Member:
             seen.add(id(at))
             at = at.parent
 
+    @_computed_once
     def has(self, amount: str) -> bool:
         """Return whether it, or any below it, has a quota of the amount; a queue without one may hold nothing."""
         return amount in self.quotas or any(one.has(amount) for one in self.members)
 
+    @_computed_once
     def guaranteed(self, amount: str) -> float:
         """Return the nominal quota, with those below."""
         return self._quota(amount).nominal + sum(one.guaranteed(amount) for one in self.members)
@@ -82,6 +102,7 @@ class Member:
         largest = self.largest(amount)
         return largest if self.parent is None or largest < self.parent.largest(amount) else None
 
+    @_computed_once
     def keeps(self, amount: str) -> bool:
         """Return whether it, or any below it, lends less than its quota."""
         return self.kept(amount) > 0 or any(one.keeps(amount) for one in self.members)
@@ -89,6 +110,7 @@ class Member:
     def _quota(self, amount: str) -> Quota:
         return self.quotas.get(amount, Quota())
 
+    @_computed_once
     def subtree(self, amount: str) -> float:
         """Return the nominal quota, of a Cohort with what its members lend."""
         return self._quota(amount).nominal + sum(one.lent(amount) for one in self.members)
@@ -101,6 +123,7 @@ class Member:
         """Return the part of the subtree's quota that is not lent."""
         return self.subtree(amount) - self.lent(amount)
 
+    @_computed_once
     def most(self, amount: str) -> float:
         """Return what it holds if nothing else does, of a Cohort without what its members keep."""
         if self.parent is None:
@@ -112,6 +135,7 @@ class Member:
         """Return the most that it holds, with what those below do not lend to it."""
         return self.most(amount) + self.kept_below(amount)
 
+    @_computed_once
     def kept_below(self, amount: str) -> float:
         """Return what those below do not lend to it."""
         return sum(one.kept(amount) + one.kept_below(amount) for one in self.members)

@@ -69,7 +69,7 @@ class Resolved(NamedTuple):
     amounts: Amounts = ()
     weights: Amounts = ()
     waits: str = ""
-    missing: bool = False  # a claim or its template does not exist
+    missing: bool = False  # a claim or its template does not exist, or a device that it has is not published now
     classes: tuple[str, ...] = ()  # all DeviceClasses of which they request devices
     refused: str = ""  # why it may not hold the devices of one of these, which are not counted
 
@@ -404,6 +404,7 @@ class DeviceClaims:
                 name = demand.device_class
                 resource = self._resource_of(name)
                 if resource:
+                    missing |= demand.device is not None and not self._published.is_published(demand.device)
                     self._add(amounts, demand, resource)
                     waits = waits or self._reached(name)
                 elif name not in allowed and self._is_refused(namespace, name):

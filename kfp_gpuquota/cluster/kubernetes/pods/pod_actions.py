@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
+    from kfp_gpuquota.cluster.kubernetes.suspension.suspending import NotSuspended
 
 REFUSED_PAUSE_S: Final = 1.0
 REST_TIMEOUT_S: Final = 900.0  # more than a pod needs to become ready, also with a large image
@@ -110,9 +111,11 @@ class PodActions:
                     self._evict(member.view, reason.message, bounded=bounded, copy=notified)
                     notified = True
 
-    def suspend_owner(self, pods: Sequence[PodView], reason: str, not_suspended: Callable[[str], None]) -> None:
-        """Suspend the owner of these pods until a user resumes it; call `not_suspended` with why it cannot be."""
-        self._suspending.suspend_for_good(pods, reason, not_suspended)
+    def suspend_owner(
+        self, pods: Sequence[PodView], reason: str, not_suspended: NotSuspended, unused: frozenset[str]
+    ) -> None:
+        """Suspend the owner of these pods until a user resumes it: see Suspending."""
+        self._suspending.suspend_for_good(pods, reason, not_suspended, unused)
 
     def _evict(
         self, pod: PodView, why: str, *, bounded: bool, requested_at: float | None = None, copy: bool = False

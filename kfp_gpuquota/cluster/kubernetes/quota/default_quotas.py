@@ -13,10 +13,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.request_paths import join, with_query
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
+from kfp_gpuquota.api.request_paths import with_query
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
+from kfp_gpuquota.cluster.kubernetes.quota.profiles import managed
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import Unmanaged
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 SOURCE: Final = "default"
 RETRY_S: Final = 5.0
+CONFLICT_RETRY_S: Final = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -87,17 +89,21 @@ class DefaultQuotas:
             self._writer.submit(default_quota(namespace, rules), done, failed)
 
     def _label(self, name: str) -> None:
-        body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
-        path = with_query(join("/api/v1/namespaces", name), fieldManager=labels.FIELD_MANAGER)
-        write = Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH)
-        self._writer.submit(write, lambda _: self._under_way.discard(name), partial(self._refused, name))
+        namespace = self._namespaces.get(name)
+        if namespace is None or labels.MANAGED in namespace.metadata.labels:
+            self._under_way.discard(name)
+            return
+        done, failed = (lambda _: self._under_way.discard(name)), partial(self._refused, name)
+        self._writer.submit(managed(namespace), done, failed)
 
     def _refused(self, name: str, error: Exception) -> None:
         if isinstance(error, ApiError) and error.not_found:
             self._under_way.discard(name)
             return
-        log.warning("the default quota of namespace %s was not created, retry in %g s: %s", name, RETRY_S, error)
-        asyncio.get_running_loop().call_later(RETRY_S, self._retry, name)
+        changed = isinstance(error, ApiError) and error.status == 409  # the watch reports it
+        if not changed:
+            log.warning("the default quota of namespace %s was not created, retry in %g s: %s", name, RETRY_S, error)
+        asyncio.get_running_loop().call_later(CONFLICT_RETRY_S if changed else RETRY_S, self._retry, name)
 
     def _retry(self, name: str) -> None:
         self._under_way.discard(name)

@@ -89,7 +89,7 @@ class Profiles:
         if name in self._profiles:
             self._mirror(name)
         elif quota is not None and quota.metadata.labels.get(labels.SOURCE) == SOURCE:
-            self._drop(name)
+            self._drop(quota)
 
     def asks(self, name: str) -> bool:
         """Return whether the namespace's Profile requests a quota."""
@@ -102,7 +102,7 @@ class Profiles:
         quota = self._quotas.get(name)
         if raw is None:
             if quota is not None and quota.metadata.labels.get(labels.SOURCE) == SOURCE:
-                self._drop(name)
+                self._drop(quota)
             return
         self._warn_of_resource_quota(profile)
         try:
@@ -112,22 +112,20 @@ class Profiles:
             return
         wanted = quota_spec(project)
         if quota is not None and quota.metadata.labels.get(labels.SOURCE) == DEFAULT:
-            self._drop(name)  # its deletion triggers the mirror; otherwise fields of two sources would be merged
+            self._drop(quota)  # its deletion triggers the mirror; otherwise fields of two sources would be merged
             return
         if quota is None or not _is_mirror(quota, wanted):
             self._write(name, mirrored(profile, wanted))
         self._label(name)
 
-    def _drop(self, name: str) -> None:
-        self._write(name, Write(verb="DELETE", path=paths.quota(name), about=name))
+    def _drop(self, quota: GpuQuota) -> None:
+        self._write(quota.metadata.name, dropped(quota))
 
     def _label(self, name: str) -> None:
         namespace = self._namespaces.get(name)
         if namespace is None or not self.asks(name) or namespace.metadata.labels.get(labels.MANAGED):
             return  # "false", set by an admin, stays
-        body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
-        path = with_query(join("/api/v1/namespaces", name), fieldManager=labels.FIELD_MANAGER)
-        self._write(name, Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH))
+        self._write(name, managed(namespace))
 
     def _write(self, name: str, write: Write) -> None:
         self._writer.submit(write, lambda _: None, partial(self._refused, name, write))
@@ -157,6 +155,23 @@ class Profiles:
 def plugin_of(profile: Profile) -> msgspec.Raw | None:
     """Return the raw spec of the Profile's GpuQuota plugin, if any."""
     return next((p.spec for p in profile.spec.plugins or () if p.kind == PLUGIN), None)
+
+
+def dropped(quota: GpuQuota) -> Write:
+    """Return the deletion of the quota, unless it has changed since."""
+    meta = quota.metadata
+    preconditions = {"uid": meta.uid, "resourceVersion": meta.resource_version}
+    body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": preconditions}
+    return Write(verb="DELETE", path=paths.quota(meta.name), about=meta.name, body=body)
+
+
+def managed(namespace: Namespace) -> Write:
+    """Return the patch that labels a namespace as managed, unless it has changed since: "false" is its admin's."""
+    meta = namespace.metadata
+    label = {"resourceVersion": meta.resource_version, "labels": {labels.MANAGED: "true"}}
+    path = with_query(join("/api/v1/namespaces", meta.name), fieldManager=labels.FIELD_MANAGER)
+    body = {"metadata": label}
+    return Write(verb="PATCH", path=path, about=meta.name, body=body, content_type=MERGE_PATCH)
 
 
 def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:

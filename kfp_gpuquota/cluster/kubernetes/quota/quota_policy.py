@@ -41,8 +41,7 @@ from kfp_gpuquota.api.share import refuse_small_share
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_RUNTIME_S, MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
-from kfp_gpuquota.cluster.kubernetes.convert.device_parts import MEMORY
-from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as, divided_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.errors import InvalidFieldError
@@ -305,23 +304,6 @@ def gpu_weights_of(table: Iterable[GpuResource]) -> Resources:
             )
         weights[row.name] = round(number * WHOLE_GPU)
     return tuple(sorted(weights.items()))
-
-
-def divided_of(table: Iterable[GpuResource]) -> tuple[tuple[str, str], ...]:
-    """Return the resources that may be devices of DRA drivers, without a number that each device counts as.
-
-    With each is the counter or capacity of which a device's part is its part of a GPU. Raises InvalidFieldError.
-    """
-    found: dict[str, str] = {}
-    for row in table:
-        if row.counts_as is None:
-            found[row.name] = row.counts_by or MEMORY
-        elif row.counts_by is not None:
-            field = f"gpuResources.{row.name}"
-            raise InvalidFieldError(
-                field, row.counts_by, "it has countsAs and countsBy", hint="leave out one of the two"
-            )
-    return tuple(sorted(found.items()))
 
 
 def _owners(given: Iterable[str]) -> frozenset[str]:

@@ -58,18 +58,27 @@ class Eviction(Protocol):
         """Evict the pod, if it has not ended."""
 
 
+class NotSuspended(Protocol):
+    """Is called with why an owner is not suspended; `in_use`: others of its pods hold GPUs that are not unused yet."""
+
+    def __call__(self, why: str, /, *, in_use: bool = False) -> None:
+        """Process that it is not suspended."""
+
+
 @dataclass(slots=True)
 class _Stop:
     """The pods of one owner that a plan stops. `seen` are the uids of the owners that were read.
 
     With `not_suspended` no plan stops them: their owner stays suspended until a user resumes it, and nobody is evicted.
+    Then pods of which `unused` has the uids do not keep it from being suspended.
     """
 
     pods: dict[str, PodView]
     reason: str
     bounded: bool
     at: float
-    not_suspended: Callable[[str], None] | None = None
+    not_suspended: NotSuspended | None = None
+    unused: frozenset[str] = frozenset()
     seen: list[str] = field(default_factory=list)
     conflicts: int = 0
 
@@ -104,9 +113,21 @@ class Suspending:
         stop.bounded |= bounded
         return True
 
-    def suspend_for_good(self, pods: Sequence[PodView], reason: str, not_suspended: Callable[[str], None]) -> None:
-        """Suspend the owner of these pods until a user resumes it; call `not_suspended` with why it cannot be."""
-        stop = _Stop({pod.uid: pod for pod in pods}, reason, bounded=False, at=time.time(), not_suspended=not_suspended)
+    def suspend_for_good(
+        self, pods: Sequence[PodView], reason: str, not_suspended: NotSuspended, unused: frozenset[str]
+    ) -> None:
+        """Suspend the owner of these pods until a user resumes it; call `not_suspended` with why it cannot be.
+
+        `unused` are the uids of all pods that are to be suspended now: so an owner of several workloads is, if all are.
+        """
+        stop = _Stop(
+            {pod.uid: pod for pod in pods},
+            reason,
+            bounded=False,
+            at=time.time(),
+            not_suspended=not_suspended,
+            unused=unused,
+        )
         self._read(stop, None, join(pods_path(pods[0].namespace), pods[0].name), pods[0].namespace)
 
     def _suspend_all(self) -> None:
@@ -149,9 +170,12 @@ class Suspending:
         if found.suspended:
             self._watch(stop)
             return
-        others = (pod for pod in self._holding() if pod.uid not in stop.pods)
-        if found.has_finished or any(kind.owns(found.metadata, pod) for pod in others):
-            self._evict(stop, "it has finished, or has other pods that hold GPUs")
+        if found.has_finished:
+            self._evict(stop, "it has finished")
+            return
+        others = (pod for pod in self._holding() if pod.uid not in stop.pods and pod.uid not in stop.unused)
+        if any(kind.owns(found.metadata, pod) for pod in others):
+            self._evict(stop, f"its {kind.kind} has other pods whose GPUs are in use", in_use=True)
             return
         write = suspension(kind, found, stop.reason, resumes=stop.not_suspended is None)
         self._writer.submit(
@@ -186,10 +210,10 @@ class Suspending:
         if stop.not_suspended is None:
             asyncio.get_running_loop().call_later(ENDED_WITHIN_S, self._evict, stop)
 
-    def _evict(self, stop: _Stop, why: str = "") -> None:
+    def _evict(self, stop: _Stop, why: str = "", *, in_use: bool = False) -> None:
         """Evict the pods, as far as a plan stops them."""
         if stop.not_suspended is not None:
-            stop.not_suspended(why)
+            stop.not_suspended(why, in_use=in_use)
             return
         for pod in stop.pods.values():
             self._evict_pod(pod, stop.reason, bounded=stop.bounded, requested_at=stop.at)

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Notebook
-    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota, UnusedWorkload
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota, UnusedWorkload
     from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.engine.unused_gpus import Warned
 
 UNUSED: Final = "GpusUnused"
+USED_AGAIN: Final = "GpusUsed"
 NOT_SUSPENDED: Final = "NotSuspended"
 NOTEBOOK_VERSION: Final = "kubeflow.org/v1"
 NOTEBOOKS: Final = f"/apis/{NOTEBOOK_VERSION}/notebooks"
@@ -100,6 +101,8 @@ class UnusedWorkloads:
         self._state, self._quota_changed, self._now = state, quota_changed, now
         self._unused = UnusedGpus()
         self._notebooks: dict[tuple[str, str], Metadata] = {}
+        self._reported: set[str] = set()  # workloads whose last event of ours says that they are unused
+        self._in_use: set[str] = set()  # unused workloads whose owner has others that are in use
         self._steps: dict[str, int] = {}  # of trainings at the last look
         self._counted: dict[str, set[str]] = {}  # the uids of what is counted, by team
 
@@ -126,6 +129,7 @@ class UnusedWorkloads:
         for quota in quotas:
             self._unused.restore({one.uid: counted_of(one) for one in quota.status.unused})
             self._counted[quota.metadata.name] = {one.uid for one in quota.status.unused}
+            self._reported |= {one.uid for one in quota.status.unused if one.warned_at is not None}
 
     async def run(self) -> None:
         """Look at the workloads again and again."""
@@ -148,10 +152,16 @@ class UnusedWorkloads:
         observed = {uid: self._observed(one, policy) for uid, (one, policy) in ruled.items()}
         self._steps = {uid: step for uid in observed if (step := self._step_of(uid)) is not None}
         verdicts = self._unused.observe(observed, self._now())
+        self._reported &= ruled.keys()
+        for uid in [uid for uid in self._reported if observed[uid].used]:
+            self._reported.discard(uid)
+            self._record(ruled[uid][0], USED_AGAIN, "its GPUs are used again", warning=False)
         for warned in verdicts.warn:
             self._warn(ruled[warned.uid][0], warned)
+        unused = frozenset(pod.uid for warned in verdicts.suspend for pod in ruled[warned.uid][0].pods)
         for warned in verdicts.suspend:
-            self._suspend(ruled[warned.uid][0], warned)
+            self._suspend(ruled[warned.uid][0], warned, unused)
+        self._in_use &= self._unused.warned.keys()
         self._keep_true()
         self._note_counted(ruled)
         await self._suspend_for_others([(ruled[one.uid][0], one) for one in verdicts.preemptible])
@@ -197,6 +207,7 @@ class UnusedWorkloads:
                 recorder.note(job, EventKind.GPUS_UNUSED, reason=reason)
                 recorder.record(with_status(job, reason=reason))
         self._record(one, UNUSED, reason.message)
+        self._reported.add(one.uid)
 
     def _keep_true(self) -> None:
         """Record the warning that holds as the job's reason, and that none does (also one of an earlier controller)."""
@@ -214,7 +225,8 @@ class UnusedWorkloads:
         for team in before.keys() | self._counted.keys():
             self._quota_changed(team)
 
-    def _suspend(self, one: Workload, warned: Warned, needed_by: str = "") -> None:
+    def _suspend(self, one: Workload, warned: Warned, unused: frozenset[str], needed_by: str = "") -> None:
+        """Suspend a workload, or an owner of several of which `unused` has all pods."""
         reason = warned.suspension(needed_by).message
         match one.stop:
             case Stop.ELASTIC_JOB:
@@ -222,7 +234,7 @@ class UnusedWorkloads:
             case Stop.NOTEBOOK:
                 self._stop_notebook(one, reason)
             case Stop.OWNER:
-                self._actions.suspend_owner(one.pods, reason, partial(self._not_suspended, one))
+                self._actions.suspend_owner(one.pods, reason, partial(self._not_suspended, one), unused)
             case Stop.NEVER:
                 self._unused.forget(one.uid)  # its owner is warned again
 
@@ -230,9 +242,7 @@ class UnusedWorkloads:
         state = self._elastic.book.runtime_states.get(one.uid)
         if state is None or state.object.spec.suspend:
             return
-        meta = state.object.metadata
-        body = {"metadata": {"uid": meta.uid, "annotations": {labels.SUSPENDED: reason}}, "spec": {"suspend": True}}
-        self._patch(one, paths.job(meta.namespace, meta.name), meta, body, reason)
+        self._submit(one, elastic_suspension(state.object, reason), reason)
 
     def _stop_notebook(self, one: Workload, reason: str) -> None:
         meta = self._notebooks.get(one.notebook)
@@ -241,42 +251,38 @@ class UnusedWorkloads:
         elif STOPPED not in (meta.annotations or {}):
             at = datetime.fromtimestamp(self._now(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             notes = {STOPPED: at, labels.SUSPENDED: reason}
-            body = {"metadata": {"uid": meta.uid, "resourceVersion": meta.resource_version, "annotations": notes}}
             path = join(collection(NOTEBOOK_VERSION, meta.namespace, "notebooks"), meta.name)
-            self._patch(one, path, meta, body, reason)
+            self._submit(one, _patch(path, meta, notes), reason)
 
-    def _patch(self, one: Workload, path: str, meta: Metadata, body: Any, reason: str) -> None:
-        write = Write(
-            verb="PATCH",
-            path=path,
-            about=f"{meta.namespace}/{meta.name}",
-            lane=Lane.RELEASE,
-            body=body,
-            content_type=MERGE_PATCH,
-        )
+    def _submit(self, one: Workload, write: Write, reason: str) -> None:
         done = partial(self._record, one, SUSPENDED_UNUSED, f"{reason}; it is suspended until a user resumes it")
         self._writer.submit(write, lambda _: done(), lambda error: self._failed(one, error))
 
     def _failed(self, one: Workload, error: Exception) -> None:
         log.warning("%s/%s could not be suspended, and is tried again: %s", one.namespace, one.name, error)
 
-    def _not_suspended(self, one: Workload, why: str) -> None:
-        self._unused.forget(one.uid)  # its owner is warned again
+    def _not_suspended(self, one: Workload, why: str, *, in_use: bool = False) -> None:
+        if in_use and one.uid in self._in_use:
+            return
+        if in_use:
+            self._in_use.add(one.uid)  # it is requested again until the others are unused, too
+        else:
+            self._unused.forget(one.uid)  # its owner is warned again
         self._record(one, NOT_SUSPENDED, f"its GPUs are unused, but it cannot be suspended: {why}")
 
-    def _record(self, one: Workload, event: str, message: str) -> None:
+    def _record(self, one: Workload, event: str, message: str, *, warning: bool = True) -> None:
         """Record an event on the objects that the workload's owner looks at."""
         if one.stop is Stop.ELASTIC_JOB:
             if (state := self._elastic.book.runtime_states.get(one.uid)) is not None:
                 meta = state.object.metadata
                 subject = Subject("ElasticJob", meta.name, meta.namespace, meta.uid, labels.API_VERSION)
-                self._events.record(subject, event, message, warning=True)
+                self._events.record(subject, event, message, warning=warning)
             return
         found = self._notebooks.get(one.notebook) if one.stop is Stop.NOTEBOOK else None
         if found is not None:
             subject = Subject("Notebook", found.name, found.namespace, found.uid, NOTEBOOK_VERSION)
-            self._events.record(subject, event, message, warning=True)
-        self._events.record(one.pods[0].subject, event, message, warning=True, copy=found is not None)
+            self._events.record(subject, event, message, warning=warning)
+        self._events.record(one.pods[0].subject, event, message, warning=warning, copy=found is not None)
 
     # For others
 
@@ -303,9 +309,10 @@ class UnusedWorkloads:
             log.warning("no workload is suspended for others: %s", error or type(error).__name__)
             return
         needed, team = msgspec.json.decode(answer, type=tuple[tuple[str, ...], str])
+        unused = frozenset(pod.uid for one, _ in ones for pod in one.pods)
         for one, warned in ones:
             if warned.uid in needed and self._unused.warned.get(warned.uid) == warned:
-                self._suspend(one, warned, needed_by=team)
+                self._suspend(one, warned, unused, needed_by=team)
 
     def _removal(self, one: Workload) -> list[scheduler.Event]:
         """Return the events of a suspension: its jobs of the scheduler are removed, and its workers have exited."""
@@ -315,6 +322,26 @@ class UnusedWorkloads:
         members = [self._plain.members[pod.uid] for pod in one.pods if pod.uid in self._plain.members]
         jobs = dict.fromkeys(member.job.uid for member in members if member.job is not None)
         return [*map(scheduler.JobRemoved, jobs), *(scheduler.WorkerGone(member.view.uid) for member in members)]
+
+
+def elastic_suspension(job: ElasticJob, reason: str) -> Write:
+    """Return the patch that suspends an ElasticJob for `reason`, unless it has changed since."""
+    meta = job.metadata
+    path = paths.job(meta.namespace, meta.name)
+    return _patch(path, meta, {labels.SUSPENDED: reason}, spec={"suspend": True})
+
+
+def _patch(path: str, meta: Metadata, notes: Mapping[str, str], **more: object) -> Write:
+    """Return the patch of an object's annotations, and `more`, unless it has changed since."""
+    changed = {"uid": meta.uid, "resourceVersion": meta.resource_version, "annotations": notes}
+    return Write(
+        verb="PATCH",
+        path=path,
+        about=f"{meta.namespace}/{meta.name}",
+        lane=Lane.RELEASE,
+        body={"metadata": changed, **more},
+        content_type=MERGE_PATCH,
+    )
 
 
 def _activity(meta: Metadata, now: float) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import divided_of
 from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Allocations, PublishedDevices
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, device_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
@@ -21,7 +22,7 @@ from kfp_gpuquota.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
@@ -41,6 +42,7 @@ class ProjectCalls:
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
+        self.left_out = ""  # what the last list of nodes lacks, for want of which right
 
     def list_projects(self) -> tuple[ProjectView, ...]:
         """Return all quotas, by name; invalid ones, which have a condition, are left out."""
@@ -141,14 +143,15 @@ class ProjectCalls:
     def list_nodes(self) -> tuple[NodeView, ...]:
         """Return all nodes with GPUs, and the pods that hold their devices.
 
-        Those of DRA drivers are left out for a user who may not read ResourceSlices, ResourceClaims and DeviceClasses.
+        Those of DRA drivers are left out for a user who may not read ResourceSlices, ResourceClaims and DeviceClasses:
+        then `left_out` has the reason.
         """
         from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
 
         nodes = self._items("/api/v1/nodes", core_types.Node)
         pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
         table = self.gpu_resources()
-        published = self._published({labels.GPU_RESOURCE, *(row.name for row in table)})
+        published = self._published(table)
         shown = (
             views.node_view(
                 node, pods, gpu_ledger.views_of(node.metadata.name, pods), table, published(node.metadata.name)
@@ -157,15 +160,22 @@ class ProjectCalls:
         )
         return tuple(sorted((view for view in shown if view.has_gpus), key=lambda view: view.node.name))
 
-    def _published(self, counted: set[str]) -> Callable[[str], Mapping[str, Shown]]:
+    def _published(self, table: Sequence[custom_types.GpuResource]) -> Callable[[str], Mapping[str, Shown]]:
         """Return a function of a node's name that returns the devices that DRA drivers publish there, by resource."""
         allocations = Allocations(with_namespace=False)
+        self.left_out = ""
         try:
-            devices = self.published_devices(counted)
+            devices = self.published_devices([row.name for row in table], dict(divided_of(table)))
             if devices.count_any:
                 for claim in self._items(device_types.CLAIMS, device_types.ResourceClaim):
                     allocations.put(claim)
-        except (NotFoundError, UnauthorizedError):
+        except NotFoundError:
+            return lambda _name: {}
+        except UnauthorizedError as error:
+            self.left_out = (
+                f"GPUs that DRA drivers publish are left out: {error.message}; an administrator can give you the right "
+                "to list deviceclasses, resourceslices and resourceclaims (resource.k8s.io) in all namespaces"
+            )
             return lambda _name: {}
         return lambda name: devices.shown_on(name, allocations)
 
@@ -179,10 +189,10 @@ class ProjectCalls:
             return True
         return policy.spec.gpu_use is not None
 
-    def published_devices(self, counted: Collection[str]) -> PublishedDevices:
-        """Return the devices of DRA drivers. Raises NotFoundError and UnauthorizedError."""
+    def published_devices(self, counted: Collection[str], divided: Mapping[str, str] | None = None) -> PublishedDevices:
+        """Return the devices of DRA drivers, as in `set_counted`. Raises NotFoundError and UnauthorizedError."""
         devices = PublishedDevices(lambda _node: None, lambda *_: None)
-        devices.set_counted(counted)
+        devices.set_counted(counted, divided)
         for device_class in self._items(device_types.CLASSES, device_types.DeviceClass):
             devices.put_class(device_class)
         if devices.count_any:

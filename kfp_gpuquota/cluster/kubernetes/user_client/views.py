@@ -380,11 +380,11 @@ def _foreign(
         yield from ((pod.metadata.name, gpus_of(pod.spec)) for pod in pods if not devices_of(pod))
         return
     recorded = Counter(holder for holders in held.values() for holder in holders)
-    yield from ((holder, max(0, number - recorded[holder])) for holder, number in published.held.items())
+    yield from ((holder, max(0, int(number) - recorded[holder])) for holder, number in published.held.items())
 
 
 def _resource_view(row: GpuResource, node: Node, pods: Iterable[Pod], published: Shown | None) -> ResourceView:
-    held: dict[str, int] = dict(published.held) if published is not None else {}
+    held: dict[str, float] = dict(published.held) if published is not None else {}
     for pod in pods if published is None else ():
         if amount := dict(resource_requests_of(pod.spec).others).get(row.name, 0):
             held[pod.metadata.name] = held.get(pod.metadata.name, 0) + amount

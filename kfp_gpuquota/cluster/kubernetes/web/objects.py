@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kfp_gpuquota.api.history import Report
 from kfp_gpuquota.api.lending import with_lent
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector, version_of
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import divided_of
 from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Allocations, PublishedDevices
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
@@ -320,7 +321,7 @@ class Objects:
 
     def _set_table(self, table: tuple[GpuResource, ...]) -> None:
         self._table = table
-        self.devices.set_counted([row.name for row in table])
+        self.devices.set_counted([row.name for row in table], dict(divided_of(table)))
         self._view_of.clear()
         self._changes("nodes")
 

@@ -408,7 +408,7 @@ class UserSource:
 
     def _without_other_holders(self, resource: ResourceView) -> ResourceView:
         """Return the resource with what pods of other teams hold under no name."""
-        held: dict[str, int] = {}
+        held: dict[str, float] = {}
         for holder, amount in resource.held.items():
             shown = holder if self._sees(holder.partition("/")[0]) else ""
             if shown or amount:
