@@ -10,13 +10,13 @@ look at changes within the loop, where a dataset counts what it has read, or fil
 
 from __future__ import annotations
 
-import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
 
+from elastic_runtime.data.sources import is_array
 from elastic_runtime.errors import LoopError
 from elastic_runtime.torch_internals.modules import writes_to
 
@@ -95,13 +95,12 @@ def _contents(dataset: object, depth: int = 0) -> Iterator[tuple[str, object]]:
 
 
 def _content(name: str, value: Any, depth: int) -> Iterator[tuple[str, object]]:
-    numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield name, _Tensor(value)
     elif isinstance(value, _PLAIN):
         yield name, value
-    elif numpy is not None and type(value) is numpy.ndarray:
+    elif is_array(value):
         some = value[:: value.size // _ELEMENTS + 1] if value.ndim else value
         yield name, (value.shape, zlib.crc32(some.tobytes()))
     elif isinstance(value, Dataset):

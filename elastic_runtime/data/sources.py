@@ -269,7 +269,7 @@ def _copied(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if isinstance(value, random.Random) or type(value).__module__.startswith(_RANDOM) or _is_array(value):
+    if isinstance(value, random.Random) or type(value).__module__.startswith(_RANDOM) or is_array(value):
         return copy.deepcopy(value)
     if isinstance(value, list | tuple) and (not value or isinstance(value[0], _NUMBERS)):
         return copy.copy(value)
@@ -286,7 +286,7 @@ def _set(sampler: object, name: str, value: Any) -> None:
 
 def _is_set_by_hand(value: object, sampler: object) -> bool:
     """Whether a script sets it: no generator, and no number or list of a sampler whose `set_epoch` it may call."""
-    if isinstance(value, torch.Tensor) or _is_array(value):
+    if isinstance(value, torch.Tensor) or is_array(value):
         return True
     return isinstance(value, (*_NUMBERS, list, tuple)) and not hasattr(sampler, "set_epoch")
 
@@ -294,12 +294,13 @@ def _is_set_by_hand(value: object, sampler: object) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
-    if _is_array(one) and _is_array(other):
+    if is_array(one) and is_array(other):
         return bool(one.shape == other.shape and (one == other).all())
     return type(one) is type(other) and bool(one == other)
 
 
-def _is_array(value: object) -> bool:
+def is_array(value: object) -> bool:
+    """Return whether this is an array of numpy, which is not imported for it."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
@@ -314,7 +315,7 @@ def _state(value: Any) -> object:
         return value.getstate()
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    if _is_array(value):
+    if is_array(value):
         return value.tobytes()
     generator = getattr(value, "bit_generator", None)
     if generator is not None:

@@ -20,7 +20,7 @@ from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.repeated_failures import RepeatedFailures
 from elastic_runtime.membership import torchrun
 from elastic_runtime.membership.coordinator_client import Coordinator, EventOutbox
-from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
+from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret, check_shard_size
 from elastic_runtime.membership.pair_authentication import raise_open_files
 from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group, Inner
 from elastic_runtime.membership.rendezvous_store import CoordinatorStore
@@ -177,7 +177,7 @@ class Member:
         from elastic_runtime.sharded.mirror import Mirror  # noqa: PLC0415
         from elastic_runtime.sharded.sharding import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
 
-        self._generations.shard_size = shard_size
+        self._generations.shard_size = shard_size or 0
         directory = self._environment.checkpoint_dir
         if directory and self._preemption is None:
             self._preemption = Preemption(self._on_preempted)
@@ -294,6 +294,11 @@ class Member:
         """Connect the replica groups of torchrun's ranks, if there are any."""
         wanted, interrupt = self._generations.shard_size, self._generations.interrupt
         if wanted is None:
+            return None
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(sizes, torch.tensor([wanted]))
+        check_shard_size(wanted, int(sizes[0]))
+        if not wanted:
             return None
         grid = Grid.of(size, wanted)
         shards, replicas = torchrun.inner_groups(grid, rank)

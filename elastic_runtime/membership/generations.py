@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from elastic_runtime.errors import ModelMismatchError
 from elastic_runtime.membership import background
 from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
@@ -61,6 +62,15 @@ class Secret:
     local: bool = False
 
 
+def check_shard_size(own: int, first: int) -> None:
+    """ModelMismatchError if this worker's `shard_size` is not rank 0's; 0: it was not given."""
+    if own != first:
+        raise ModelMismatchError(
+            f"prepare got shard_size={own or None} here, and shard_size={first or None} on rank 0; it is the number of "
+            "workers that hold one copy of the model, and must be the same on every worker"
+        )
+
+
 ALONE = Generation(0, ("local",), None)
 
 
@@ -84,7 +94,7 @@ class Generations:
         self._secret = secret or Secret()
         self.interrupt = Interrupt()
         self.adopted: Generation | None = None
-        self.shard_size: int | None = None  # of the replica groups of a sharded training; None: it has no such groups
+        self.shard_size: int | None = None  # of the replica groups of a sharded training; 0: one group; None: no shards
         self._make_store, self._send, self._publish, self._backend = make_store, send, publish, backend
         self._order = Order("Stay")
         self._entering = 0
@@ -156,6 +166,7 @@ class Generations:
         began = time.perf_counter()
         try:
             store = self._make_store(order.generation)
+            self._check_shard_size(store, rank)
             name = f"elastic-{order.generation}"
             before = listening_ports() if self._secret.local else set()
             group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)
@@ -163,6 +174,10 @@ class Generations:
             suspect = partial(check_users, before) if self._secret.local else None
             prove((group, second), rank, size, order.generation, self._secret.key(), suspect)
             inner = self._connect_inner(store, rank, size, order.generation, suspect)
+        except ModelMismatchError as error:
+            self._give_up(order.generation, error)
+            self.on_refused(error)
+            return
         except Exception as error:  # noqa: BLE001  (a build that failed without an event would be waited for without end)
             self._give_up(order.generation, error)
             return
@@ -180,11 +195,20 @@ class Generations:
         else:
             connected.close_soon()
 
+    def _check_shard_size(self, store: Store, rank: int) -> None:
+        """ModelMismatchError if rank 0 has replica groups of another size: each would wait for groups of its own."""
+        if self.shard_size is None:
+            return
+        if rank == 0:
+            store.set("shard_size", str(self.shard_size).encode())
+        else:
+            check_shard_size(self.shard_size, int(store.get("shard_size")))
+
     def _connect_inner(
         self, store: Store, rank: int, size: int, number: int, suspect: Callable[[], None] | None
     ) -> Inner | None:
         """Connect the replica groups of generation `number`, if there are any."""
-        if self.shard_size is None:
+        if not self.shard_size:
             return None
         grid = Grid.of(size, self.shard_size)
         shards = (f"group{grid.group_of(rank)}", grid.same_group(rank))

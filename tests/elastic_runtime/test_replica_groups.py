@@ -13,11 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import elastic_runtime
-from elastic_runtime.errors import CollectiveError, SettingsError, UsageError
+from elastic_runtime.errors import CollectiveError, ModelMismatchError, SettingsError, UsageError
+from elastic_runtime.membership.generations import Generations
+from elastic_runtime.membership.orders import Order
 from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.sharded import files
 from elastic_runtime.sharded.mode import ShardedReducer
@@ -48,6 +51,17 @@ def test_every_worker_is_in_one_group_whose_members_hold_no_more_than_they_were_
         group, same = grid.same_group(rank), grid.same_shard(rank)
         assert set(group) & set(same) == {rank}
         assert group[grid.shard_of(rank)] == same[grid.group_of(rank)] == rank
+
+
+def test_a_worker_with_groups_of_another_size_is_refused_by_name() -> None:
+    """Its groups would never be complete, and it would wait for them."""
+    store = HashStore()
+    store.set("shard_size", b"2")  # as rank 0 does
+    worker = Generations("w1", lambda _: store, lambda *_, **__: None, lambda *_, **__: None, lambda: "gloo")
+    worker.shard_size = 0
+    worker.on_order(Order("Recover", 1, ("w0", "w1")))
+    with pytest.raises(ModelMismatchError, match="shard_size=None here, and shard_size=2 on rank 0"):
+        worker.wait_for_next(after=0)
 
 
 @pytest.fixture
