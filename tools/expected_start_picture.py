@@ -61,7 +61,7 @@ def _run_time(lives: dict[str, Life], life: Life, now: float) -> RunTime:
     return RunTime(examples_of(ended, running), ran_s=now - (life.first_started_at or now))
 
 
-def jobs(seed: int = 5) -> list[TraceJob]:
+def jobs(seed: int = 7) -> list[TraceJob]:
     """Return small jobs that keep the node busy, and a large one."""
     chance = random.Random(seed)  # noqa: S311 - no secret
     small = [
@@ -72,7 +72,7 @@ def jobs(seed: int = 5) -> list[TraceJob]:
     return sorted([*small, large], key=lambda job: job.arrives_at)
 
 
-def simulated(seed: int = 5) -> Observer:
+def simulated(seed: int = 7) -> Observer:
     """Play the jobs to their ends."""
     observer, trace = Observer(), jobs(seed)
     nodes = [TraceNode("node", GPUS, 0, 0)]
