@@ -44,6 +44,7 @@ from kfp_gpuquota.api import (
     Worker,
     WorkerPhase,
 )
+from kfp_gpuquota.api.history import UsePoint
 from kfp_gpuquota.cluster.local.audit_log import AuditLog
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.page.server import PageServer
@@ -156,7 +157,12 @@ class Server:
                 if worker is not None:
                     store.save_worker(worker)
         self._state = ClusterState(store, self._nodes)
-        cluster = SimpleNamespace(list_nodes=self._state.list_nodes, memory=SimpleNamespace(of=lambda *_: ()))
+        used = tuple(UsePoint(time.time() - 30 * i, 50.0 + i % 40, 40_000) for i in reversed(range(240)))
+        cluster = SimpleNamespace(
+            list_nodes=self._state.list_nodes,
+            memory=SimpleNamespace(of=lambda *_: ()),
+            meter=SimpleNamespace(of=lambda *_: used),
+        )
         source = LocalPages(store, self._state, cast("LocalCluster", cluster))
         self._page = PageServer(home, source, AuditLog(home.audit_file))
         return (await self._page.open()).url

@@ -36,7 +36,7 @@ INTERVAL_S: Final = 5.0
 """A driver keeps the samples of about 20 s."""
 
 UNREPORTED_S: Final = 15.0
-"""For how long a driver or a worker elsewhere may report nothing: drivers keep samples longer, so the next report has all."""
+"""For how long a driver, or a worker elsewhere, may report nothing: it keeps its samples longer, so none is lost."""
 
 log = logging.getLogger(__name__)
 
