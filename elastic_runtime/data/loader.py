@@ -281,8 +281,9 @@ class IndexedLoader(ElasticLoader):
         step, micro = self._first_step()
         self._reseed()
         self._batches.of_span = iter([self._indices(self._order, step, micro)])
+        before = self._loop.position.epoch * self.length
         for second in self.seconds:
-            second.follow([(self._loop.position.epoch * self.length + step.start, micro)], self._loop.position.step)
+            second.follow(iter([(before + step.start, micro)]), self._loop.position.step)
         yield micro, next(iter(self._inner))
 
     def _indices(self, order: Sequence[int], step: Step, micro: MicroBatch) -> Sequence[int]:

@@ -200,7 +200,7 @@ class Generations:
         if self.shard_size is None:
             return
         if rank == 0:
-            store.set("shard_size", str(self.shard_size).encode())
+            store.set("shard_size", str(self.shard_size))
         else:
             check_shard_size(self.shard_size, int(store.get("shard_size")))
 

@@ -56,7 +56,7 @@ def test_every_worker_is_in_one_group_whose_members_hold_no_more_than_they_were_
 def test_a_worker_with_groups_of_another_size_is_refused_by_name() -> None:
     """Its groups would never be complete, and it would wait for them."""
     store = HashStore()
-    store.set("shard_size", b"2")  # as rank 0 does
+    store.set("shard_size", "2")  # as rank 0 does
     worker = Generations("w1", lambda _: store, lambda *_, **__: None, lambda *_, **__: None, lambda: "gloo")
     worker.shard_size = 0
     worker.on_order(Order("Recover", 1, ("w0", "w1")))

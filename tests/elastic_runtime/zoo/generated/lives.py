@@ -277,7 +277,7 @@ class Events:
             leave(session, epoch)
 
         Session.begin_iteration, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
-        Session.end_iteration = ended  # type: ignore[method-assign]
+        Session.end_iteration = ended  # type: ignore[method-assign, assignment]
 
     def _at_step(self, session: Session, step: int) -> None:
         if self._life.crashes:
