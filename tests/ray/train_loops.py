@@ -22,7 +22,7 @@ from tests.polling import pace
 
 SAMPLES, BATCH = 256, 16
 STEPS_PER_EPOCH = SAMPLES // BATCH
-PART, STREAM_PART = 40, 3
+PART, STREAM_PART = 40, 20
 """What happens to a training in between takes a second on a quiet machine, and minutes on a busy one."""
 
 
@@ -115,7 +115,7 @@ def over_rows(_config: dict[str, Any]) -> list[int]:
     return sorted(seen)
 
 
-ROWS, STREAM_EPOCHS = 56, 4
+ROWS, STREAM_EPOCHS = 320, 4
 
 
 def drawn(batch: dict[str, Any]) -> dict[str, Any]:
