@@ -225,7 +225,7 @@ class Cycle:
         for queue, reserved in timed.items():
             failed: set[Shape] = set()
             shapes = self.shapes.get(queue, queue.waiting)
-            for job in overtaking(queue, shapes, reserved.starts_by - self.now):
+            for job in overtaking(queue, shapes, reserved.starts_by - self.now, self.use_of):
                 assert job.filed is not None
                 served = job in self.touched or job in self.victims or job is reserved.job
                 if not served and job.filed[0] not in failed and not self._must_not_grow(job) and not self._fill(job):

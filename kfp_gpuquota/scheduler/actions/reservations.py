@@ -177,10 +177,11 @@ def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
     )
 
 
-def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float) -> list[Job]:
+def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float, use_of: Callable[[User], float]) -> list[Job]:
     """Return waiting jobs of the queue that would end within this time, in their order."""
+    order = partial(_order, queue, use_of)
     entries = (entry for shape in shapes if shape.starts for entry in queue.waiting.get(shape, ()))
-    found = sorted((entry for entry in entries if entry[1].most_s <= within_s), key=_order)
+    found = sorted((entry for entry in entries if entry[1].most_s <= within_s), key=order)
     return [job for _, job in found[:MOST_FILLED] if not job.active]
 
 
