@@ -323,5 +323,5 @@ def test_workers_measure_the_same_as_one_alone_through_a_growth_and_a_loss(tmp_p
     for step, (noise, scaled) in (first | second).items():
         assert noise == (None if alone[step][0] is None else pytest.approx(alone[step][0], rel=1e-3)), step
         assert scaled == alone[step][1] == step, step
-    assert all(report.batch_size == 16 for report in reports)
+    assert all(report.batch_size == 16 and report.metrics["gain"] == 1.0 for report in reports)
     assert reports[-1].noise_scale == pytest.approx(alone[39][0], rel=0.2)
