@@ -312,7 +312,7 @@ def listed(client: KubernetesClient) -> Used:
     devices = Counter(pod for pods in view.held.values() for pod in pods)
     (row,) = [one for one in view.resources if one.name == RESOURCE]
     assert row.count == 4
-    return {RESOURCE: row.held, labels.GPU_RESOURCE: dict(devices)}
+    return {RESOURCE: row.held, labels.GPU_RESOURCE: {**devices}}
 
 
 def test_lists_and_the_page_show_what_is_allocated(world: Controlled, tmp_path: Path) -> None:
