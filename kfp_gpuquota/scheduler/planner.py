@@ -193,10 +193,10 @@ def _move(copy: Task, cycle: Cycle) -> Move:
 def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
     leaving = [
         other
-        for task in tasks
+        for task, devices in [(task, set(task.devices)) for task in tasks]
         if task.node is not None
         for other in task.node.tasks
-        if other.status is Status.LEAVING and not set(task.devices).isdisjoint(other.devices)
+        if other.status is Status.LEAVING and not devices.isdisjoint(other.devices)
     ]
     if not leaving:  # devices are idle, but CPU, memory or the pod limit may be used up
         needs_more = [t.node for t in tasks if t.node is not None and (t.request.counted or t.node.special)]

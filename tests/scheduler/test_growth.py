@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.scheduler import ProgressReported
-from kfp_gpuquota.scheduler.actions.growth import LONGEST_S, Sizes, allocate, worth
-from kfp_gpuquota.scheduler.state.model import GPU, Job, Queue, Request
+from kfp_gpuquota.scheduler.actions.growth import LONGEST_S, Donors, Sizes, allocate, worth
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Queue, Request, Task
 from kfp_gpuquota.scheduler.state.progress import Scaling
 from tests.scheduler.world import World
 
@@ -409,3 +409,30 @@ def test_whatever_is_reported_sizes_settle_within_bounds_and_guarantees_are_obta
         world.settle()
         if held == 0:
             assert world.size("needy") == capacity // 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_hosts_of_workers_that_may_leave_are_those_of_a_search_through_all(seed: int) -> None:
+    """`Donors` counts again only where a worker has left, against sorting all workers for each that leaves."""
+    random = Random(seed)
+    hosts = [Host(name=f"n{i}", devices=()) for i in range(random.randint(1, 6))]
+    jobs = [trained({}) for _ in range(random.randint(1, 6))]
+    spare = {job: [_worker(job, random.choice(hosts)) for _ in range(random.randint(0, 5))] for job in jobs}
+    grower = trained({})
+    grower.hosts = {host: random.randint(1, 2) for host in hosts if random.random() < 0.4}
+    donors = Donors(jobs, lambda job: list(spare[job]))
+    while left := [job for job in jobs if spare[job]]:
+        found: dict[Host, list[Task]] = {}
+        for task in [task for job in jobs for task in spare[job]]:
+            assert task.node is not None
+            found.setdefault(task.node, []).append(task)
+        ordered = sorted(found, key=lambda host: (-grower.hosts.get(host, 0), -len(found[host]), host.name))
+        assert list(donors.hosts_for(grower)) == ordered
+        assert [donors.on(host) for host in ordered] == [found[host] for host in ordered]
+        loser = random.choice(left)
+        spare[loser] = random.sample(spare[loser], random.randint(0, len(spare[loser]) - 1))
+        donors.update([loser])
+
+
+def _worker(job: Job, host: Host) -> Task:
+    return Task(job=job, request=job.request, index=0, node=host)

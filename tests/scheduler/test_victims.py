@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from kfp_gpuquota.api import Device, Node, ReasonCode
 from kfp_gpuquota.scheduler import NodeChanged, WorkerGone
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
+from kfp_gpuquota.scheduler.placement.units import Attempt, Mode, Whole, cheapest_whole, needed_on, units_on
+from kfp_gpuquota.scheduler.state.groups import next_tasks
 from tests.scheduler.world import World
 
 
@@ -172,3 +178,23 @@ def test_nobody_is_stopped_for_a_gang_whose_place_another_job_would_take() -> No
     world.settle()
     world.project("b", 0, over_quota_weight=0.0)
     world.settle()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_victims_of_a_host_are_added_up_as_one_by_one(seed: int) -> None:
+    """`cheapest_whole`, which many equal reclaims use, against the search that tries each set of units."""
+    random = Random(seed)
+    world = world_of(8, greedy=random.choice([0, 3]), owner=8)
+    for i in range(8):
+        world.submit(f"j{i}", "greedy", random.choice([1, 1, 2, 3]), priority=random.choice([40, 50, 60]))
+    world.settle()
+    ledger = world.state.ledger
+    for pool in ledger.pools:
+        assign_shares(ledger.roots(pool), ledger.capacity(pool))
+    job = world.state.jobs[world.submit("needy", "owner", random.randint(1, 8))]
+    tasks, host = next_tasks(job), ledger.hosts["n0"]
+    attempt = Attempt(ledger, job, tasks, Mode.RECLAIM, quota.total(ledger, tasks))
+    units = units_on(attempt, host)
+    whole = Whole.of(attempt, host, units)
+    assert whole is not None
+    assert cheapest_whole(attempt, host, tasks[0], whole) == needed_on(attempt, host, tasks[0], units)

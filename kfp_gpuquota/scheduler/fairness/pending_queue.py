@@ -275,7 +275,8 @@ class PendingQueue:
             if queue not in self._queues and queue.waiting and self._useful(queue):
                 self._queues[queue] = self._new_groups(queue)
         for above in sorted({each for queue in self._changed for each in queue.path}, key=_depth, reverse=True):
-            self._enter(above)
+            if above.children or above in self._queues:
+                self._enter(above)
         self._changed.clear()
 
     def _enter(self, queue: Queue) -> None:

@@ -95,18 +95,6 @@ def rivals(one: Queue, other: Queue) -> tuple[Queue, Queue] | None:
 
 def within_guarantee(queue: Queue, amount: Amount) -> bool:
     """Return whether the queue stays within its guaranteed quota with `amount` more."""
-    guarantee = queue.guarantee
-    return all(queue.claim(r) + value <= guarantee[r] for r, value in enumerate(amount) if value)
-
-
-def may_lose(victim: Queue, taken: Amount, amount: Amount, *, guaranteed: bool) -> bool:
-    """Return whether the sibling queue can lose more after it has lost `taken`.
-
-    A job within its queue's guaranteed quota may reclaim all above the victim's guaranteed quota; a job above it only
-    what is above the victim's fair share.
-    """
-    for r, value in enumerate(amount):
-        left = victim.claim(r) - taken[r]
-        if value and left > (victim.guarantee[r] if guaranteed else victim.keeps[r]):
-            return True
-    return False
+    deserved, granted, held, lent = queue.deserved, queue.granted, queue.held, queue.lent
+    claims = [(r, held[r] - lent[r] + value) for r, value in enumerate(amount) if value]
+    return all(claim <= deserved[r] and claim <= granted[r] for r, claim in claims)

@@ -72,11 +72,11 @@ class Finder:
         """Return the host with the cheapest victims for the task, and these victims; None where there is none."""
         self._refresh(attempt, task)
         while True:
-            tops = [(self._rank(attempt, queue, heap[0]), queue) for queue, heap in self._heaps.items() if heap]
-            if not tops:
+            heaps = [(queue, heap[0]) for queue, heap in self._heaps.items() if heap]
+            if not heaps:
                 return None
-            _, queue = min(tops, key=lambda top: top[0])
-            found = self._check(attempt, task, queue)
+            first = heaps[0] if len(heaps) == 1 else min(heaps, key=lambda top: self._rank(attempt, *top))
+            found = self._check(attempt, task, first[0])
             if found is not None:
                 return found
 
@@ -84,10 +84,11 @@ class Finder:
         """Return the top entry of the queue's heap if it is valid; else correct or drop it, and return None."""
         heap = self._heaps[queue]
         _, _, version, host, chosen, sizes = heap[0]
-        if version == host.version and sizes == _sizes(chosen) and all_allowed(attempt, chosen):
+        is_present = version == host.version
+        if is_present and sizes == _sizes(chosen) and all_allowed(attempt, chosen):
             return host, chosen
         heappop(heap)
-        if version == host.version:
+        if is_present:
             better = self._needed_on(attempt, host, task)
             if better is None:
                 self._dropped.append(host)
@@ -148,18 +149,18 @@ def _are_whole(units: list[Unit], host: Host) -> bool:
         job = unit.job
         if unit.stage is not Stage.WHOLE or job.queue is not units[0].job.queue or job.surplus > job.lent:
             return False
-        if any([task.node is not host for task in unit.tasks]):
+        if any(task.node is not host for task in unit.tasks):
             return False
     return True
 
 
 def _sizes(chosen: list[Unit]) -> tuple[int, ...]:
     """Return the numbers of workers of the units' jobs on all hosts, on which the units' cost depends."""
-    return tuple(unit.job.active for unit in chosen)
+    return (chosen[0].job.active,) if len(chosen) == 1 else tuple([unit.job.active for unit in chosen])
 
 
 def _cost(chosen: list[Unit], host: Host) -> Cost:
     """Return the value of the most expensive unit without its queue, the number of victims, and the host's name."""
     dearest = chosen[-1].key
     key = (dearest[0], (), *dearest[2:])
-    return (key, sum(len(u.tasks) for u in chosen), host.name)
+    return (key, sum([len(u.tasks) for u in chosen]), host.name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.groups import loose
-from kfp_gpuquota.scheduler.state.model import NOTHING, Amount, Host, Job, Queue, Status, Task
+from kfp_gpuquota.scheduler.state.model import Amount, Host, Job, Queue, Status, Task
 from kfp_gpuquota.scheduler.state.order import dominant_share
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Attempt:
     limited: bool = False
 
     def __post_init__(self) -> None:
-        self.within = frozenset(q for q in self.job.queue.path if quota.within_guarantee(q, self.amount))
+        self.within = frozenset([q for q in self.job.queue.path if quota.within_guarantee(q, self.amount)])
 
     def evictable(self, task: Task) -> bool:
         """Return whether the task runs, or was only promised its placement."""
@@ -95,9 +95,13 @@ class Attempt:
             found = (None, 0, ())
         else:
             reclaimer, victim = levels
-            keeps = victim.guarantee if reclaimer in self.within else victim.keeps
-            needed = ((r, victim.claim(r), keeps[r]) for r, value in enumerate(self.amount) if value)
-            found = (victim, victim.version, tuple(needed))
+            needed = [r for r, value in enumerate(self.amount) if value]
+            if reclaimer in self.within:
+                kept = [min(victim.deserved[r], victim.granted[r]) for r in needed]  # its guarantee
+            else:
+                kept = [victim.keeps[r] for r in needed]
+            resources = [(r, victim.claim(r), keeps) for r, keeps in zip(needed, kept, strict=True)]
+            found = (victim, victim.version, tuple(resources))
         self.margins[queue] = found
         return found
 
@@ -146,16 +150,10 @@ class Whole(NamedTuple):
 
     def present(self, attempt: Attempt, host: Host) -> Whole | None:
         """Return the record without what was evicted since; None if anything else has changed."""
-        for unit in self.units:
-            if unit.job.active != len(unit.tasks):
-                break
-        else:
-            if self.version == host.version:
-                return self
-        left = [unit for unit in self.units if attempt.evictable(unit.tasks[0])]
-        if any([unit.job.active != len(unit.tasks) for unit in left]):
-            return None
-        return Whole.of(attempt, host, left)
+        left = [unit for unit in self.units if unit.job.active == len(unit.tasks) and attempt.evictable(unit.tasks[0])]
+        if len(left) < len(self.units) or self.version != host.version:
+            return Whole.of(attempt, host, left)
+        return self
 
 
 def cheapest_whole(attempt: Attempt, host: Host, task: Task, whole: Whole) -> list[Unit] | None:
@@ -169,7 +167,7 @@ def cheapest_whole(attempt: Attempt, host: Host, task: Task, whole: Whole) -> li
     if attempt.mode is Mode.RECLAIM:
         victim, _, resources = attempt.margin(whole.units[0].job.queue)
         # The task requests devices alone.
-        if victim is None or not any([holds - whole.before[last] > keeps for _, holds, keeps in resources]):
+        if victim is None or not any(holds - whole.before[last] > keeps for _, holds, keeps in resources):
             return None
     spare = whole.freed[last] - capacity.short
     return _without_unneeded(whole.units[: last + 1], spare) if last else whole.units[:1]
@@ -298,7 +296,11 @@ def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> 
 
 
 def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:
-    """Return whether the queue, after losing the units `before`, holds more than it keeps and may lose this one."""
+    """Return whether the queue, after losing the units `before`, holds more than it keeps and may lose this one.
+
+    A job within its queue's guaranteed quota may reclaim all above the victim's guaranteed quota; a job above it only
+    what is above the victim's fair share.
+    """
     if unit.stage is Stage.LENT or attempt.mode is not Mode.RECLAIM:
         return True
     victim, _, resources = attempt.margin(unit.job.queue)
