@@ -404,8 +404,9 @@ def test_a_process_that_ends_between_two_requests_costs_no_promise(
     world.project("owner", sum(nodes))
     world.project("borrower")
     for i, (gpus, more, workers) in enumerate(borrowers):
-        fields = {"gpus_per_worker": 1} if workers else {}
-        world.submit(f"b{i}", "borrower", gpus, 1 if more else None, gpus + more if more else None, **fields)
+        each = 1 if workers else None
+        most = gpus + more if more else None
+        world.submit(f"b{i}", "borrower", gpus, 1 if more else None, most, gpus_per_worker=each)
     world.settle()
     for i, gpus in enumerate(owners):
         world.submit(f"o{i}", "owner", min(gpus, max(nodes)))

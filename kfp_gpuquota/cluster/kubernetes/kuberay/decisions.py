@@ -110,7 +110,8 @@ class Decisions:
 
     def _leaving(self, unit: Unit, workers: Iterable[str], reason: Reason) -> list[Slot]:
         """Mark the workers as leaving, and announce it on their pods; return those that have pods."""
-        now, leaving = self._set.ledger.now(), []
+        now = self._set.ledger.now()
+        leaving: list[Slot] = []
         for slot in [unit.slots[worker] for worker in workers if worker in unit.slots]:
             if slot.pod is None or slot.pod.stage is Stage.WAITING:
                 self._withdraw(unit, slot)
