@@ -114,7 +114,7 @@ _REQUESTS = """
 path, requests = json.load(sys.stdin)
 answers = []
 for method, target, body in requests:
-    connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection("localhost", timeout=60)
     connection.sock = socket.socket(socket.AF_UNIX)
     try:
         connection.sock.connect(path)
