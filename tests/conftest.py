@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home, private
 from kfp_gpuquota.cluster.local.start import READY, await_stop, start_with
 from kfp_gpuquota.errors import NotFoundError
-from tests import forked, programs
+from tests import forked, programs, script_server
 from tests.distribution import Distribution
 from tests.polling import TIMEOUT_S, until
 from tests.reporting import Reporting
@@ -191,8 +191,6 @@ def embedded_cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
 @pytest.fixture(scope="session")
 def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """What begins the command of a script with torch, in place of the interpreter: its process is a forked one."""
-    from tests import script_server  # noqa: PLC0415 (imports torch)
-
     with script_server.running(tmp_path_factory.mktemp("scripts") / "socket") as python:
         yield python
 
@@ -200,6 +198,13 @@ def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[st
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Distribution(config))
     config.pluginmanager.register(Reporting())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m slow` import the modules only that have slow tests: each worker would import three times as many."""
+    if config.option.markexpr != "slow" or not collection_path.name.startswith("test_"):
+        return None
+    return "slow" not in collection_path.read_text() or None
 
 
 @pytest.hookimpl(trylast=True)

@@ -22,9 +22,6 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch._dynamo  # noqa: F401 (what the scripts import)
-
-import elastic_runtime.loop.job  # noqa: F401
 from tests import forked, script_client
 
 if TYPE_CHECKING:
@@ -76,6 +73,11 @@ def running_with(path: Path, environment: dict[str, str]) -> Iterator[tuple[str,
 
 def main(arguments: list[str]) -> None:
     """Accept scripts until the process is killed. Prints a line when it listens."""
+    # What the scripts import. A worker process of the tests has no use for it: it is two seconds of CPU.
+    import torch._dynamo  # noqa: F401, PLC0415
+
+    import elastic_runtime.loop.job  # noqa: F401, PLC0415
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(arguments[0])
