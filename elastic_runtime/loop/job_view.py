@@ -115,6 +115,8 @@ class JobView:
 
     def report(self, **metrics: float) -> None:
         """Write the script's own figures (loss, accuracy) to the report file; send them with the next progress."""
+        if self._session is not None and self._session.reruns:
+            return  # of a step that was reported before
         self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
 
     def on_report(self, callback: Callable[..., object]) -> Callable[..., object]:

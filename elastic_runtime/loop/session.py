@@ -66,7 +66,7 @@ class Session(StepCalls):
         self._restored: Position | None = None  # of the state, while the script runs to work that others are in
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
-        self._before_rerun: tuple[Position, dict[str, Any]] | None = None
+        self._before_rerun: tuple[Position, frozenset[torch.nn.Parameter]] | None = None
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self._iteration = 0  # its number: micro-batches of different steps may be one object
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
@@ -269,10 +269,11 @@ class Session(StepCalls):
             self._member.save_if_due(self._state)
         self._change_membership()
         self.catching_up |= self.position.epoch != epoch
-        self.reruns = within and self._keeps_epochs and not self.whole_epochs and self._is_over(epoch)
         if self._step.observer:
             self._step.observer.entered()
         self._remember()
+        if within and self._keeps_epochs and not self.whole_epochs and self._is_over(epoch):
+            self._plan_rerun()
         return epoch
 
     def _is_over(self, epoch: int) -> bool:
@@ -352,29 +353,39 @@ class Session(StepCalls):
         self.catching_up = self._went_back = self._state.resumed = False
         return self._iteration
 
-    def _begin_rerun(self, micro_batch: MicroBatch) -> None:
-        """Begin an iteration without effect, of a worker that resumes where all steps of an epoch are applied.
+    def _plan_rerun(self) -> None:
+        """Let the loop have one iteration without effect: this worker resumes where all steps of an epoch are applied.
 
         What follows the loop then finds what an iteration leaves: a loss, a count of batches to divide by. It is as the
         rest of an iteration whose step others have applied. What the script does in it by itself is undone.
         """
         self._member.stable_state.end()
-        whole = self._member.sharding is None  # a copy of shards may not fit
-        self._before_rerun = self.position, self._epoch_start.middle(whole=whole)
+        self.reruns, self._before_rerun = True, (self.position, self._step.zeros())
+        self._epoch_start.begin_rerun(whole=self._member.sharding is None)  # a copy of shards may not fit
+
+    def _begin_rerun(self, micro_batch: MicroBatch) -> None:
         self._step.begin(micro_batch, self.loader.order_checksum)
         self._step.revert()
         self._step.take_over()
         self.catching_up = True
 
     def _end_rerun(self) -> None:
-        self.reruns = False
-        if self._before_rerun is None:
-            return
-        (position, kept), self._before_rerun = self._before_rerun, None
+        assert self._before_rerun is not None
+        (position, zeros), self.reruns, self._before_rerun = self._before_rerun, False, None
         if position == self.position:  # else a loss has led back to an earlier state
             self.catching_up = False
-            self._epoch_start.put_back(kept)
+            self._step.set_zeros(zeros)
+            self._mode.restore()
+            self._epoch_start.end_rerun()
+            self._note_loop_end()
         self._remember()
+        if self.rerun_failed:
+            self.rerun_failed = False
+            self._plan_rerun()
+
+    def _note_loop_end(self) -> None:
+        if self._keeps_epochs:
+            self._epoch_start.end()
 
     def _watch(self, micro_batch: MicroBatch) -> None:
         """Run the watches of the first iterations."""
@@ -411,6 +422,7 @@ class Session(StepCalls):
                 return True
             self._count(micro)
         if not self.loader.has_more(self.position):
+            self._note_loop_end()
             self._remember()
             # a joiner should begin with a whole epoch, and a resume after what follows the loop: switch and save wait
             return not self.counts_gain or self.last_step is None  # else what was planned to follow does not
@@ -458,8 +470,10 @@ class Session(StepCalls):
         """End an iteration in which the loop was left (this one: a generator may be closed long after). A step counts
         if it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
-        if iteration is not None and iteration != self._iteration:
-            return
+        if iteration is not None:
+            if iteration != self._iteration:
+                return
+            self._member.stable_state.end()
         self._member.end_work()
         step, micro = self._step, self._step.micro
         counts = step.state in UNCOUNTED
@@ -470,6 +484,8 @@ class Session(StepCalls):
             self._count(micro)
         if self.reruns:
             self._end_rerun()
+        elif iteration is not None:
+            self._note_loop_end()
 
     def _count(self, micro: MicroBatch) -> None:
         """Count a step as applied."""

@@ -316,6 +316,15 @@ class GlobalStep:
         self._shows_zeros = True
         self._set_zeros(lambda parameter: parameter.requires_grad)
 
+    def zeros(self) -> frozenset[torch.nn.Parameter]:
+        """Return the parameters that have a gradient: between two steps it is zero."""
+        return frozenset(parameter for _, parameter in self._training.parameters() if parameter.grad is not None)
+
+    def set_zeros(self, parameters: frozenset[torch.nn.Parameter]) -> None:
+        """Set zero gradients on these parameters, and remove those of all others."""
+        self._shows_zeros = False
+        self._set_zeros(lambda parameter: parameter in parameters)
+
     def _set_zeros(self, wanted: Callable[[torch.nn.Parameter], bool]) -> None:
         sparse = sparse_parameters(self._training.model)
         for _, parameter in self._training.parameters():
@@ -329,13 +338,15 @@ class GlobalStep:
         self._change(StepTrigger.TAKEN_OVER)
         self._mode.completed(self._training.position.step - 1)
 
-    def out_of_memory(self, error: BaseException | None) -> bool:
-        """Revert an iteration that ran out of memory, to repeat it in halves; False if that is impossible.
+    def out_of_memory(self, error: BaseException | None, *, reruns: bool = False) -> bool:
+        """Revert an iteration that ran out of memory, to repeat it in halves; False if that is impossible. `reruns`: it
+        is one without effect.
 
         CollectiveError where gradients of it are under way already: the others have to repeat the step as well.
         """
         micro = self.micro
-        if micro is None or self.state not in _RETRYABLE or error is None or not is_out_of_memory(error):
+        retryable = reruns or self.state in _RETRYABLE
+        if micro is None or not retryable or error is None or not is_out_of_memory(error):
             return False
         if self._mode.lockstep:
             error.add_note("with shard= all workers iterate in step: lower max_batch_per_gpu")

@@ -35,6 +35,7 @@ class StepCalls:
         self._step = step
         self.catching_up = False
         self.reruns = False  # an iteration of a step that was applied before this process began
+        self.rerun_failed = False  # it did not fit into memory
         self.watches: list[LoopWatch] = []
 
     @property
@@ -96,4 +97,7 @@ class StepCalls:
 
     def out_of_memory(self, error: BaseException | None) -> bool:
         """Return whether the iteration did not fit, and is going to be repeated in halves."""
+        if self.reruns:
+            self.rerun_failed = self._step.out_of_memory(error, reruns=True)
+            return self.rerun_failed
         return self._repeating(partial(self._step.out_of_memory, error)) is not False

@@ -134,7 +134,11 @@ class ReplicatedCheckpoints(BackgroundWriter):
             return True
         with self._lock:
             self.settle()
-            return standing_still(lambda: self._start_writing(position, capture))
+            began, copied = time.monotonic(), []
+            if not standing_still(lambda: copied.append(self._copied(capture()))):
+                return False
+            self._start(began, partial(self._write, position, copied[0]))
+            return True
 
     def save_now(self, position: Position, capture: Callable[[], dict[str, Any]]) -> None:
         """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
@@ -145,11 +149,9 @@ class ReplicatedCheckpoints(BackgroundWriter):
             if self._written != position:  # an epoch's end and the next one's beginning are one step
                 self._write(position, capture(), 0.0)
 
-    def _start_writing(self, position: Position, capture: Callable[[], dict[str, Any]]) -> None:
-        began = time.monotonic()
-        skeleton, tensors = pack(capture())
-        state = unpack(skeleton, self._copies.take(tensors))
-        self._start(began, partial(self._write, position, state))
+    def _copied(self, state: dict[str, Any]) -> Any:
+        skeleton, tensors = pack(state)
+        return unpack(skeleton, self._copies.take(tensors))
 
     def _write(self, position: Position, state: object, stall_ms: float) -> None:
         save = partial(checkpoint.save, self.directory, position.step, state, keep=self._keep)
@@ -221,11 +223,16 @@ class Checkpoints:
             self._replicated.save_if_due(state.position, partial(self._capture, state))
 
     def now(self, state: TrainingState) -> None:
-        """Save before returning."""
+        """Save before returning, unless the code after the loader's loop has changed parameters or moments."""
         if self.sharding:
             self.sharding.saves.save_now()
-        else:
+        elif _is_intact(state):
             self._replicated.save_now(state.position, partial(self._capture, state))
+        else:
+            _log.warning(
+                "the code after the loader's loop was interrupted, and has changed parameters or optimizer state: they "
+                "are not saved, and the steps since the last checkpoint are trained again"
+            )
 
     def in_time(self, state: TrainingState, mode: Mode, stable_state: StableState, *, leader: bool) -> bool:
         """From another thread: rank 0 saves the state of the beginning of a step that takes long. Whether that is all.
@@ -233,11 +240,16 @@ class Checkpoints:
         With sharded state all workers do, and stay ready to do so in the next step, which others may have reached.
         """
         if self.sharding and self.sharding.checkpoints.directory:
-            self.sharding.saves.save_in_time(mode.rewound, stable_state.use)
+            if _is_intact(state):
+                self.sharding.saves.save_in_time(lambda now: _rewound(state, mode.rewound(now)), stable_state.use)
             return False
-        if self.sharding or not leader:
+        if self.sharding or not leader or not _is_intact(state):
             return True
-        return self._replicated.save_soon(state.position, lambda: mode.rewound(self._capture(state)), stable_state.use)
+
+        def use(copy: Callable[[], None]) -> bool:
+            return stable_state.use(copy) and _is_intact(state)  # the script may have changed it meanwhile
+
+        return self._replicated.save_soon(state.position, lambda: mode.rewound(self._capture(state)), use)
 
     def settle(self) -> None:
         """Return when nothing is being written any more."""
@@ -246,7 +258,17 @@ class Checkpoints:
             self.sharding.checkpoints.settle()
 
     def _capture(self, state: TrainingState) -> dict[str, Any]:
-        return {**state.capture(), "streams": self._streams.capture()}
+        return _rewound(state, {**state.capture(), "streams": self._streams.capture()})
+
+
+def _is_intact(state: TrainingState) -> bool:
+    """Return whether the state, or that of the end of the loader's loop, is the one to continue from."""
+    return state.between_loops is None or state.between_loops.is_intact()
+
+
+def _rewound(state: TrainingState, captured: dict[str, Any]) -> dict[str, Any]:
+    """Return a captured state, while the code after the loader's loop runs that of the loop's end."""
+    return captured if state.between_loops is None else state.between_loops.rewound(captured)
 
 
 def _tensors(parts: Parts) -> list[torch.Tensor]:

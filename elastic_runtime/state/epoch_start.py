@@ -13,11 +13,16 @@ the epoch while the code runs again; a copy is made to put them back, if the cod
 Rejected: a copy of the whole state in each epoch (twice the memory, and checkpoints twice as large); schedulers and
 optimizers that do not act there (a rate, a buffer or a weight that is set by hand would still change twice); refusing
 such code (half of all scripts have some).
+
+The code after the loader's loop runs again, too, if the state of the loop's end is saved while it runs. So a copy of
+what is small is kept at the loop's end, and saved in place of what that code has changed since. If it has changed
+parameters or moments (weights that are exchanged for an evaluation), nothing is saved: see LoopEnd.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -29,8 +34,9 @@ from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.torch_internals.modules import writes_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from elastic_runtime.plan.position import Position
     from elastic_runtime.state.random_streams import RandomStreams
     from elastic_runtime.state.training_state import TrainingState
 
@@ -80,11 +86,11 @@ class EpochStart:
         resumed, state.resumed, self._running = state.resumed, False, True
         self._kept = self._replayed = None
         if resumed and start is None:  # a checkpoint of an older version
-            self._kept = self.middle(whole=True)
+            self._kept = self._middle(whole=True)
         elif resumed and start is not None and start["epoch"] == state.position.epoch:
             self._replayed = list(start["results"])
             if start["entered"]:
-                self._kept = self.middle(whole=start["changes"])
+                self._kept = self._middle(whole=start["changes"])
                 self._streams.load(start["streams"])  # those of this worker are put back
             self._apply(start["small"])
         else:
@@ -111,12 +117,33 @@ class EpochStart:
                 "or resumed in the middle of the epoch, and did not when the epoch began; it must do the same whenever "
                 "an epoch is entered: decide on the epoch, or on an object that job.track carries"
             )
-        self.put_back(kept)
+        self._put_back(kept)
         return True
 
     def leave(self) -> None:
         """The state is that of an earlier epoch, after a loss: what the code does up to its loop is of no account."""
         self._running, self._replayed, self._kept = False, None, None
+
+    def begin_rerun(self, *, whole: bool) -> None:
+        """An iteration without effect comes next. `whole`: the script may change parameters and moments in it."""
+        self._kept, self._marks = self._middle(whole=whole), self._checksums()
+
+    def end_rerun(self) -> None:
+        """Undo what the script did in that iteration. LoopError for what cannot be undone."""
+        kept, self._kept = self._kept, None
+        assert kept is not None
+        if kept["whole"] is None and self._marks != self._checksums():
+            raise LoopError(
+                "the loop changed sharded parameters or optimizer state beside optimizer.step(), in an iteration that "
+                "is run again without effect, because the training resumes at the end of an epoch; let the optimizer "
+                "do it: optimizer.register_step_post_hook"
+            )
+        self._put_back(kept)
+
+    def end(self) -> None:
+        """The loader's loop ends: what is saved until the next epoch begins is the state of now."""
+        kept = self._middle(whole=False)
+        self._state.loop_end = LoopEnd(self._state.position, kept, self._checksums(), self._checksums)
 
     # Results of job.repeat
 
@@ -153,9 +180,9 @@ class EpochStart:
         except StateError:
             start["results"].append(_UNSENDABLE)
 
-    # The state of the middle of the epoch
+    # Inside
 
-    def middle(self, *, whole: bool) -> dict[str, Any]:
+    def _middle(self, *, whole: bool) -> dict[str, Any]:
         """Return a copy of what the script can change; `whole`: with parameters and moments."""
         return {
             "small": self._small(),
@@ -163,16 +190,14 @@ class EpochStart:
             "whole": _copied(self._large()) if whole else None,
         }
 
-    def put_back(self, kept: dict[str, Any]) -> None:
-        """Set what `middle` returned."""
+    def _put_back(self, kept: dict[str, Any]) -> None:
+        """Set what `_middle` returned."""
         self._apply(kept["small"])
         if kept["whole"] is not None:
             self._load_large(kept["whole"])
         self._streams.load(kept["streams"])
         if self._state.kept_gradients:
             self._state.kept_gradients.put_back(self._state.model)
-
-    # Inside
 
     def _optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
         for name, part in self._state.parts:
@@ -211,12 +236,15 @@ class EpochStart:
                 part.load_state_dict(copy.deepcopy(small["parts"][name]))
         self._buffers.load_transient(small["buffers"])
 
+    def _large_parts(self) -> dict[str, dict[str, Any]]:
+        states = ((name, part, part.state_dict()) for name, part in self._others())
+        return {n: state for n, part, state in states if isinstance(part, torch.nn.Module) or not _is_small(state)}
+
     def _large(self) -> dict[str, Any]:
-        modules = {n: part.state_dict() for n, part in self._others() if isinstance(part, torch.nn.Module)}
         return {
             "parameters": [parameter.detach() for _, parameter in self._state.parameters()],
             "optimizers": {name: part.state_dict() for name, part in self._optimizers()},
-            "modules": modules,
+            "modules": self._large_parts(),
         }
 
     @torch.no_grad()
@@ -237,12 +265,38 @@ class EpochStart:
         a joiner computes it while the others wait for its first step.
         """
         kept = [list(part.state.values()) for _, part in self._optimizers()]
-        modules = [part.state_dict() for _, part in self._others() if isinstance(part, torch.nn.Module)]
-        tensors = pack([[parameter for _, parameter in self._state.parameters()], kept, modules])[1]
+        tensors = pack([[parameter for _, parameter in self._state.parameters()], kept, self._large_parts()])[1]
         parts = 1 if sum(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS else _SAMPLED
         sums = [_checksum(tensor, parts) for tensor in tensors if tensor.numel()]
         changes = [writes_to(tensor) for tensor in tensors]
         return [*changes, *torch.stack([each.cpu() for each in sums]).tolist()] if sums else changes
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """The state at the end of the loader's loop: `kept`, and checksums of the rest, which `checksums()` returns."""
+
+    position: Position
+    kept: dict[str, Any]
+    marks: list[int]
+    checksums: Callable[[], list[int]]
+
+    def is_intact(self) -> bool:
+        """Return whether what is not kept is unchanged: parameters, moments, averaged models."""
+        return self.marks == self.checksums()
+
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """Return a state that was captured since then as it was at the end of the loop."""
+        small = self.kept["small"]
+        parts = captured["parts"] | small["parts"]
+        for name, groups in small["groups"].items():
+            now = parts[name]["param_groups"]
+            parts[name] = parts[name] | {"param_groups": [g | then for g, then in zip(now, groups, strict=False)]}
+        changed = {"frozen": small["frozen"], "groups": small["names"], "parts": parts, "streams": self.kept["streams"]}
+        for tensors in ("model", "transient"):
+            values = captured[tensors]
+            changed[tensors] = values | {name: each for name, each in small["buffers"].items() if name in values}
+        return captured | changed
 
 
 _UNSENDABLE = "\0unsendable"

@@ -49,7 +49,8 @@ class KeptGradients:
                 trained.add(name)
             if parameter.grad is not None:
                 now.add(name)
-        self.cleared = bool(self._begun_with & trained) and not self._gradients.kept & trained
+        if self._of_step is None:  # else no step was complete since the last one began
+            self.cleared = bool(self._begun_with & trained) and not self._gradients.kept & trained
         self._of_step = self._begun_with = frozenset(now)
         self._loaded = None
 

@@ -18,6 +18,7 @@ from elastic_runtime.state.sparse_parameters import sparse_parameters, zero_grad
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from elastic_runtime.state.epoch_start import LoopEnd
     from elastic_runtime.state.kept_gradients import KeptGradients
 
 
@@ -75,8 +76,15 @@ class TrainingState:
     round_is_shared: bool = True  # and all others come to it, since the last loss of a sharded training
     awaited: bool = False  # others, the sender of the state among them, are in a round that this worker has not begun
     epoch_start: dict[str, Any] | None = None  # see EpochStart; None: nothing is kept
+    loop_end: LoopEnd | None = None  # of the newest loop over the loader that has come to its end
     resumed: bool = False  # the state was received or read, and no epoch was begun with it yet
     _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    @property
+    def between_loops(self) -> LoopEnd | None:
+        """The end of the loader's loop, while the code after it runs."""
+        end = self.loop_end
+        return end if end is not None and end.position == self.position else None
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Names and parameters, in order of definition, shared ones once."""

@@ -48,6 +48,9 @@ RIGHT = [
     ("mean_loss_printed_after+tracked_count_of_steps", "fast", "evict_after:1 with:2 kill:10:0"),
     ("last_losses_kept_after+batch_norm+by_global_steps", "exact", "crash_after:1 evict_after:2 evict_after:2"),
     ("mean_loss_over_all_workers_after+stream+evaluated_in_the_loop", "fast", "evict_after:4"),
+    ("weights_shrunk_after+noise_of_the_samples", "fast", "evict_after:1 evict_left:2"),
+    ("rate_lowered_at_the_epochs_end+tracked_count_of_epochs_after+adamw", "fast", "evict_left:1 with:2"),
+    ("extra_state+buffer_after+tracked_sum_that_is_large", "exact", "evict_left:1 evict_after:2"),
 ]
 
 

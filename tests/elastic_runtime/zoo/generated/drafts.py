@@ -44,6 +44,7 @@ class Draft:
     more_loss: Hook = field(default_factory=list)  # () -> a term, or (loss) -> loss by `scale_loss`
     scale_loss: Hook = field(default_factory=list)
     skips: Callable[[], bool] = lambda: False  # the iteration
+    leaves: Callable[[], bool] = lambda: False  # the loader's loop, as an iteration begins
     before_step: Hook = field(default_factory=list)  # ()
     after_step: Hook = field(default_factory=list)  # (loss)
     clear: Callable[[], object] | None = None  # the gradients; None: optimizer.zero_grad()
@@ -82,6 +83,8 @@ class Draft:
                     losses.append(float(loss))
             else:
                 for x, y in self.loader:
+                    if self.leaves():
+                        break
                     loss = self._backward(x, y)
                     self._apply(loss)
                     total, n = total + float(loss), n + 1

@@ -78,7 +78,7 @@ def history(random: Random) -> str:
 
 def _possible(size: int, *, alone: bool) -> list[str]:
     stops = ["stop", "stop", "stop_before", "stop_after"]
-    crashes = ["crash", "crash_after", "evict_after"] if alone else []
+    crashes = ["crash", "crash_after", "evict_after", "evict_left"] if alone else []
     changes = ["join"] * 3 if size < MOST_WORKERS else []
     return stops + crashes + changes + (["leave", "kill", "kill"] if size > 1 else [])
 
@@ -90,12 +90,12 @@ def _step_of(kind: str, step: int) -> int:
     """
     if kind.endswith("_before"):
         return (step // STEPS_AN_EPOCH + 1) * STEPS_AN_EPOCH
-    if kind.endswith("_after"):
+    if kind.endswith(("_after", "_left")):
         return step // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH - 1
     return step
 
 
 def _word(kind: str, step: int, rank: int) -> str:
-    if kind.endswith(("_before", "_after")):
+    if kind.endswith(("_before", "_after", "_left")):
         return f"{kind}:{step // STEPS_AN_EPOCH}"
     return f"{kind}:{step}:{rank}" if kind == "kill" else f"{kind}:{step}"

@@ -47,6 +47,7 @@ class History:
     epoch E's loader and its first step, or after the code that follows it; one worker resumes.
     crash:S, crash_after:E — the one worker dies there, and resumes from the checkpoint that is written after each step.
     evict_after:E — it gets SIGTERM as the code after epoch E's loader begins, and is killed once that state is saved.
+    evict_left:E — likewise at the end of that code, where it may have changed what is saved.
     """
 
     words: tuple[tuple[str, ...], ...]
@@ -274,6 +275,7 @@ class Events:
         def left(session: Session, epoch: int) -> None:
             self._at(session, "stop_after", epoch)
             self._at(session, "crash_after", epoch)
+            self._at(session, "evict_left", epoch)
             leave(session, epoch)
 
         Session.begin_iteration, Session.enter_epoch, Session.leave_epoch = begun, entered, left  # type: ignore[method-assign, assignment]
@@ -315,12 +317,22 @@ class Events:
 
 
 def _wait_for_save(session: Session) -> None:
-    """Get SIGTERM, and return when the thread that saves within the grace period has saved."""
+    """Get SIGTERM, and return when the thread that saves within the grace period has tried to."""
+    handler = session._member._preemption
+    assert handler is not None
+    assert handler._save is not None
+    save, tried = handler._save, threading.Event()
+
+    def saved() -> bool:
+        try:
+            return save()
+        finally:
+            tried.set()
+
+    handler.save_by(saved)
     setattr(preemption, "SAVE_AFTER_S", 0.0)  # noqa: B010
     os.kill(os.getpid(), signal.SIGTERM)
-    for thread in threading.enumerate():
-        if thread.name == "elastic-preempted":
-            thread.join(TIMEOUT_S)
+    tried.wait(TIMEOUT_S)
     session._member._checkpoints.settle()
 
 

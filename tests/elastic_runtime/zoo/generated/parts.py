@@ -724,6 +724,11 @@ def by_global_steps(s: Draft) -> None:
     s.by_global_steps = True
 
 
+@part("cut")
+def epochs_of_three_steps(s: Draft) -> None:
+    s.leaves = lambda: s.job.position.index == 3
+
+
 @part("cut", modes=("exact",))
 def in_three_shards(s: Draft) -> None:
     s.init["shards"] = 3
@@ -873,6 +878,36 @@ def tracked_count_of_epochs(s: Draft) -> None:
     s.prepared.append(lambda: s.job.track(counter=counter))
     s.prologue.append(lambda _: setattr(counter, "value", counter.value + 1))
     s.scale_loss.append(lambda loss: loss * 0.8**counter.value)
+
+
+@part("counter")
+def tracked_count_of_epochs_after(s: Draft) -> None:
+    counter = Counter()
+    s.prepared.append(lambda: s.job.track(counter=counter))
+    s.epilogue.append(lambda _: setattr(counter, "value", counter.value + 1))
+    s.scale_loss.append(lambda loss: loss * 0.8**counter.value)
+
+
+class LargeSum(Counter):
+    """More than is copied at an epoch's beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = torch.zeros((1 << 20) + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sum = state["sum"].clone()
+
+
+@part("counter")
+def tracked_sum_that_is_large(s: Draft) -> None:
+    large = LargeSum()
+    s.prepared.append(lambda: s.job.track(large=large))
+    s.after_step.append(lambda _: large.sum.add_(float(s.job.applied)))
+    s.scale_loss.append(lambda loss: loss * (1.0 + 0.1 * (large.sum[0] % 5)))
 
 
 @part("counter")
@@ -1070,6 +1105,19 @@ def samples_scaled_by_the_epoch(s: Draft) -> None:
     data = _scaled(s)
     s.prologue.append(lambda epoch: setattr(data, "size", 1.0 + 0.2 * epoch))
     s.epilogue.append(lambda _: setattr(data, "size", 1.0))
+
+
+class Noisy(Samples):
+    """Its samples are drawn at random."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(x.shape), y
+
+
+@part("noise", modes=("exact",))
+def noise_of_the_samples(s: Draft) -> None:
+    s.data = s.data or Noisy(vector)
 
 
 @part("epilogue", refused="changed 'size' of its Scaled")
