@@ -230,7 +230,7 @@ def _promised(cycle: Cycle, tasks: Iterable[Task]) -> Promised:
 
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence[Task]) -> dict[str, Reason]:
     promised = _promised(cycle, tasks)
-    alike: dict[tuple[str, str, str], tuple[Reason, list[str]]] = {}
+    alike: dict[tuple[str, str], dict[str, tuple[Reason, list[str]]]] = {}  # also by user, whose use is a detail
     firsts: dict[Queue, dict[int, Job]] = {}
     reasons: dict[str, Reason] = {}
     for jobs, held_off in _of_one_shape(cycle, placed):
@@ -250,10 +250,12 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
             if queue not in firsts:
                 firsts[queue] = _first_of_users(cycle, queue, placed)
             user, reason = jobs[0].user.name, _among_users(cycle, jobs[0], reason, firsts[queue].get(jobs[0].priority))
-        found = alike.setdefault((reason.project, reason.message, user), (reason, []))
+        found = alike.setdefault((reason.project, reason.message), {}).setdefault(user, (reason, []))
         found[1].extend(job.uid for job in jobs)
-    for reason, uids in alike.values():
-        reasons.update(dict.fromkeys(uids, of_several(reason, len(uids))))
+    for by_user in alike.values():
+        number = sum(len(uids) for _, uids in by_user.values())
+        for reason, uids in by_user.values():
+            reasons.update(dict.fromkeys(uids, of_several(reason, number)))
     reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.victims)
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)

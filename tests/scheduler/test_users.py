@@ -126,6 +126,17 @@ def test_the_reason_names_who_uses_what_and_whose_job_is_next() -> None:
     assert "comes first" not in reasons["b00"].message
 
 
+def test_jobs_of_several_users_that_wait_for_one_gpu_are_one_queue() -> None:
+    world = shared(1, 1)
+    asks(world, [Asked("cem", 1, 50)])
+    world.settle()
+    asks(world, [Asked("ann", 1, 50), Asked("bob", 1, 50)], "k")
+    reasons = world.plan().waiting
+    assert reasons["k00"].message == reasons["k01"].message
+    assert "so the first of 2 such jobs starts when" in reasons["k00"].message
+    assert reasons["k00"].details["user"] == "ann"
+
+
 def test_no_job_is_stopped_for_another_user_of_the_project() -> None:
     world = shared(4, 4)
     asks(world, [Asked("ann", 1, 50)] * 4, "a")
