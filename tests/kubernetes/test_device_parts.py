@@ -407,8 +407,8 @@ def test_a_tenants_selector_makes_a_device_no_smaller_by_what_is_no_condition_of
     """Kube-scheduler gives such a request any device, so it counts as a GPU; `{}` is a condition for a small one."""
     condition = f"device.attributes['{DRIVER}'].profile == '1g'"
     for expression, selected in ((selector.format(condition), ()), (condition, ((DRIVER, "profile", "1g"),))):
-        spec = {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": MIG, "count": 1}}]}}
-        spec["devices"]["requests"][0]["exactly"]["selectors"] = [{"cel": {"expression": expression}}]
+        exactly = {"deviceClassName": MIG, "count": 1, "selectors": [{"cel": {"expression": expression}}]}
+        spec = {"devices": {"requests": [{"name": "r", "exactly": exactly}]}}
         (demand,) = claimed_devices(msgspec.convert(spec, ResourceClaimSpec)).demands
         assert demand.selected.attributes == selected
 

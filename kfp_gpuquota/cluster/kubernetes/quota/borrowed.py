@@ -98,6 +98,8 @@ def _users_of(queue: Queue, now: float, half_life_s: float) -> dict[str, float]:
     if queue.order is not Order.FAIR_USERS:
         return {}
     found = {key: decayed(used, 0.0, now - at, half_life_s) for key, (used, at) in queue.recalled.items()}
-    found |= {key_of(queue.name, user.name): used_by_user(user, now, half_life_s) for user in queue.users.values()}
+    for user in queue.users.values():
+        if (used := used_by_user(user, now, half_life_s)) >= LEAST_S:
+            found[key_of(queue.name, user.name)] = used
     most = sorted(found.items(), key=lambda one: (-one[1], one[0]))[:MOST_USERS]
     return {key: round(used, 1) for key, used in sorted(most) if used >= LEAST_S}
