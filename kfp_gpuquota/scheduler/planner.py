@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.actions.reservations import Reservation
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import Queue, Shape
+    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Shape
     from kfp_gpuquota.scheduler.state.state import State
 
 
@@ -230,7 +230,8 @@ def _promised(cycle: Cycle, tasks: Iterable[Task]) -> Promised:
 
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence[Task]) -> dict[str, Reason]:
     promised = _promised(cycle, tasks)
-    alike: dict[tuple[str, str, str], tuple[Reason, list[str]]] = {}
+    alike: dict[tuple[str, str], dict[str, tuple[Reason, list[str]]]] = {}  # also by user, whose use is a detail
+    firsts: dict[Queue, dict[int, Job]] = {}
     reasons: dict[str, Reason] = {}
     for jobs, held_off in _of_one_shape(cycle, placed):
         delay = None if held_off is None else held_off - cycle.now
@@ -244,12 +245,17 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
         if cycle.lacking:
             before = cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))
             reason = reason if before is None else sentences.behind(reason, before)
-        if jobs[0].queue.order is Order.FAIR_USERS:
-            reason = _among_users(cycle, jobs[0], reason, placed)
-        found = alike.setdefault((reason.project, reason.message, jobs[0].user.name), (reason, []))
+        user, queue = "", jobs[0].queue
+        if queue.order is Order.FAIR_USERS:
+            if queue not in firsts:
+                firsts[queue] = _first_of_users(cycle, queue, placed)
+            user, reason = jobs[0].user.name, _among_users(cycle, jobs[0], reason, firsts[queue].get(jobs[0].priority))
+        found = alike.setdefault((reason.project, reason.message), {}).setdefault(user, (reason, []))
         found[1].extend(job.uid for job in jobs)
-    for reason, uids in alike.values():
-        reasons.update(dict.fromkeys(uids, of_several(reason, len(uids))))
+    for by_user in alike.values():
+        number = sum(len(uids) for _, uids in by_user.values())
+        for reason, uids in by_user.values():
+            reasons.update(dict.fromkeys(uids, of_several(reason, number)))
     reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.victims)
     reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
@@ -259,19 +265,30 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
     return reasons
 
 
-def _among_users(cycle: Cycle, job: Job, reason: Reason, placed: Container[Job]) -> Reason:
-    """Return the reason with what the job's user uses, and with the job of another one that comes first by that."""
-    queue, uses = job.queue, cycle.use_of(job.user)
-    rivals = [
-        (cycle.use_of(other.user), key, other)
-        for shape, entries in queue.waiting.items()
-        for key, other in entries[:1]
-        if shape.starts and shape.priority == job.priority and other not in placed and other not in cycle.victims
-    ]
-    first = min(rivals, key=lambda each: each[:2], default=None)
-    if all(other.user is job.user for _, _, other in rivals):
+def _among_users(cycle: Cycle, job: Job, reason: Reason, first: Job | None) -> Reason:
+    """Return the reason with what the job's user uses, and with the job of another one that comes first by that.
+
+    `first` is the first waiting job of the priority (`_first_of_users`); None: it has jobs of one user only.
+    """
+    if first is None:
         return reason
-    return sentences.among_users(reason, job, uses, None if first is None or first[0] >= uses else first[2])
+    uses = cycle.use_of(job.user)
+    return sentences.among_users(reason, job, uses, None if cycle.use_of(first.user) >= uses else first)
+
+
+def _first_of_users(cycle: Cycle, queue: Queue, placed: Container[Job]) -> dict[int, Job]:
+    """Return the waiting job that comes first by what its user uses, of each priority in which several users wait."""
+    found: dict[int, tuple[float, OrderKey, Job]] = {}
+    several: set[int] = set()
+    for shape, entries in queue.waiting.items() if queue.order is Order.FAIR_USERS else ():
+        left = (each for each in entries if each[1] not in placed and each[1] not in cycle.victims)
+        if shape.starts and (entry := next(left, None)) is not None:
+            one = (cycle.use_of(entry[1].user), *entry)
+            before = found.setdefault(shape.priority, one)
+            if before[2].user is not entry[1].user:
+                several.add(shape.priority)
+            found[shape.priority] = min(before, one)
+    return {priority: found[priority][2] for priority in several}
 
 
 def _reserved(cycle: Cycle, reservation: Reservation, tasks: Iterable[Task]) -> Reason:

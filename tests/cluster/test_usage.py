@@ -64,6 +64,18 @@ def test_what_users_used_is_by_project_and_user() -> None:
     assert events["b"] == pytest.approx({key_of("b", "ann"): 100.0}, rel=1e-3)
 
 
+def test_a_worker_whose_start_names_no_user_or_was_deleted_takes_nothing_from_one() -> None:
+    """The daemon of an earlier version wrote the start, or it is older than what is kept."""
+
+    def entry(at: float, gpus: float, user: str, worker: str) -> Event:
+        return msgspec.structs.replace(change(at, gpus), user=user, worker=worker)
+
+    upgraded = [entry(0.0, 2, "", "old"), entry(50.0, -2, "ann", "old")]
+    kept = [entry(50.0, -2, "ann", "older"), entry(60.0, 1, "ann", "new")]
+    (a,) = (event.users for event in recalled([*upgraded, *kept], PROJECTS, 100.0, LONG) if event.project == "a")
+    assert a == pytest.approx({key_of("a", ""): 100.0, key_of("a", "ann"): 40.0}, rel=1e-3)
+
+
 def test_a_project_that_is_gone_is_left_out() -> None:
     assert set(borrowed(change(0.0, 2, "gone"), now=1.0)) == set(PROJECTS)
 

@@ -391,6 +391,28 @@ def test_a_request_counts_as_the_largest_part_that_it_may_get(demand: Demand, co
     assert dict(found or ())[f"{GPU_PART_PREFIX}{DRIVER}"] == int(gpus * WHOLE_GPU)
 
 
+@pytest.mark.parametrize(
+    "selector",
+    [
+        "!(true && {} && true)",
+        "[true && {} && true, true][1]",
+        "'a && {} && b' != ''",
+        '"\\" && {} && " != ""',
+        'r"\\" != "" && {} && "x" != ""',
+        '"""" && {} && """ != ""',
+        "true // && {} &&\n",
+    ],
+)
+def test_a_tenants_selector_makes_a_device_no_smaller_by_what_is_no_condition_of_it(selector: str) -> None:
+    """Kube-scheduler gives such a request any device, so it counts as a GPU; `{}` is a condition for a small one."""
+    condition = f"device.attributes['{DRIVER}'].profile == '1g'"
+    for expression, selected in ((selector.format(condition), ()), (condition, ((DRIVER, "profile", "1g"),))):
+        exactly = {"deviceClassName": MIG, "count": 1, "selectors": [{"cel": {"expression": expression}}]}
+        spec = {"devices": {"requests": [{"name": "r", "exactly": exactly}]}}
+        (demand,) = claimed_devices(msgspec.convert(spec, ResourceClaimSpec)).demands
+        assert demand.selected.attributes == selected
+
+
 def test_nothing_is_counted_as_less_than_a_thousandth() -> None:
     """A hostile tenant: a driver without a policy allows requests for one byte, of a text of any length."""
     parts = parts_of(*slices_of("n", "n", [], [shared_gpu(0)]))

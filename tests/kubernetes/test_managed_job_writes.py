@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_UID_LABEL
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import checkpoint_folder
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
@@ -138,6 +139,28 @@ def test_a_job_that_cannot_be_run_any_more_can_be_suspended(job: Object) -> None
         test.see(JOBS, elastic_body(job_body()))
         test.see(BATCH_JOBS, job)
         assert patched(await written(test)) == {"suspend": True}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("status", "warned"), [(409, False), (422, True)])
+def test_only_a_refusal_that_somebody_must_act_on_is_reported(
+    monkeypatch: pytest.MonkeyPatch, status: int, *, warned: bool
+) -> None:
+    """Another writer was faster (409): the ElasticJob is read again."""
+
+    def answer(verb: str, path: str, _body: object) -> bytes:
+        raise ApiError(status, "", f"refused {verb} {path}")
+
+    async def scenario(test: Detached) -> None:
+        await test.start()
+        monkeypatch.setattr(test.connection, "answer", answer)
+        test.see(JOBS, elastic_body(job_body(), resourceVersion="7"))
+        test.see(BATCH_JOBS, job_body(suspend=True))
+        writes = await written(test)
+        assert patched(writes) == {"suspend": True}
+        events = [body for verb, path, body in writes if verb == "POST" and "/events" in path]
+        assert any(body["reason"] == "Refused" for body in events) == warned
 
     run(scenario)
 

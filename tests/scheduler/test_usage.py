@@ -56,6 +56,30 @@ def test_what_was_borrowed_is_forgotten() -> None:
     assert sizes(world) == (4, 4)
 
 
+@pytest.mark.parametrize("gpus", [1, 3])
+@pytest.mark.parametrize("every_s", [10.0, 30.0])
+def test_a_gpu_that_two_borrow_in_turn_changes_hands_rarely(gpus: int, every_s: float) -> None:
+    """Who has it has used more a moment later, and would lose it again: a job was stopped with every plan."""
+    world = World(State(usage_half_life_s=HALF_LIFE_S))
+    world.node("n0", gpus)
+    world.project("a", 0)
+    world.project("b", 0)
+    for number in range(gpus):
+        world.submit(f"a{number}", "a")
+    world.step()
+    world.now += 100.0
+    for number in range(gpus):
+        world.submit(f"b{number}", "b")
+    evictions, of_b, until = 0, list[int](), world.now + 10 * HALF_LIFE_S
+    while world.now < until:
+        world.now += every_s
+        evictions += len(world.step().evict)
+        of_b.append(sizes(world)[1])
+        world.release()
+    assert 5 <= evictions <= 24
+    assert sum(of_b) / len(of_b) == pytest.approx(gpus / 2, abs=0.2)
+
+
 def test_a_plan_looks_again_while_jobs_wait_though_nothing_happens() -> None:
     world = borrowers(HALF_LIFE_S, 0.0)
     assert world.plan().again_at == world.now + HALF_LIFE_S / 16

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from kfp_gpuquota.scheduler.dump import load_state, take_dump
 from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.scheduler.state.copying import copied
 from kfp_gpuquota.scheduler.state.model import GPU
+from tests.scheduler.test_growth import report
 from tests.scheduler.world import World
 
 USERS = ("ann", "bob", "cem")
@@ -124,6 +126,17 @@ def test_the_reason_names_who_uses_what_and_whose_job_is_next() -> None:
     assert "comes first" not in reasons["b00"].message
 
 
+def test_jobs_of_several_users_that_wait_for_one_gpu_are_one_queue() -> None:
+    world = shared(1, 1)
+    asks(world, [Asked("cem", 1, 50)])
+    world.settle()
+    asks(world, [Asked("ann", 1, 50), Asked("bob", 1, 50)], "k")
+    reasons = world.plan().waiting
+    assert reasons["k00"].message == reasons["k01"].message
+    assert "so the first of 2 such jobs starts when" in reasons["k00"].message
+    assert reasons["k00"].details["user"] == "ann"
+
+
 def test_no_job_is_stopped_for_another_user_of_the_project() -> None:
     world = shared(4, 4)
     asks(world, [Asked("ann", 1, 50)] * 4, "a")
@@ -191,6 +204,54 @@ def test_past_use_that_was_stored_counts_for_users_who_come_later() -> None:
     assert started(world.step()) == ["j01"]
 
 
+@pytest.mark.parametrize("half_life_s", [None, HALF_LIFE_S])
+def test_users_without_jobs_cost_no_memory(monkeypatch: pytest.MonkeyPatch, half_life_s: float | None) -> None:
+    """Whoever writes the label may write another one for each job."""
+    monkeypatch.setattr(usage, "MOST_USERS", 8)
+    world = shared(1, 1, half_life_s=half_life_s)
+    for number in range(3 * usage.MOST_USERS):
+        world.submit("job", "team", user=f"user{number}")
+        world.step()
+        world.state.apply(UserChanged("job", f"renamed{number}"))
+        world.remove("job")
+        world.release()
+    (queue,) = world.state.queues_of("team")
+    assert len(queue.users) == 0
+    assert len(queue.recalled) <= 2 * usage.MOST_USERS
+
+
+def test_a_user_without_jobs_keeps_its_past_use() -> None:
+    world = shared(4, 4, half_life_s=HALF_LIFE_S)
+    asks(world, [Asked("ann", 4, 50)])
+    world.settle()
+    world.now += 500.0
+    world.remove("j00")
+    for worker in list(world.workers):
+        del world.workers[worker]
+        world.state.apply(WorkerGone(worker, world.now))
+    (queue,) = world.state.queues_of("team")
+    assert not queue.users
+    used = queue.recalled[usage.key_of("team", "ann")][0]
+    asks(world, [Asked("ann", 4, 50)], "k")
+    assert queue.users["ann"].used == used > 1000.0
+
+
+def test_the_reasons_of_many_users_cost_a_constant_time_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, use_of = Counter[int](), usage.use_of
+
+    def counted(*given: Any) -> float:
+        asked[users] += 1
+        return use_of(*given)
+
+    monkeypatch.setattr(usage, "use_of", counted)
+    for users in (100, 400):
+        world = shared(4, 4)
+        for number in range(users):
+            world.submit(f"j{number:03}", "team", user=f"user{number:03}")
+        assert len(world.plan().waiting) == users - 4
+    assert asked[400] < 5 * asked[100]
+
+
 def test_a_job_that_changes_its_user_takes_what_it_holds_with_it() -> None:
     world = shared(4, 4)
     asks(world, [Asked("ann", 2, 50), Asked("ann", 1, 50)])
@@ -232,6 +293,24 @@ def test_lent_gpus_return_to_the_user_who_has_less() -> None:
     world.submit("b0", "team", 1, 1, 8, user="bob", cool_down_s=0.0)
     world.settle()
     assert world.size("b0") >= 1
+
+
+@pytest.mark.parametrize("users", ["ab", "abc"])
+def test_what_is_lent_changes_users_rarely_though_past_use_changes_all_the_time(users: str) -> None:
+    world = shared(3 * len(users) - 1, 0, half_life_s=HALF_LIFE_S)
+    for user in users:
+        world.submit(user, "team", 1, 1, 8, user=user, cool_down_s=0.0)
+    world.settle()
+    seen: list[tuple[int, ...]] = []
+    for _ in range(200):
+        world.now += HALF_LIFE_S / 50
+        for user in users:
+            report(world, user, world.size(user), 10.0 * world.size(user))
+        world.settle()
+        seen.append(tuple(world.size(user) for user in users))
+    changes = sum(before != after for before, after in pairwise(seen))
+    assert 1 <= changes <= 8
+    assert all(max(sizes) == 3 and sum(sizes) == 3 * len(users) - 1 for sizes in seen)
 
 
 def test_long_waits_do_not_give_a_user_more_than_the_order_does() -> None:

@@ -8,7 +8,8 @@ from zlib import crc32
 
 import msgspec
 
-from kfp_gpuquota.api import JobSpec, Kind, Project, StopPolicy
+from kfp_gpuquota.api import JobSpec, Kind, Order, Project, StopPolicy
+from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.policy import IdleRule
 from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
@@ -241,7 +242,8 @@ def _with_condition(chance: random.Random, spec: JobSpec, at: float, limit: int,
 def _project(draw: Draw, name: str, gpus: int) -> Project:
     guaranteed = draw(0, max(1, gpus // 2))
     limit = None if draw(0, 3) else guaranteed + draw(0, 4)
-    return Project(name=name, guaranteed=guaranteed, limit=limit, priority=(100, 100, 200)[draw(0, 2)])
+    order = Order.FAIR if name == "a" else Order.FAIR_USERS
+    return Project(name=name, guaranteed=guaranteed, limit=limit, priority=(100, 100, 200)[draw(0, 2)], order=order)
 
 
 def _happening(draw: Draw, projects: tuple[Project, ...], nodes: tuple[int, ...], number: int) -> Any_:
@@ -293,6 +295,7 @@ def _submit(draw: Draw, projects: tuple[Project, ...], largest: int, number: int
         more["priority"] = (10, 60, 90)[draw(0, 2)] if more.get("kind") is not Kind.BUILD else 100
     if not draw(0, 7):
         more["min_run_time_s"] = 20.0
+    more["labels"] = {USER_LABEL: ("ann", "bob", "")[number % 3]}
     spec = JobSpec(name=f"j{number:02}", project=project, command=(command,), gpus=size, grace_period_s=10.0, **more)
     works_s = (None, 1.0, 20.0, 60.0)[draw(0, 3)]
     pace = Pace(

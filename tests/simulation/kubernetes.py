@@ -221,7 +221,7 @@ class SimulatedKubernetes:
         pod: dict[str, Any] = {"containers": [{"name": "main", "image": "none", "command": ["works"]}]}
         if int(spec.name[1:]) % UNPINNED_EVERY == 2:
             pod["topologySpreadConstraints"] = [{"whenUnsatisfiable": "DoNotSchedule"}]
-        meta = {"name": spec.name, "namespace": spec.project, "uid": spec.name, "generation": 1}
+        meta = {"name": spec.name, "namespace": spec.project, "uid": spec.name, "generation": 1, "labels": spec.labels}
         if spec.begin_at is not None:
             spec = msgspec.structs.replace(spec, begin_at=spec.begin_at - trainings.EPOCH + EPOCH)
         self.jobs[spec.name] = JobHistory(spec, pace)

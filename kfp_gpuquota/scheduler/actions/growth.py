@@ -54,6 +54,10 @@ MOST_MORE: Final = 1024
 CHEAP_S: Final = PAUSE_S
 """A job whose changes of size stop it no longer than this is lent what no other job gains by."""
 
+KEPT_GPUS: Final = 0.75
+"""A user keeps a GPU that it is lent until it uses so much more than another user would with it. Past use that counts
+would move a worker to and fro with every plan. It is less than 1, so that without past use it changes nothing."""
+
 _EPSILON: Final = 1e-9
 _BY_COUNT: Final = itemgetter(0, 1)
 _SMALLEST: Final = 1e-300
@@ -320,13 +324,15 @@ class Growth:
 
     def _parts(self, by_user: Mapping[User, list[Job]], idle: float) -> dict[User, float]:
         """Divide the idle GPUs and those that may change jobs: one after the other to the user who has least."""
-        left = idle + sum(map(self._movable, by_user.values()))
+        movable = {user: self._movable(jobs) for user, jobs in by_user.items()}
+        left = idle + sum(movable.values())
         parts = dict.fromkeys(by_user, 0.0)
-        hunger = {user: self._movable(jobs) + sum(map(self._useful, jobs)) for user, jobs in by_user.items()}
-        fixed = {user: self._uses(user, jobs) - self._movable(jobs) for user, jobs in by_user.items()}
+        hunger = {user: movable[user] + sum(map(self._useful, jobs)) for user, jobs in by_user.items()}
+        fixed = {user: self._uses(user, jobs) - movable[user] for user, jobs in by_user.items()}
 
         def key(user: User) -> tuple[float, float, str]:
-            return fixed[user] + parts[user], -user.occupied, user.name
+            kept = KEPT_GPUS if parts[user] < movable[user] else 0.0
+            return fixed[user] + parts[user] - kept, -user.occupied, user.name
 
         heap = [(key(user), user) for user in by_user if hunger[user] > 0]
         heapify(heap)

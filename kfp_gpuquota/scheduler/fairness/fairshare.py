@@ -20,11 +20,15 @@ from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Queue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     Used = Callable[[Queue], float]
 
 _UNITS: Final = (GPU, 1, 1)
+
+KEPT_PART: Final = 0.25
+"""While past use counts, parts change with time alone, so what is left from rounding would change hands, and stop jobs,
+with every plan."""
 
 
 def assign_shares(roots: Iterable[Queue], capacity: Sequence[float], used: Used | None = None) -> None:
@@ -106,7 +110,8 @@ def _give(
         parts = {i: left * weight / total for i, weight in weights.items()}
         left -= _serve(parts, caps, shares, unit)
         if all(shares[i] < caps[i] for i in parts):
-            return _leftovers(parts, caps, shares, left, unit)
+            holders = [i for i in parts if used is not None and queues[i].claim(r) > shares[i]]
+            return _leftovers(parts, caps, shares, left, unit, holders)
     return left
 
 
@@ -120,9 +125,20 @@ def _serve(parts: dict[int, float], caps: list[float], shares: list[float], unit
     return given
 
 
-def _leftovers(parts: dict[int, float], caps: list[float], shares: list[float], left: float, unit: int) -> float:
-    """Distribute the rest from rounding one unit at a time by largest remainder, then to the older queue."""
-    for i in sorted(parts, key=lambda i: -(parts[i] % unit)):
+def _leftovers(
+    parts: dict[int, float],
+    caps: list[float],
+    shares: list[float],
+    left: float,
+    unit: int,
+    holders: Collection[int],
+) -> float:
+    """Distribute the rest from rounding one unit at a time by largest remainder, then to the older queue.
+
+    One of the `holders` keeps a unit that it holds until another remainder is larger by `KEPT_PART`.
+    """
+    kept = dict.fromkeys(holders, KEPT_PART * unit)
+    for i in sorted(parts, key=lambda i: -(parts[i] % unit) - kept.get(i, 0.0)):
         got = min(unit, left, caps[i] - shares[i])
         shares[i] += got
         left -= got

@@ -139,10 +139,12 @@ class Request:
 class User:
     """A user of one queue. `held` are the micro-GPUs of its jobs that neither leave nor are lent.
 
-    `occupied` are all that its workers have, and `used` the decayed GPU-seconds of these up to `used_until`.
+    `occupied` are all that its workers have, and `used` the decayed GPU-seconds of these up to `used_until`. `jobs` is
+    the number of its jobs, also of those that wait: without any, only its past use remains (`usage.forget`).
     """
 
     name: str = ""
+    jobs: int = 0
     held: float = 0.0
     occupied: float = 0.0
     used: float = 0.0
@@ -159,8 +161,8 @@ class Queue:
     `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is
     stopped. `stop_policy` is its own; `halt` is the strictest one of it and of those above it. `waiting` has the jobs
     that plans consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no
-    node can hold them (rotation.py). `users` are those who have had jobs in it; `recalled` is the past use of others by
-    `usage.key_of` their name, as it was stored. `allocated` are the sizes that growth.py chose last.
+    node can hold them (rotation.py). `users` are those who have jobs in it; `recalled` is the past use of others by
+    `usage.key_of` their name. `allocated` are the sizes that growth.py chose last.
     """
 
     name: str

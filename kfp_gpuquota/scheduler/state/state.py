@@ -166,7 +166,9 @@ class State:
         for user, sign in ((before, -1), (after, 1)):
             user.occupied += sign * sum(has)
             user.held += sign * sum(holds[: job.wanted])
+            user.jobs += sign
         job.user = after
+        self._forget_user(job.queue, before)
         self._changed(job)
 
     @_apply.register
@@ -293,6 +295,7 @@ class State:
         """Add a job record that no `JobSpec` can describe; its queue must be in the ledger."""
         self.jobs[job.uid] = job
         job.user = self.user(job.queue, job.user.name)
+        job.user.jobs += 1
         self._changed(job)
 
     def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
@@ -308,6 +311,8 @@ class State:
         queue.recalled = {key: (used, event.at) for key, used in event.users.items()}
         for user in queue.users.values():
             _recall(queue, user, event.at)
+        if self.ledger.half_life_s is not None:
+            usage.keep_most(queue, self.ledger.half_life_s)
 
     @_apply.register
     def _(self, event: events.TimePassed) -> None:
@@ -323,6 +328,11 @@ class State:
     def _note_use_of(self, user: User) -> None:
         if self.ledger.half_life_s is not None:
             usage.note_user(user, self.last_at, self.ledger.half_life_s)
+
+    def _forget_user(self, queue: Queue, user: User) -> None:
+        """Forget a user without jobs: a project may have another one for each job."""
+        if not user.jobs:
+            usage.forget(queue, user, self.ledger.half_life_s)
 
     def user(self, queue: Queue, name: str) -> User:
         """Return the queue's record of a user."""
@@ -412,6 +422,8 @@ class State:
         _unfile(job)
         if job.removed and not job.tasks:
             del self.jobs[job.uid]
+            job.user.jobs -= 1
+            self._forget_user(job.queue, job.user)
         runnable = not job.removed and not job.suspended and not job.completing
         considered = runnable and not held_back(job)
         tasks = next_tasks(job) if considered and not job.stopped else []

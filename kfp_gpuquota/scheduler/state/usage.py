@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.state.model import Queue, User
 
+MOST_USERS: Final = 256
+"""The users of a queue without jobs whose past use is kept, those with the most: names are free to choose."""
 LOOKS_PER_HALF_LIFE: Final = 16
 """How often to plan again per half-life while jobs wait, because shares change with time alone."""
 
@@ -61,6 +63,23 @@ def used_by_user(user: User, now: float, half_life_s: float) -> float:
 def note_user(user: User, at: float, half_life_s: float) -> None:
     """Update the user's past use before a change of what its workers have."""
     user.used, user.used_until = used_by_user(user, at, half_life_s), max(at, user.used_until)
+
+
+def forget(queue: Queue, user: User, half_life_s: float | None) -> None:
+    """Remove a user without jobs; what it has used is kept under the key of its name."""
+    del queue.users[user.name]
+    if half_life_s is not None and user.used:
+        queue.recalled[key_of(queue.name, user.name)] = user.used, user.used_until
+        if len(queue.recalled) > 2 * MOST_USERS:
+            keep_most(queue, half_life_s)
+
+
+def keep_most(queue: Queue, half_life_s: float) -> None:
+    """Forget the past use of all but the `MOST_USERS` users without jobs that have used most."""
+    until = max((at for _, at in queue.recalled.values()), default=0.0)
+    use = {key: decayed(used, 0.0, until - at, half_life_s) for key, (used, at) in queue.recalled.items()}
+    most = sorted(use, key=lambda key: (-use[key], key))[:MOST_USERS]
+    queue.recalled = {key: queue.recalled[key] for key in most}
 
 
 def key_of(queue: str, user: str) -> str:

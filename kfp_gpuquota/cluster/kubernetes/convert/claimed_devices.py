@@ -37,6 +37,12 @@ _DRIVER: Final = re.compile(rf"device\.driver\s*==\s*{_TEXT.format('text')}", re
 _ATTRIBUTE: Final = re.compile(
     rf"device\.attributes\[{_TEXT.format('domain')}\]\.(?P<name>\w+)\s*==\s*{_VALUE}", re.ASCII
 )
+_NOT_CONJUNCTIVE: Final = ("||", "?", '"""', "'''")
+# Texts are read first. One with a prefix (r"\\", in which a backslash is one) or without its end is not understood.
+_LEXEME: Final = re.compile(
+    r"""(?P<text>(?<!\w)(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'))|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<and>&&)"""
+    r"""|(?P<other>["']|//)"""
+)
 _HARD: Final = frozenset({"NoSchedule", "NoExecute"})
 
 
@@ -155,10 +161,24 @@ def _selected(selectors: Collection[DeviceSelector]) -> Selected:
 
 
 def _conditions(expression: str) -> list[str]:
-    """Return the parts of a conjunction; of any other expression the whole of it, which is no condition above."""
-    if len(expression) > LONGEST_EXPRESSION or "||" in expression or "?" in expression:
+    """Return the parts of a conjunction; of any other expression the whole of it, which is no condition above.
+
+    A tenant writes the selectors of its requests: what is in a text, in parentheses or in a comment is no part.
+    """
+    if len(expression) > LONGEST_EXPRESSION or any(sign in expression for sign in _NOT_CONJUNCTIVE):
         return [""]
-    return [part.strip() for part in expression.split("&&")]
+    parts, start, depth = list[str](), 0, 0
+    for found in _LEXEME.finditer(expression):
+        if found["open"]:
+            depth += 1
+        elif found["close"]:
+            depth -= 1
+        elif found["other"]:
+            return [""]
+        elif found["and"] and not depth:
+            parts.append(expression[start : found.start()])
+            start = found.end()
+    return [part.strip() for part in (*parts, expression[start:])]
 
 
 def _text(found: re.Match[str], group: str) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, create
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import (
@@ -174,7 +174,8 @@ class ManagedJobs:
         self._later(uid)
 
     def _refused(self, uid: str, error: Exception) -> None:
-        if (job := self._jobs.get(uid)) is not None:
+        has_changed = isinstance(error, ApiError) and error.status == 409  # it is read again, and nobody has to act
+        if (job := self._jobs.get(uid)) is not None and not has_changed:
             self._warn(job, "Refused", f"its ElasticJob was refused: {error}")
         self._later(uid)
 
@@ -221,7 +222,8 @@ def _derived_of(wanted: dict[str, Any]) -> str:
 def _patch(found: ElasticJob, fields: dict[str, Any], derived: str) -> Write:
     """Return the patch that gives the ElasticJob these fields, and the digests of what was `derived`; others stay.
 
-    It changes nothing if the ElasticJob has changed since.
+    It changes nothing if the ElasticJob has changed since: the API server compares the version that an update has, and
+    answers with a conflict (409). A failed "test" (422) could not be told from fields that it refuses.
     """
     meta = found.metadata
     note = labels.DERIVED.replace("/", "~1")
@@ -232,7 +234,7 @@ def _patch(found: ElasticJob, fields: dict[str, Any], derived: str) -> Write:
         about=f"{meta.namespace}/{meta.name}",
         body=[
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
-            {"op": "test", "path": "/metadata/resourceVersion", "value": meta.resource_version},
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": meta.resource_version},
             *no_notes,
             {"op": "add", "path": f"/metadata/annotations/{note}", "value": derived},
             *({"op": "add", "path": f"/spec/{name}", "value": value} for name, value in fields.items()),

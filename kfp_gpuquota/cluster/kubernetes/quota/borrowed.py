@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import OverQuotaUsage
-from kfp_gpuquota.scheduler.state.usage import decayed, key_of, used_by, used_by_user
+from kfp_gpuquota.scheduler.state.usage import MOST_USERS, decayed, key_of, used_by, used_by_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,6 @@ WRITTEN_EVERY_S: Final = 60.0
 MIN_CHANGE: Final = 0.02
 MIN_CHANGE_S: Final = 60.0
 LEAST_S: Final = 1.0
-MOST_USERS: Final = 256
-"""The users of a team whose use is stored, those with the most."""
 
 
 class Borrowed:
@@ -100,6 +98,8 @@ def _users_of(queue: Queue, now: float, half_life_s: float) -> dict[str, float]:
     if queue.order is not Order.FAIR_USERS:
         return {}
     found = {key: decayed(used, 0.0, now - at, half_life_s) for key, (used, at) in queue.recalled.items()}
-    found |= {key_of(queue.name, user.name): used_by_user(user, now, half_life_s) for user in queue.users.values()}
+    for user in queue.users.values():
+        if (used := used_by_user(user, now, half_life_s)) >= LEAST_S:
+            found[key_of(queue.name, user.name)] = used
     most = sorted(found.items(), key=lambda one: (-one[1], one[0]))[:MOST_USERS]
     return {key: round(used, 1) for key, used in sorted(most) if used >= LEAST_S}

@@ -22,7 +22,7 @@ def recalled(
 ) -> Iterator[scheduler.UsageRecalled]:
     """Yield one event for each project and department, computed with its present quota for all of the history.
 
-    With the use of each project's users, as far as the entries name them.
+    With the use of each project's users.
     """
     held, used, until = (dict.fromkeys(projects, 0.0) for _ in range(3))
 
@@ -31,26 +31,43 @@ def recalled(
         used[name] = decayed(used[name], borrowed, at - until[name], half_life_s)
         until[name] = max(at, until[name])
 
-    users: dict[tuple[str, str], list[float]] = {}  # what each holds, has used, and until when that was counted
-
-    def catch_up_user(user: list[float], at: float) -> None:
-        user[1:] = decayed(user[1], max(0.0, user[0]), at - user[2], half_life_s), max(at, user[2])
-
-    for event in history:
-        if event.kind in _CHANGES:
-            user = users.setdefault((event.project, event.user), [0.0, 0.0, 0.0])
-            catch_up_user(user, event.at)
-            user[0] += event.gpus
-            for name in _with_departments(event.project, projects):
-                catch_up(name, event.at)
-                held[name] += event.gpus
+    changes = [event for event in history if event.kind in _CHANGES]
+    for event in changes:
+        for name in _with_departments(event.project, projects):
+            catch_up(name, event.at)
+            held[name] += event.gpus
+    users = _used_by_users(changes, now, half_life_s)
     for name in projects:
         catch_up(name, now)
-        mine = {who: user for (project, who), user in users.items() if project == name}
-        for user in mine.values():
-            catch_up_user(user, now)
-        by_key = {key_of(name, who): user[1] for who, user in mine.items()}
-        yield scheduler.UsageRecalled(name, used[name], now, users=by_key)
+        yield scheduler.UsageRecalled(name, used[name], now, users=users.get(name, {}))
+
+
+def _used_by_users(changes: Iterable[Event], now: float, half_life_s: float) -> dict[str, dict[str, float]]:
+    """Return what users have used, by project and the key of their name.
+
+    A worker counts as its user's from its start to its end by the entry of its start: earlier versions named no user,
+    and the oldest entries are deleted.
+    """
+    users: dict[tuple[str, str], list[float]] = {}  # what each holds, has used, and until when that was counted
+    running: dict[tuple[str, str], list[float]] = {}  # the user of each worker, by job and name
+
+    def catch_up(user: list[float], at: float) -> None:
+        user[1:] = decayed(user[1], max(0.0, user[0]), at - user[2], half_life_s), max(at, user[2])
+
+    for event in changes:
+        worker = event.job_uid, event.worker
+        if event.kind is EventKind.WORKER_STARTED:
+            running[worker] = users.setdefault((event.project, event.user), [0.0, 0.0, 0.0])
+        if (user := running.get(worker)) is not None:
+            catch_up(user, event.at)
+            user[0] += event.gpus
+        if event.kind is EventKind.WORKER_GONE:
+            running.pop(worker, None)
+    found: dict[str, dict[str, float]] = {}
+    for (project, name), user in users.items():
+        catch_up(user, now)
+        found.setdefault(project, {})[key_of(project, name)] = user[1]
+    return found
 
 
 def _with_departments(name: str | None, projects: Mapping[str, Project]) -> Iterator[str]:
