@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.source import RunStep, Source
 
 RUNS: Final = 100
+MOST_OTHERS: Final = 200
+"""Of a run's steps without GPUs, which a loop over data may have by thousands: those that have succeeded go first."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Run:
     id: str
     steps: tuple[Step, ...]
     others: tuple[RunStep, ...] = ()
+    left_out: int = 0
 
     @property
     def name(self) -> str:
@@ -77,19 +80,24 @@ def runs(jobs: Iterable[Job], project: str, now: float, pods: Iterable[RunStep] 
         if pod.run in found and pod.task.rpartition(".")[2] not in tasks:
             others.setdefault(pod.run, []).append(pod)
     made = (
-        Run(run, tuple(_step(job, now) for job in steps), tuple(others.get(run, ())))
+        Run(run, tuple(_step(job, now) for job in steps), *_bounded(others.get(run, [])))
         for run, steps in reversed(found.items())
     )
     return [run for run in made if not project or project in run.projects]
 
 
+def _bounded(steps: list[RunStep]) -> tuple[tuple[RunStep, ...], int]:
+    """Return the steps that are shown, and the number of others: older ones that have succeeded, then older ones."""
+    kept = sorted(steps, key=lambda step: (step.phase == "Succeeded", -step.submitted_at))[:MOST_OTHERS]
+    return tuple(kept), len(steps) - len(kept)
+
+
 def elements(source: Source, site: SiteConfig, project: str) -> Elements:
     """Return what the page shows: the newest `RUNS` runs."""
     now = source.now()
-    found = runs(source.jobs(), project, now, source.run_steps())
-    counts = render(
-        "pipeline_counts.html", shown=min(len(found), RUNS), total=len(found), whole=bool(source.run_steps())
-    )
+    steps = source.run_steps()
+    found = runs(source.jobs(), project, now, steps)
+    counts = render("pipeline_counts.html", shown=min(len(found), RUNS), total=len(found), whole=bool(steps))
     rows = {
         f"run-{run.id}": render("pipeline_run.html", run=run, now=now, base=site.base, addresses=addresses(site, run))
         for run in found[:RUNS]
