@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Phase, pipeline_labels
 from kfp_gpuquota.web.source import RunStep
-from kfp_gpuquota.web.views.pipelines import MOST_OTHERS
+from kfp_gpuquota.web.views.pipelines import MOST_ON_PAGE, MOST_OTHERS, RUNS
 from tests.web.listed import NOW, Cluster, job
 from tests.web.visitor import Tags
 
@@ -66,6 +66,15 @@ def test_a_run_of_thousands_of_pods_shows_those_that_are_not_fine_and_the_newest
     shown = source.show("/pipelines").lists["runs"]["run-0a1b"]
     assert "9802 more steps without a GPU, older ones, are not shown." in shown
     assert len(shown) < 200_000
+
+
+def test_many_runs_of_many_steps_are_a_page_of_a_bounded_size() -> None:
+    names = [f"run{index}" for index in range(120)]
+    source = Cluster([train(f"t-{name}", **{pipeline_labels.RUN: name}) for name in names])
+    source.steps = tuple(step(f"s.{i}", "Succeeded", NOW - 90 + i, run=name) for name in names for i in range(85))
+    runs = source.show("/pipelines").lists["runs"]
+    assert len(runs) == RUNS
+    assert sum(html.count("<tr>") - 1 for html in runs.values()) == RUNS + MOST_ON_PAGE
 
 
 def test_a_run_over_two_projects_is_one_entry() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import pipeline_labels
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 RUNS: Final = 100
 MOST_OTHERS: Final = 200
-"""Of a run's steps without GPUs, which a loop over data may have by thousands: those that have succeeded go first."""
+MOST_ON_PAGE: Final = 2000
+"""How many steps without GPUs of a run are shown, and of all runs: a loop over data may have thousands of them."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Run:
         both: list[tuple[float, Step | RunStep]] = [*submitted, *((step.submitted_at, step) for step in self.others)]
         return [step for _, step in sorted(both, key=lambda one: one[0])]
 
+    def bounded(self, most: int) -> Run:
+        """Return the run with so many of the `others`: without older ones that have succeeded, then older ones."""
+        kept = sorted(self.others, key=lambda step: (step.phase == "Succeeded", -step.submitted_at))[:most]
+        return replace(self, others=tuple(kept), left_out=len(self.others) - len(kept))
+
     @property
     def projects(self) -> tuple[str, ...]:
         """Return the projects in which its steps are, that of the first one first."""
@@ -80,16 +86,10 @@ def runs(jobs: Iterable[Job], project: str, now: float, pods: Iterable[RunStep] 
         if pod.run in found and pod.task.rpartition(".")[2] not in tasks:
             others.setdefault(pod.run, []).append(pod)
     made = (
-        Run(run, tuple(_step(job, now) for job in steps), *_bounded(others.get(run, [])))
+        Run(run, tuple(_step(job, now) for job in steps), tuple(others.get(run, ())))
         for run, steps in reversed(found.items())
     )
     return [run for run in made if not project or project in run.projects]
-
-
-def _bounded(steps: list[RunStep]) -> tuple[tuple[RunStep, ...], int]:
-    """Return the steps that are shown, and the number of others: older ones that have succeeded, then older ones."""
-    kept = sorted(steps, key=lambda step: (step.phase == "Succeeded", -step.submitted_at))[:MOST_OTHERS]
-    return tuple(kept), len(steps) - len(kept)
 
 
 def elements(source: Source, site: SiteConfig, project: str) -> Elements:
@@ -97,10 +97,14 @@ def elements(source: Source, site: SiteConfig, project: str) -> Elements:
     now = source.now()
     steps = source.run_steps()
     found = runs(source.jobs(), project, now, steps)
-    counts = render("pipeline_counts.html", shown=min(len(found), RUNS), total=len(found), whole=bool(steps))
+    shown = found[:RUNS]
+    most = min(MOST_OTHERS, MOST_ON_PAGE // max(1, len(shown)))
+    counts = render("pipeline_counts.html", shown=len(shown), total=len(found), whole=bool(steps))
     rows = {
-        f"run-{run.id}": render("pipeline_run.html", run=run, now=now, base=site.base, addresses=addresses(site, run))
-        for run in found[:RUNS]
+        f"run-{run.id}": render(
+            "pipeline_run.html", run=run.bounded(most), now=now, base=site.base, addresses=addresses(site, run)
+        )
+        for run in shown
     }
     return Elements({"counts": counts}, {"runs": rows})
 
