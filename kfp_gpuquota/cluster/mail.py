@@ -50,7 +50,8 @@ class Mail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tls: Literal["starttls", "tls", "none"] = "starttls"
 
     def __post_init__(self) -> None:
-        if not _SERVER.fullmatch(self.server):
+        found = _SERVER.fullmatch(self.server)
+        if found is None or not 0 < int(found["port"] or _PORTS[self.tls]) < 1 << 16:
             raise ValueError("mail.server must be a host with or without a port, such as smtp.example.org:587")
         if not _ADDRESS.fullmatch(self.sender):
             raise ValueError("mail.sender must be an address such as gpuquota@example.org")
@@ -59,6 +60,8 @@ class Mail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(
                 f"mail.to must be 1 to {MOST_RECIPIENTS} addresses, such as ops@example.org or {USER}@example.org"
             )
+        if self.password and not self.user:
+            raise ValueError("mail.password needs mail.user: without, the server is not logged in to")
         if self.password and self.tls == "none":
             raise ValueError("mail.password needs mail.tls starttls or tls: without, everybody on the way can read it")
 

@@ -188,7 +188,7 @@ async def test_a_mail_that_the_server_took_is_not_sent_again_however_the_connect
 ) -> None:
     with receiving_mail(Server(farewell=farewell)) as server:
         written(tmp_path, server)
-        async with notifying(tmp_path, HASTY) as notifications_:
+        async with notifying(tmp_path, QUICK) as notifications_:
             for name in "ab":
                 notifications_.notify(one(name))
             got = [parsed(await received(server))["Subject"].split()[1] for _ in range(2)]
@@ -225,10 +225,13 @@ async def test_a_job_without_a_user_is_mailed_only_to_those_who_get_all(tmp_path
     ("more", "words"),
     [
         ({"server": f"smtp://me:{SECRET}@h"}, "mail.server must be a host"),
+        ({"server": "h:65536"}, "mail.server must be a host"),
+        ({"server": "h:0"}, "mail.server must be a host"),
+        ({"password": SECRET, "tls": "tls"}, "mail.password needs mail.user"),
         ({"sender": "a@b\r\nBcc: x@y"}, "mail.sender must be an address"),
         ({"to": []}, "mail.to must be 1 to 50 addresses"),
         ({"to": ["a@b", "c@d, e@f"]}, "mail.to must be 1 to 50 addresses"),
-        ({"password": SECRET}, "mail.password needs mail.tls starttls or tls"),
+        ({"user": "u", "password": SECRET}, "mail.password needs mail.tls starttls or tls"),
         ({"tls": "ssl"}, "Invalid enum value"),
         ({"passwort": SECRET}, "unknown field"),
     ],
