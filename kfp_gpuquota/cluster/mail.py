@@ -154,7 +154,8 @@ class _Attempt:
             problem = f"it refused {len(refused)} of {len(self._recipients)} recipients" if refused else ""
             self.outcome = (problem, True)
             with suppress(smtplib.SMTPException, OSError):
-                server.sock.settimeout(FAREWELL_S)
+                if server.sock is not None:
+                    server.sock.settimeout(FAREWELL_S)
                 server.quit()
         finally:
             server.close()
