@@ -46,6 +46,7 @@ test-all: $(VENV)/.dev  ## Both, in one run: what both share is started once
 
 slow-machine: $(VENV)/.dev  ## The tests CASES with CORES=0.3 of a core (root): what fails there fails on a busy machine
 	@set -e; if [ -e /sys/fs/cgroup/cgroup.controllers ]; then group=/sys/fs/cgroup/slow; mkdir -p $$group; \
+	  echo +cpu > /sys/fs/cgroup/cgroup.subtree_control; \
 	  awk 'BEGIN { print $(CORES) * 100000, 100000 }' > $$group/cpu.max; \
 	else group=/sys/fs/cgroup/cpu/slow; mkdir -p $$group; echo 100000 > $$group/cpu.cfs_period_us; \
 	  awk 'BEGIN { print $(CORES) * 100000 }' > $$group/cpu.cfs_quota_us; fi; \

@@ -30,9 +30,10 @@ class Received:
 
 @dataclass
 class Server:
-    """`answers` to DATA are taken in turn, and the last one again; "" is a server that says no more."""
+    """`answers` to DATA are taken in turn, and the last one again; "" is a server that says no more. So `farewell`."""
 
     answers: list[str] = field(default_factory=lambda: ["250 OK"])
+    farewell: str = "221 bye"
     refused: tuple[str, ...] = ()
     certificate: Path | None = None
     password: str = ""
@@ -59,7 +60,7 @@ class _Handler(socketserver.StreamRequestHandler):
         while line := self.rfile.readline(2000):
             word, _, rest = line.decode("ascii").rstrip("\r\n").partition(" ")
             if word.upper() == "QUIT":
-                self.say("221 bye")
+                self.say_or_hang(self.shared.farewell)
                 return
             getattr(self, f"on_{word.lower()}", self.unknown)(rest)
 
@@ -113,7 +114,9 @@ class _Handler(socketserver.StreamRequestHandler):
             lines.append(line.removeprefix(b".") if line.startswith(b"..") else line)
         self.mail.content = b"".join(lines)
         self.shared.got.put(self.mail)
-        answer = self.shared.answer()
+        self.say_or_hang(self.shared.answer())
+
+    def say_or_hang(self, answer: str) -> None:
         if answer:
             self.say(answer)
         else:

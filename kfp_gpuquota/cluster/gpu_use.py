@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.history import GPU_USE_KEPT_S, GPU_USE_WIDTH_S, UsePoint
@@ -45,6 +46,10 @@ class _Ring:
 
     def add(self, use: GpuUse, now: float) -> None:
         begin = now // GPU_USE_WIDTH_S * GPU_USE_WIDTH_S
+        if self.begins and begin < self.begins[-1]:  # the clock was set back
+            kept = bisect_right(self.begins, begin)
+            for values in (self.begins, self._sums, self._counts, self._memory):
+                del values[kept:]
         if not self.begins or begin > self.begins[-1]:
             for values, first in ((self.begins, begin), (self._sums, 0.0), (self._counts, 0), (self._memory, -1)):
                 values.append(first)  # type: ignore[arg-type]

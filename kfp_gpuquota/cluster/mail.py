@@ -34,7 +34,9 @@ _ADDRESS: Final = re.compile(rf"{_LOCAL}@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*", re.AS
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", re.ASCII)
 _SERVER: Final = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
 _PORTS: Final = {"starttls": 587, "tls": 465, "none": 25}
-_UNPRINTABLE: Final = re.compile(r"[^\S ]+|[\x00-\x1f\x7f-\x9f]+")
+_UNPRINTABLE: Final = re.compile(r"[^\S ]+|[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+FAREWELL_S: Final = 1.0
+"""For how long the answer to QUIT is awaited: the server has taken the mail before."""
 
 
 class Mail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +50,8 @@ class Mail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tls: Literal["starttls", "tls", "none"] = "starttls"
 
     def __post_init__(self) -> None:
-        if not _SERVER.fullmatch(self.server):
+        found = _SERVER.fullmatch(self.server)
+        if found is None or not 0 < int(found["port"] or _PORTS[self.tls]) < 1 << 16:
             raise ValueError("mail.server must be a host with or without a port, such as smtp.example.org:587")
         if not _ADDRESS.fullmatch(self.sender):
             raise ValueError("mail.sender must be an address such as gpuquota@example.org")
@@ -57,6 +60,8 @@ class Mail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(
                 f"mail.to must be 1 to {MOST_RECIPIENTS} addresses, such as ops@example.org or {USER}@example.org"
             )
+        if self.password and not self.user:
+            raise ValueError("mail.password needs mail.user: without, the server is not logged in to")
         if self.password and self.tls == "none":
             raise ValueError("mail.password needs mail.tls starttls or tls: without, everybody on the way can read it")
 
@@ -97,7 +102,7 @@ class Mail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         try:
             return await asyncio.wait_for(done, timeout_s)
         except TimeoutError:
-            return "it did not answer in time", False
+            return attempt.outcome
         finally:
             attempt.stop()
 
@@ -109,6 +114,8 @@ class _Attempt:
         self._mail, self._message, self._recipients, self._timeout_s = mail, message, recipients, timeout_s
         self._connection: socket.socket | None = None
         self._stopped = False
+        self.outcome = ("it did not answer in time", False)
+        """What is known if the attempt is stopped now: a mail that the server took is not sent again."""
 
     def stop(self) -> None:
         """End the attempt, if it goes on."""
@@ -120,7 +127,7 @@ class _Attempt:
     def result(self) -> tuple[str, bool]:
         """Send the mail; return the problem, and whether another attempt is useless."""
         try:
-            refused = self._send()
+            self._send()
         except smtplib.SMTPRecipientsRefused as error:
             codes = sorted({code for code, _ in error.recipients.values()})
             return f"it refused all recipients ({', '.join(map(str, codes))})", min(codes) >= 500
@@ -133,17 +140,25 @@ class _Attempt:
         finally:
             if self._connection is not None:
                 self._connection.close()
-        return (f"it refused {len(refused)} of {len(self._recipients)} recipients", True) if refused else ("", True)
+        return self.outcome
 
-    def _send(self) -> dict[str, tuple[int, bytes]]:
-        """Return the recipients that the server refused, if it took the mail for others."""
+    def _send(self) -> None:
         context = ssl.create_default_context()
-        with self._connected(context) as server:
+        server = self._connected(context)
+        try:
             if self._mail.tls == "starttls":
                 server.starttls(context=context)
             if self._mail.user:
                 server.login(self._mail.user, self._mail.password)
-            return server.send_message(self._message, self._mail.sender, list(self._recipients))
+            refused = server.send_message(self._message, self._mail.sender, list(self._recipients))
+            problem = f"it refused {len(refused)} of {len(self._recipients)} recipients" if refused else ""
+            self.outcome = (problem, True)
+            with suppress(smtplib.SMTPException, OSError):
+                if server.sock is not None:
+                    server.sock.settimeout(FAREWELL_S)
+                server.quit()
+        finally:
+            server.close()
 
     def _connected(self, context: ssl.SSLContext) -> smtplib.SMTP:
         """Return a connection; its socket is kept twice, since TLS replaces the one that the client has."""

@@ -57,7 +57,6 @@ def test_the_version_is_that_of_the_package() -> None:
 
 MISTAKES = [
     ("submit x -g -1 -- true", "--gpus is -1, but it must be at least 1 GPU"),
-    ("submit x -g -1 -- true", "--gpus is -1, but it must be at least 1 GPU"),
     ("project create x --guaranteed -5", "--guaranteed is -5, but it must be between 0 and 1000000 GPUs"),
     ("submit x -g 2.5 -- true", "--gpus is 2.5, but it must be a whole number of GPUs"),
     ("submit x -g 2 -- true", "project 'team-a' may hold at most 1 GPU; ask for less, or raise its limit"),
@@ -82,6 +81,12 @@ MISTAKES = [
     ("config project nobody", "project 'nobody' does not exist"),
     ("wait taken --for Flying", "there is no status 'Flying'; there are Pending"),
     ("exec taken -- no-such-program", "cannot run 'no-such-program'"),
+    ("top --gpus --since 3h", "--since is 3h, but it must be more than 0 and at most 2h: no more is kept"),
+    ("top --gpus --since 0s", "it must be more than 0 and at most 2h"),
+    ("top --gpus --since never", "a time is written as 30, 30s, 5m or 1h30m"),
+    ("top --since 1h", "--since is the time of --gpus, without --watch and --plot"),
+    ("top --gpus --since 1h -w", "--since is the time of --gpus, without --watch and --plot"),
+    ("project set team-a --order oldest", "--order is oldest, but it must be one of fair, fair-users"),
     ("list --colour", "No such option"),
     ("fly", "No such command"),
 ]

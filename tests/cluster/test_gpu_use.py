@@ -74,6 +74,17 @@ def test_the_history_of_a_gpu_is_bounded_and_that_of_one_that_is_gone_is_forgott
     assert not history._rings
 
 
+def test_a_clock_that_is_set_back_costs_the_points_of_the_time_to_come() -> None:
+    """Else all that is measured until then is added to the newest point, for days if the clock was wrong by days."""
+    history, width = GpuUseHistory(), GPU_USE_WIDTH_S
+    for at, percent in ((10 * width, 10.0), (11 * width, 20.0), (99_999 * width, 30.0)):
+        history.add({"d": GpuUse(busy=True, percent=percent)}, at)
+    for _ in range(100):
+        history.add({"d": GpuUse(busy=True, percent=50.0)}, 12 * width)
+    history.add({"d": GpuUse(busy=True, percent=60.0)}, 13 * width)
+    assert [(point.at / width, point.percent) for point in history.of("d")] == [(10, 10), (11, 20), (12, 50), (13, 60)]
+
+
 def test_a_simulated_device_has_the_memory_of_its_entries(tmp_path: Path) -> None:
     simulate(tmp_path, 1024)
     (tmp_path / SIMULATED_FILE).write_text("35")

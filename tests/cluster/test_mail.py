@@ -18,7 +18,7 @@ from kfp_gpuquota.cluster.certificates import maintained
 from kfp_gpuquota.cluster.mail import Mail
 from kfp_gpuquota.engine.notifications import Notification, Notified
 from tests.cluster.test_notifications import HASTY, QUICK, SECRET, in_loop, notifying, one
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.smtp_receiver import Received, Server, receiving_mail
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def written(folder: Path, receiver: Server, **more: object) -> None:
 
 
 async def received(server: Server) -> Received:
-    return await asyncio.to_thread(server.got.get, timeout=20)
+    return await asyncio.to_thread(server.got.get, timeout=TIMEOUT_S)
 
 
 def parsed(mail: Received) -> EmailMessage:
@@ -138,7 +138,7 @@ async def test_the_password_is_sent_over_tls_to_the_server_of_the_certificate(
 
 async def _problem(server: Server, **more: object) -> tuple[str, bool]:
     given = {"server": f"127.0.0.1:{server.port}", "sender": "a@b", "to": ("ops@example.org",), "tls": "none", **more}
-    return await Mail(**given).attempt(one("a"), 20.0)  # type: ignore[arg-type]
+    return await Mail(**given).attempt(one("a"), TIMEOUT_S)  # type: ignore[arg-type]
 
 
 @in_loop
@@ -181,6 +181,33 @@ async def test_a_server_that_hangs_ends_neither_other_mail_nor_the_process(tmp_p
     until(lambda: not any(thread.name == "mail" for thread in threading.enumerate()))
 
 
+@pytest.mark.parametrize("farewell", ["", "421 too many connections", "554 no"])
+@in_loop
+async def test_a_mail_that_the_server_took_is_not_sent_again_however_the_connection_ends(
+    tmp_path: Path, farewell: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with receiving_mail(Server(farewell=farewell)) as server:
+        written(tmp_path, server)
+        async with notifying(tmp_path, QUICK) as notifications_:
+            for name in "ab":
+                notifications_.notify(one(name))
+            got = [parsed(await received(server))["Subject"].split()[1] for _ in range(2)]
+            assert got == ["a", "b"]
+    assert "dropped" not in caplog.text
+
+
+@in_loop
+async def test_a_text_that_no_mail_can_have_stops_no_other_mail(tmp_path: Path) -> None:
+    with receiving_mail(Server()) as server:
+        written(tmp_path, server)
+        async with notifying(tmp_path, QUICK) as notifications_:
+            notifications_.notify(one("a")._replace(why="no file \udcff", job="a\udcff"))
+            notifications_.notify(one("b"))
+            first, second = [parsed(await received(server)) for _ in range(2)]
+    assert "no file" in body_of(first)
+    assert second["Subject"] == "Job b of project team-a failed"
+
+
 @in_loop
 async def test_a_job_without_a_user_is_mailed_only_to_those_who_get_all(tmp_path: Path) -> None:
     with receiving_mail(Server()) as server:
@@ -198,10 +225,13 @@ async def test_a_job_without_a_user_is_mailed_only_to_those_who_get_all(tmp_path
     ("more", "words"),
     [
         ({"server": f"smtp://me:{SECRET}@h"}, "mail.server must be a host"),
+        ({"server": "h:65536"}, "mail.server must be a host"),
+        ({"server": "h:0"}, "mail.server must be a host"),
+        ({"password": SECRET, "tls": "tls"}, "mail.password needs mail.user"),
         ({"sender": "a@b\r\nBcc: x@y"}, "mail.sender must be an address"),
         ({"to": []}, "mail.to must be 1 to 50 addresses"),
         ({"to": ["a@b", "c@d, e@f"]}, "mail.to must be 1 to 50 addresses"),
-        ({"password": SECRET}, "mail.password needs mail.tls starttls or tls"),
+        ({"user": "u", "password": SECRET}, "mail.password needs mail.tls starttls or tls"),
         ({"tls": "ssl"}, "Invalid enum value"),
         ({"passwort": SECRET}, "unknown field"),
     ],

@@ -154,6 +154,42 @@ def test_a_charts_values_are_read_with_arrow_keys_and_the_pointer(browser: Brows
     assert not browser.problems()
 
 
+def test_a_chart_that_is_drawn_again_keeps_the_values_that_are_read(browser: Browser) -> None:
+    """Also if the focus is in it, which its old element loses."""
+    browser.open("/jobs/team-a/holder")
+
+    def reading() -> str:
+        script = "return document.querySelector('#size-chart .reading:not([hidden])')?.textContent ?? ''"
+        return str(browser.driver.execute_script(script))
+
+    for read in ("keys", "pointer"):
+        browser.driver.execute_script("document.getElementById('size-chart').focus()")
+        browser.press(Keys.END)
+        if read == "pointer":
+            ActionChains(browser.driver).move_to_element(browser.element("#size-chart")).perform()
+        browser.driver.execute_script("document.getElementById('size-chart').isOld = true")
+        until(lambda: browser.driver.execute_script("return !document.getElementById('size-chart').isOld"))
+        assert ": " in reading(), read
+    ActionChains(browser.driver).move_to_element(browser.element("h1")).perform()
+    browser.press(Keys.TAB)
+    assert reading() == ""
+    assert not browser.problems()
+
+
+def test_a_browser_that_stores_nothing_shows_live_pages(browser: Browser, embedded_cluster: EmbeddedCluster) -> None:
+    denied = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('no', 'SecurityError'); }})"
+    added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": denied})
+    try:
+        browser.open("/jobs/team-a/holder")
+        assert not browser.element("#follow").is_displayed()
+        embedded_cluster.client.suspend_job("team-a", "holder")
+        browser.shows("#summary", "Suspended")
+        assert not browser.was_reloaded
+        assert not browser.problems()
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
 def test_the_colors_are_chosen_by_a_link_and_kept(browser: Browser) -> None:
     browser.open("/queue?state=all")
     shown = []
@@ -203,6 +239,7 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
     browser.driver.get(browser.base + LOG)
     assert browser.text("#log") == "one <b>line</b>"
     browser.driver.get(browser.base + "/jobs/team-b/waits")
+    assert not browser.element("#follow").is_displayed(), "it needs scripts"
     browser.element("#suspend").click()
     browser.shows("h1", "Suspend waits?")
     browser.element("#sure").click()

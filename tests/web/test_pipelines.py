@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Phase, pipeline_labels
 from kfp_gpuquota.web.source import RunStep
+from kfp_gpuquota.web.views.pipelines import MOST_ON_PAGE, MOST_OTHERS, RUNS
 from tests.web.listed import NOW, Cluster, job
 from tests.web.visitor import Tags
 
@@ -53,6 +54,27 @@ def test_without_a_name_a_run_has_that_of_its_pods_and_else_its_id() -> None:
     assert "and no others" in source.show("/pipelines").parts["counts"]
     source.steps = (step("load", "Pending", NOW - 60),)
     assert 'id="name-0a1b">digits <small>run' in source.show("/pipelines").lists["runs"]["run-0a1b"]
+
+
+def test_a_run_of_thousands_of_pods_shows_those_that_are_not_fine_and_the_newest() -> None:
+    source = Cluster([train()])
+    loads = [step(f"loop.{index}", "Succeeded", NOW - 9000 + index / 10) for index in range(10_000)]
+    source.steps = (step("bad", "Failed", NOW - 9999), *loads, step("slow", "Running", NOW - 9990))
+    ((*others,),) = rows(source).values()
+    assert len(others) == MOST_OTHERS + 1
+    assert [row.partition("no GPU")[0] for row in others[:3]] == ["bad", "slow", "loop.9802"]
+    shown = source.show("/pipelines").lists["runs"]["run-0a1b"]
+    assert "9802 more steps without a GPU, older ones, are not shown." in shown
+    assert len(shown) < 200_000
+
+
+def test_many_runs_of_many_steps_are_a_page_of_a_bounded_size() -> None:
+    names = [f"run{index}" for index in range(120)]
+    source = Cluster([train(f"t-{name}", **{pipeline_labels.RUN: name}) for name in names])
+    source.steps = tuple(step(f"s.{i}", "Succeeded", NOW - 90 + i, run=name) for name in names for i in range(85))
+    runs = source.show("/pipelines").lists["runs"]
+    assert len(runs) == RUNS
+    assert sum(html.count("<tr>") - 1 for html in runs.values()) == RUNS + MOST_ON_PAGE
 
 
 def test_a_run_over_two_projects_is_one_entry() -> None:

@@ -395,9 +395,10 @@ _ORDERS = {"fair": Order.FAIR, "fair-users": Order.FAIR_USERS}
 def _order(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
-    if text not in _ORDERS:
+    order = _ORDERS.get(text) or next((one for one in Order if one.value == text), None)  # or as it is shown
+    if order is None:
         raise InvalidFieldError("order", text, f"it must be one of {', '.join(_ORDERS)}")
-    return {"order": _ORDERS[text]}
+    return {"order": order}
 
 
 def _pools(given: list[str]) -> dict[str, PoolQuota]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.history import GPU_USE_KEPT_S
 from kfp_gpuquota.cli.arguments.options import OutputOption, WatchOption, client, project_or_configured
-from kfp_gpuquota.cli.arguments.parsers import seconds_back
+from kfp_gpuquota.cli.arguments.parsers import seconds as parse_seconds
 from kfp_gpuquota.cli.display.output import Format, is_tabular, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
 from kfp_gpuquota.cli.display.project_table import project_table
@@ -58,16 +59,17 @@ def top(
       gpuquota top --gpus --since 1h -o json
       gpuquota top --gpus --plot memory.png --seconds 120
     """
+    if since and (not gpus or watch or plot is not None):
+        raise UsageError("--since is the time of --gpus, without --watch and --plot: gpuquota top --gpus --since 1h")
+    since_s = _since_s(since) if since else 0.0
     reached = client()
     if plot is not None:
         echo(_plot_memory(reached, plot, seconds))
         return
     if since:
-        if not gpus:
-            raise UsageError("--since is the time of --gpus: gpuquota top --gpus --since 1h")
         from kfp_gpuquota.cli.display.gpus import use_table  # noqa: PLC0415
 
-        used = reached.gpu_use(min(GPU_USE_KEPT_S, seconds_back(since)))
+        used = reached.gpu_use(since_s)
         show(list(used), output, use_table(used))
         return
     if gpus and is_tabular(output):
@@ -81,6 +83,15 @@ def top(
     if watch:
         watch_pictures(_overview(reached, project) for _ in watch_jobs(reached, project))
     echo(_overview(reached, project))
+
+
+def _since_s(text: str) -> float:
+    """Return the seconds of --since. Raises InvalidFieldError."""
+    found = parse_seconds("since", text)
+    if not 0 < found <= GPU_USE_KEPT_S:
+        kept = text_of(GPU_USE_KEPT_S)
+        raise InvalidFieldError("since", text, f"it must be more than 0 and at most {kept}: no more is kept")
+    return found
 
 
 def _overview(reached: ClusterApi, project: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 from typing import TYPE_CHECKING, Final
@@ -109,7 +110,10 @@ def _examine(home: Home, client: Callable[[], ClusterApi]) -> Iterator[Finding]:
 def _directory(home: Home) -> Iterator[Finding]:
     existing = next(path for path in (home.root, *home.root.parents) if path.exists())
     free = shutil.disk_usage(existing).free / _GIB
-    if free < LEAST_FREE_GIB:
+    if not os.access(existing, os.W_OK):
+        remedy = "name a directory of yours in GPUQUOTA_HOME, or run this as its owner"
+        yield fail("directory", f"{existing} cannot be written to: it is read-only for you", remedy)
+    elif free < LEAST_FREE_GIB:
         remedy = "delete ended jobs (gpuquota delete), or lower --log-limit and --keep-ended-days"
         yield warn("directory", f"{home.root} has {free:.1f} GiB left for logs and checkpoints", remedy)
     else:

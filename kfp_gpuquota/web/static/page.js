@@ -10,6 +10,7 @@ let after = document.body.dataset.after;
 let offset = log?.dataset.follow;
 let stream = null;
 let retry = 0;
+let swapping = false; // an element that is replaced loses the focus, and gets it back
 
 function parsed(html) {
   const template = document.createElement("template");
@@ -21,7 +22,9 @@ function swap(target, change) {
   const focused = document.activeElement;
   const focus = target.contains(focused) ? focused.id || focused.getAttribute("href") : "";
   const ticked = new Set([...target.querySelectorAll("input[name=job]:checked")].map((box) => box.value));
+  swapping = true;
   const kept = change();
+  swapping = false;
   for (const box of kept.querySelectorAll?.("input[name=job]") ?? []) box.checked = ticked.has(box.value);
   if (focus && !document.activeElement?.id && kept) {
     const again = document.getElementById(focus) || kept.querySelector(`[href="${CSS.escape(focus)}"]`);
@@ -151,6 +154,10 @@ function unread() {
   for (const part of canvas?.querySelectorAll(".cursor, .reading") ?? []) part.hidden = true;
 }
 
+function leaveChart(event) {
+  if (!swapping && event.target.id === reading?.id) unread();
+}
+
 function point(event) {
   const canvas = event.target.closest?.(".canvas");
   if (!canvas) return reading && document.activeElement?.id !== reading.id && unread();
@@ -195,11 +202,17 @@ function newsOf(uid) {
   return document.querySelector(`[data-news="${CSS.escape(uid)}"]`);
 }
 
+// Returns whether this browser stores what is followed: some store nothing of any site.
 function remember(all) {
-  localStorage.setItem(FOLLOWED, JSON.stringify(all));
+  try {
+    localStorage.setItem(FOLLOWED, JSON.stringify(all));
+  } catch {
+    return false;
+  }
   const follows = Boolean(all[followButton?.dataset.uid]);
   followButton?.setAttribute("aria-pressed", follows);
   if (followButton) followButton.textContent = follows ? "Do not notify me" : "Notify me";
+  return true;
 }
 
 async function toggleFollowed() {
@@ -245,10 +258,9 @@ function showNews() {
   if (JSON.stringify(all) !== before) remember(all);
 }
 
-if (followButton && "Notification" in window) {
+if (followButton && "Notification" in window && remember(followed())) {
   followButton.hidden = false;
   followButton.addEventListener("click", toggleFollowed);
-  remember(followed());
 }
 
 async function act(event) {
@@ -298,7 +310,7 @@ document.addEventListener("submit", act);
 document.addEventListener("keydown", step);
 document.addEventListener("keydown", stepInChart);
 document.addEventListener("pointermove", point);
-document.addEventListener("focusout", unread);
+document.addEventListener("focusout", leaveChart);
 // A page that nobody looks at gets no changes, unless it shows a followed job.
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) open();

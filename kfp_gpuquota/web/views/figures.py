@@ -110,6 +110,7 @@ def use_charts(source: Source, held: Iterable[tuple[str, str, int, int, float]])
     end = source.now()
     for title, node, index, memory_mib, since in itertools.islice(held, MAX_GPUS):
         points = [point for point in source.gpu_use(node, index) if point.until > since]
+        points = [point for point in points if point.at >= since] or points  # the first one may be another job's, too
         if not points:
             continue
         begin, last = points[0].at, points[-1]

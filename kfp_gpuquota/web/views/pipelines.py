@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import pipeline_labels
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.source import RunStep, Source
 
 RUNS: Final = 100
+MOST_OTHERS: Final = 200
+MOST_ON_PAGE: Final = 2000
+"""How many steps without GPUs of a run are shown, and of all runs: a loop over data may have thousands of them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Run:
     id: str
     steps: tuple[Step, ...]
     others: tuple[RunStep, ...] = ()
+    left_out: int = 0
 
     @property
     def name(self) -> str:
@@ -49,6 +53,11 @@ class Run:
         submitted = [(step.job.status.submitted_at, step) for step in self.steps]
         both: list[tuple[float, Step | RunStep]] = [*submitted, *((step.submitted_at, step) for step in self.others)]
         return [step for _, step in sorted(both, key=lambda one: one[0])]
+
+    def bounded(self, most: int) -> Run:
+        """Return the run with so many of the `others`: without older ones that have succeeded, then older ones."""
+        kept = sorted(self.others, key=lambda step: (step.phase == "Succeeded", -step.submitted_at))[:most]
+        return replace(self, others=tuple(kept), left_out=len(self.others) - len(kept))
 
     @property
     def projects(self) -> tuple[str, ...]:
@@ -86,13 +95,16 @@ def runs(jobs: Iterable[Job], project: str, now: float, pods: Iterable[RunStep] 
 def elements(source: Source, site: SiteConfig, project: str) -> Elements:
     """Return what the page shows: the newest `RUNS` runs."""
     now = source.now()
-    found = runs(source.jobs(), project, now, source.run_steps())
-    counts = render(
-        "pipeline_counts.html", shown=min(len(found), RUNS), total=len(found), whole=bool(source.run_steps())
-    )
+    steps = source.run_steps()
+    found = runs(source.jobs(), project, now, steps)
+    shown = found[:RUNS]
+    most = min(MOST_OTHERS, MOST_ON_PAGE // max(1, len(shown)))
+    counts = render("pipeline_counts.html", shown=len(shown), total=len(found), whole=bool(steps))
     rows = {
-        f"run-{run.id}": render("pipeline_run.html", run=run, now=now, base=site.base, addresses=addresses(site, run))
-        for run in found[:RUNS]
+        f"run-{run.id}": render(
+            "pipeline_run.html", run=run.bounded(most), now=now, base=site.base, addresses=addresses(site, run)
+        )
+        for run in shown
     }
     return Elements({"counts": counts}, {"runs": rows})
 

@@ -46,6 +46,8 @@ RUN_LABEL: Final = "pipeline/runid"
 WORKFLOW_LABEL: Final = "workflows.argoproj.io/workflow"
 NODE_ANNOTATION: Final = "workflows.argoproj.io/node-name"
 _DRIVER: Final = "-driver"
+LONGEST_NODE_NAME: Final = 2000
+"""Whoever creates a pod writes its annotations, of up to 256 KiB."""
 O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Objects:
         self._pods: dict[str, Pod] = {}
         self._pods_of: dict[tuple[str, str], dict[str, Pod]] = {}
         self._steps: dict[str, RunStep] = {}
+        self._run_steps: tuple[RunStep, ...] | None = None
         self._nodes: dict[str, Node] = {}
         self._quotas: dict[str, GpuQuota] = {}
         self._reports: dict[str, list[Report]] = {}
@@ -155,10 +158,10 @@ class Objects:
 
     def run_steps(self) -> tuple[RunStep, ...]:
         """Return the steps of runs as their pods show them; of several attempts the last one."""
-        newest: dict[tuple[str, str, str], RunStep] = {}
-        for step in sorted(self._steps.values(), key=lambda step: (step.submitted_at, step.attempt)):
-            newest[step.project, step.run, step.task] = step
-        return tuple(newest.values())
+        if self._run_steps is None:
+            ordered = sorted(self._steps.values(), key=lambda step: (step.submitted_at, step.attempt))
+            self._run_steps = tuple({(step.project, step.run, step.task): step for step in ordered}.values())
+        return self._run_steps
 
     def projects(self) -> tuple[ProjectView, ...]:
         """Return all quotas by name, without invalid ones."""
@@ -224,7 +227,7 @@ class Objects:
         """Take a new or changed pod."""
         uid = pod.metadata.uid
         if (step := step_of(pod)) is not None and self._steps.get(uid) != step:
-            self._steps[uid] = step
+            self._steps[uid], self._run_steps = step, None
             self._changes()
         if (before := self._pods.get(uid)) is not None and views.holds_devices(before) and not views.holds_devices(pod):
             self._left(before)
@@ -242,6 +245,7 @@ class Objects:
     def drop_pod(self, uid: str) -> None:
         """Forget a deleted pod."""
         if self._steps.pop(uid, None) is not None:
+            self._run_steps = None
             self._changes()
         if (pod := self._pods.pop(uid, None)) is not None:
             if views.holds_devices(pod):
@@ -381,7 +385,7 @@ class Objects:
 def step_of(pod: Pod) -> RunStep | None:
     """Return the step of a run that KFP's executor pod is, or the pod of a driver that has failed; None of others."""
     annotations, found = pod.metadata.annotations or {}, pod.metadata.labels
-    run, node = found.get(RUN_LABEL, ""), annotations.get(NODE_ANNOTATION, "")
+    run, node = found.get(RUN_LABEL, ""), annotations.get(NODE_ANNOTATION, "")[:LONGEST_NODE_NAME]
     executor = without_attempts(node).endswith(EXECUTOR)
     failed = pod.status.phase == "Failed" and without_attempts(node).endswith(_DRIVER)
     if not run or not (executor or failed):

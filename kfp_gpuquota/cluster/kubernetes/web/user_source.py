@@ -6,6 +6,7 @@ everybody with the use of each GPU, but of other teams' pods not the names: thei
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from contextlib import suppress
@@ -178,12 +179,15 @@ class UserSource:
 
     async def look_up_runs(self) -> None:
         """Ask in which of the namespaces with steps the user may list pods."""
-        found = set[str]()
-        for namespace in sorted({step.project for step in self._objects.run_steps() if self._sees(step.project)}):
-            with suppress(ApiError, ClusterUnavailableError):
-                if await self._rights.may(Asked(self._user, "list", "pods", namespace, group="")):
-                    found.add(namespace)
-        self._reads_pods = frozenset(found)
+        names = {step.project for step in self._objects.run_steps()}
+        seen = sorted(name for name in names if self._sees(name))
+        answers = await asyncio.gather(*map(self._may_list_pods, seen))
+        self._reads_pods = frozenset(name for name, allowed in zip(seen, answers, strict=True) if allowed)
+
+    async def _may_list_pods(self, namespace: str) -> bool:
+        with suppress(ApiError, ClusterUnavailableError):
+            return await self._rights.may(Asked(self._user, "list", "pods", namespace, group=""))
+        return False
 
     def notices_of(self, uid: str) -> tuple[Notice, ...]:
         """Return the Kubernetes Events of the job and its workers' pods, for a user who may list Events there."""
