@@ -146,6 +146,13 @@ RequiredTopologyOption = Annotated[
 PreferredTopologyOption = Annotated[
     str | None, typer.Option("--preferred-topology", metavar="LABEL", help="The same, where that is possible.")
 ]
+SegmentOption = Annotated[
+    str | None,
+    typer.Option("--segment", metavar="WORKERS", help="Each so many workers on nodes with one value of a label."),
+]
+SegmentTopologyOption = Annotated[
+    str | None, typer.Option("--segment-topology", metavar="LABEL", help="The label of --segment, such as a rack.")
+]
 SpreadOption = Annotated[bool, typer.Option("--spread", help="Workers on as many nodes as possible, not as few.")]
 EnvironmentOption = Annotated[
     list[str] | None, typer.Option("--environment", "-e", metavar="K=V", help="Set a variable; may be repeated.")
@@ -273,6 +280,8 @@ def submit(
     resource_claim_template: ClaimTemplateOption = "",
     required_topology: RequiredTopologyOption = None,
     preferred_topology: PreferredTopologyOption = None,
+    segment: SegmentOption = None,
+    segment_topology: SegmentTopologyOption = None,
     spread: SpreadOption = False,
     interactive: InteractiveOption = False,
     preemptible: PreemptibleOption = None,
@@ -363,6 +372,8 @@ def submit(
         resource_claim_template=resource_claim_template,
         required_topology=required_topology,
         preferred_topology=preferred_topology,
+        segment=_count("segment", segment),
+        segment_topology=segment_topology,
         spread=spread,
         tolerations=tuple(toleration_of(text) for text in toleration or []),
         kind=Kind.BUILD if interactive else Kind.TRAIN,
