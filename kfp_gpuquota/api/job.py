@@ -349,9 +349,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidFieldError("segment", self.segment, "the job asks for no GPU: gpus is 0")
         for size in (self.smallest, self.gpus, self.largest):
             if (workers := self.workers_of(size)) % self.segment:
-                each = f"{show_gpus(size)} are {workers} worker{'s' if workers != 1 else ''} of {self.worker_gpus}"
-                rule = f"{each}, which are no whole segments"
-                hint = "give each size as a multiple of segment times gpus_per_worker"
+                rule = f"it does not divide the {workers} worker{'s' if workers != 1 else ''} of {show_gpus(size)}"
+                whole = show_gpus(self.segment * self.worker_gpus)
+                hint = f"give sizes that are multiples of {whole}, or set gpus_per_worker"
                 raise InvalidFieldError("segment", self.segment, rule, hint=hint)
 
     def _check_gpu_types(self) -> None:

@@ -316,10 +316,19 @@ def test_a_core_keeps_whole_segments() -> None:
     [
         ({"segment": 2}, "segment is 2, but it needs the node label that the workers of a segment share; "),
         ({"segment_topology": RACK}, "segment_topology is 'example.com/rack', but it needs the number of workers in"),
-        ({"segment": 3, "segment_topology": RACK}, "segment is 3, but 4 GPUs are 4 workers of 1, which are no whole"),
-        ({"segment": 4, "segment_topology": RACK, "gpus_per_worker": 2}, "segment is 4, but 4 GPUs are 2 workers of 2"),
-        ({"segment": 2, "segment_topology": RACK, "gpus_per_worker": None}, "segment is 2, but 4 GPUs are 1 worker of"),
-        ({"segment": 2, "segment_topology": RACK, "min_gpus": 1}, "segment is 2, but 1 GPU are 1 worker of 1, which"),
+        ({"segment": 3, "segment_topology": RACK}, "segment is 3, but it does not divide the 4 workers of 4 GPUs; "),
+        (
+            {"segment": 4, "segment_topology": RACK, "gpus_per_worker": 2},
+            "segment is 4, but it does not divide the 2 workers of 4 GPUs; ",
+        ),
+        (
+            {"segment": 2, "segment_topology": RACK, "gpus_per_worker": None},
+            "segment is 2, but it does not divide the 1 worker of 4 GPUs; ",
+        ),
+        (
+            {"segment": 2, "segment_topology": RACK, "min_gpus": 1},
+            "segment is 2, but it does not divide the 1 worker of 1 GPU; ",
+        ),
         ({"segment": 0, "segment_topology": RACK}, "segment is 0, "),
         ({"segment": 2, "segment_topology": "a b"}, "segment_topology is 'a b', but a label's key is"),
     ],

@@ -324,6 +324,7 @@ def submit(
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
       gpuquota submit claimed -g 1 -i IMAGE --resource-claim-template one-gpu -- python train.py
+      gpuquota submit racks -g 8 --gpus-per-worker 1 --segment 4 --segment-topology RACK_LABEL -- python train.py
       gpuquota submit overnight -g 1 --max-runtime 8h -- python train.py
       gpuquota submit tonight -g 1 --begin 22:00 -- python train.py
       gpuquota submit train4 -g 1 --after prepare -- python train.py
@@ -372,7 +373,7 @@ def submit(
         resource_claim_template=resource_claim_template,
         required_topology=required_topology,
         preferred_topology=preferred_topology,
-        segment=_count("segment", segment),
+        segment=_count("segment", segment, "workers"),
         segment_topology=segment_topology,
         spread=spread,
         tolerations=tuple(toleration_of(text) for text in toleration or []),
@@ -499,5 +500,5 @@ def _if_given(parse: Callable[[str, str], Value], field: str, text: str | None) 
     return None if text is None else parse(field, text)
 
 
-def _count(field: str, text: str | None) -> int | None:
-    return _if_given(whole_number, field, text)
+def _count(field: str, text: str | None, unit: str = "GPUs") -> int | None:
+    return None if text is None else whole_number(field, text, unit)
