@@ -108,8 +108,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `node_affinity` (one of the terms must admit the node) and `tolerations`. All workers run on GPUs of one of the
     `gpu_types`, of the first in that order on which the gang can start. It runs on nodes of `node_pool`, within
     its project's quota there; without one on nodes of no pool. All workers run on nodes with the same
-    value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With
-    `spread` they run on as many nodes as possible instead of as few.
+    value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With a
+    `segment` each so many workers run on nodes with the same value of `segment_topology`, a narrower label than those:
+    its sizes are whole segments. With `spread` they run on as many nodes as possible instead of as few.
 
     `resource_claim_template` names, on Kubernetes, the ResourceClaimTemplate of which each worker gets a claim, instead
     of `nvidia.com/gpu`: as many devices as `worker_gpus`.
@@ -155,6 +156,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     node_pool: str = ""
     required_topology: str | None = None
     preferred_topology: str | None = None
+    segment: PositiveCount | None = None
+    segment_topology: str | None = None
     spread: bool = False
     environment: dict[str, str] = {}
     working_directory: str = ""
@@ -322,13 +325,34 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise InvalidFieldError("resource_claim_template", self.resource_claim_template, why)
         check_labels("node_selector", self.node_selector)
         self._check_gpu_types()
-        for field in ("required_topology", "preferred_topology"):
+        for field in ("required_topology", "preferred_topology", "segment_topology"):
             if getattr(self, field) is not None:
                 check_label_key(field, getattr(self, field))
+        self._check_segment()
         if self.kind is Kind.BUILD and self.elastic:
             raise InvalidFieldError(
                 "kind", self.kind.value, "an interactive session has one size", hint="leave out min_gpus and max_gpus"
             )
+
+    def _check_segment(self) -> None:
+        """Check that all sizes of the job are whole segments."""
+        if self.segment is None or self.segment_topology is None:
+            if self.segment is not None:
+                rule = "it needs the node label that the workers of a segment share"
+                raise InvalidFieldError("segment", self.segment, rule, hint="set segment_topology")
+            if self.segment_topology is not None:
+                rule = "it needs the number of workers in a segment"
+                raise InvalidFieldError("segment_topology", self.segment_topology, rule, hint="set segment")
+            return
+        check_count("segment", self.segment, 1, "workers")
+        if not self.gpus:
+            raise InvalidFieldError("segment", self.segment, "the job asks for no GPU: gpus is 0")
+        for size in (self.smallest, self.gpus, self.largest):
+            if (workers := self.workers_of(size)) % self.segment:
+                rule = f"it does not divide the {workers} worker{'s' if workers != 1 else ''} of {show_gpus(size)}"
+                whole = show_gpus(self.segment * self.worker_gpus)
+                hint = f"give sizes that are multiples of {whole}, or set gpus_per_worker"
+                raise InvalidFieldError("segment", self.segment, rule, hint=hint)
 
     def _check_gpu_types(self) -> None:
         if len(self.gpu_types) > MAX_TYPES:

@@ -221,3 +221,18 @@ def test_memory_needs_gpus_whose_memory_is_known(cli: Cli) -> None:
     answer = cli.run("submit", "x", "-p", "team-a", "--gpu-memory", "1G", "--", "true")
     assert answer.code == 2
     assert "simulate memory: gpuquota cluster start --gpu-memory 16G" in answer.err
+
+
+def test_a_job_in_segments_is_refused_in_the_words_of_the_command_line_or_says_what_its_nodes_lack(team: Cli) -> None:
+    sizes = ("--gpus", "2", "--gpus-per-worker", "1", "--segment-topology", "rack")
+    refused = team.run("submit", "job", *sizes, "--segment", "3", *SLEEP)
+    assert (refused.code, refused.err) == (
+        2,
+        "Error: --segment is 3, but it does not divide the 2 workers of 2 GPUs; "
+        "give sizes that are multiples of 3 GPUs, or set --gpus-per-worker\n",
+    )
+    team("submit", "job", *sizes, "--segment", "2", *SLEEP)
+    spec = team.job("job", "team-a")["spec"]
+    assert (spec["segment"], spec["segment_topology"]) == (2, "rack")
+    why = "needs 2 GPUs in 1 segment of 2 workers, each within one rack; no node that it may use has the label rack"
+    assert why in " ".join(team("explain", "job").split())

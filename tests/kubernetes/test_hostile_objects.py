@@ -201,11 +201,11 @@ STATUSES = maybe(
 JOB_SPECS = maybe(
     {
         "template": st.fixed_dictionaries({"spec": POD_SPECS, "metadata": maybe({"annotations": ANY, "labels": ANY})}),
-        **dict.fromkeys(("gpus", "minGpus", "maxGpus", "gpusPerWorker", "gpuDevices", "priority"), NUMBERS),
+        **dict.fromkeys(("gpus", "minGpus", "maxGpus", "gpusPerWorker", "gpuDevices", "priority", "segment"), NUMBERS),
         **dict.fromkeys(("gpuFraction", "gpuFractionLimit", "gpuMemory", "gpuMemoryLimit"), NUMBERS),
         **dict.fromkeys(("gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds"), NUMBERS),
         **dict.fromkeys(("maxRuntimeSeconds", "ttlSecondsAfterFinished", "workersReadyTimeoutSeconds"), NUMBERS),
-        **dict.fromkeys(("kind", "nodePool", "requiredTopology", "preferredTopology"), TEXTS),
+        **dict.fromkeys(("kind", "nodePool", "requiredTopology", "preferredTopology", "segmentTopology"), TEXTS),
         **dict.fromkeys(("begin", "after", "array"), ANY),
         "suspend": st.booleans(),
         "spread": st.booleans(),

@@ -20,6 +20,7 @@ GIVEN: list[dict[str, Any]] = [
     {"gpu_fraction": 0.25, "gpu_fraction_limit": 0.5, "gpu_devices": 2},
     {"gpu_memory_mib": 4096, "gpu_memory_limit_mib": 8192, "gpu_compute": 0.5},
     {"node_pool": "a", "required_topology": "rack", "preferred_topology": "zone", "spread": True},
+    {"gpus": 4, "gpus_per_worker": 1, "segment": 2, "segment_topology": "rack"},
     {"gpu_types": ("H100", "A100")},
     {"begin_at": 1.8e9 + 0.25, "after": ("prep", "any:clean")},
     {"array": ArrayTask(name="sweep", index=3, limit=8)},

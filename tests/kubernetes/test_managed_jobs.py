@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import MANAGER
+from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import MANAGER, ManagedJob, elastic_job_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.installation import batch_jobs_of, jobs_of
 from tests.polling import until
@@ -83,6 +85,23 @@ def test_its_pods_grow_shrink_and_end_and_the_job_completes(controlled: Controll
     assert done["status"]["completedIndexes"] == "0-1"
     api.delete(f"{path}?propagationPolicy=Background")
     until(lambda: not api.items(jobs_of(borrower)), "its ElasticJob stays")
+
+
+def as_read(body: Object) -> ManagedJob:
+    return msgspec.json.decode(msgspec.json.encode(body), type=ManagedJob)
+
+
+def test_its_template_s_topology_is_read_in_kueue_s_words() -> None:
+    levels = {"required": "block", "preferred": "rack", "slice-required": "nvlink"}
+    notes = {f"kueue.x-k8s.io/podset-{level}-topology": label for level, label in levels.items()}
+    body = job_body(4)
+    body["spec"]["template"]["metadata"] = {"annotations": {**notes, "kueue.x-k8s.io/podset-slice-size": "2"}}
+    spec = elastic_job_of(as_read(body))["spec"]
+    found = [spec[name] for name in ("requiredTopology", "preferredTopology", "segmentTopology", "segment")]
+    assert found == ["block", "rack", "nvlink", 2]
+    body["spec"]["template"]["metadata"]["annotations"]["kueue.x-k8s.io/podset-slice-size"] = "two"
+    with pytest.raises(InvalidFieldError, match="podset-slice-size is 'two', but it must be a number from 1 to"):
+        elastic_job_of(as_read(body))
 
 
 def test_a_failure_is_the_jobs(controlled: Controlled, teams: tuple[str, str]) -> None:

@@ -100,6 +100,7 @@ operations = st.lists(
         st.tuples(st.just("gang"), st.sampled_from(TEAMS), constraints, st.integers(1, 2)),
         st.tuples(st.just("share"), st.sampled_from(TEAMS), constraints, st.sampled_from(["0.25", "0.5"])),
         st.tuples(st.just("job"), st.sampled_from(TEAMS), constraints, st.integers(1, 3)),
+        st.tuples(st.just("segments"), st.sampled_from(TEAMS), constraints, st.integers(1, 3)),
         st.tuples(st.just("ray"), st.sampled_from(TEAMS), constraints, st.integers(1, 3)),
         st.tuples(st.just("plan")),
         st.tuples(st.just("run"), st.integers(0, 2)),
@@ -166,13 +167,20 @@ class History:
         self._pod(team, spec, 0, annotations={"gpu-fraction": part})
 
     def job(self, team: str, spec: Object, gpus: int) -> None:
+        self._job(team, spec, {"gpus": gpus, "minGpus": 1, "maxGpus": gpus + 2})
+
+    def segments(self, team: str, spec: Object, number: int) -> None:
+        sizes = {"gpus": 2 * number, "minGpus": 2, "maxGpus": 2 * number + 2}
+        self._job(team, spec, {**sizes, "segment": 2, "segmentTopology": "zone"})
+
+    def _job(self, team: str, spec: Object, fields: Object) -> None:
         self.made += 1
         template = {"spec": {"containers": [{"name": "main", "image": "none"}], **deepcopy(spec)}}
         self.world.put(
             watches.JOBS,
             {
                 "metadata": {"name": f"j{self.made}", "namespace": team, "uid": f"job-{self.made}", "generation": 1},
-                "spec": {"gpus": gpus, "minGpus": 1, "maxGpus": gpus + 2, "template": template},
+                "spec": {**fields, "template": template},
             },
         )
 

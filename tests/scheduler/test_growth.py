@@ -420,7 +420,7 @@ def test_the_hosts_of_workers_that_may_leave_are_those_of_a_search_through_all(s
     spare = {job: [_worker(job, random.choice(hosts)) for _ in range(random.randint(0, 5))] for job in jobs}
     grower = trained({})
     grower.hosts = {host: random.randint(1, 2) for host in hosts if random.random() < 0.4}
-    donors = Donors(jobs, lambda job: list(spare[job]))
+    donors = Donors(jobs, lambda job: [(task,) for task in spare[job]])
     while left := [job for job in jobs if spare[job]]:
         found: dict[Host, list[Task]] = {}
         for task in [task for job in jobs for task in spare[job]]:

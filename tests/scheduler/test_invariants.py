@@ -161,6 +161,20 @@ class History(RuleBasedStateMachine):
         sizes = {"gpus": workers, "max_gpus": workers + more, "gpus_per_worker": 1}
         self._submit(project, {**sizes, "gpu_types": types, **topology})
 
+    @rule(
+        project=st.sampled_from(PROJECTS),
+        segment=st.integers(1, 3),
+        sizes=st.lists(st.integers(1, 3), min_size=3, max_size=3).map(sorted),
+        preemptible=st.booleans(),
+        topology=st.sampled_from([{}, {"required_topology": "rack"}, {"gpu_types": ("P", "Q")}]),
+    )
+    def submit_in_segments(
+        self, project: str, segment: int, sizes: list[int], topology: dict[str, Any], *, preemptible: bool
+    ) -> None:
+        low, size, high = (segment * number for number in sizes)
+        fields = {"gpus": size, "min_gpus": low, "max_gpus": high, "gpus_per_worker": 1, "preemptible": preemptible}
+        self._submit(project, {**fields, "segment": segment, "segment_topology": "rack", **topology})
+
     def _submit(self, project: str, fields: dict[str, Any]) -> None:
         self.count += 1
         spec = JobSpec(name=f"j{self.count:03}", project=project, command=("true",), **fields)

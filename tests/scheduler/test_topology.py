@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections import Counter
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kfp_gpuquota.api import ReasonCode
+from kfp_gpuquota.api import JobSpec, Kind, ReasonCode
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler.state import groups
 from kfp_gpuquota.scheduler.state.model import GPU, Amount, Group, Host, Job, Queue, Request, Status, Task
 from kfp_gpuquota.scheduler.state.state import State
+from tests.effort import effort
 from tests.scheduler.test_resources import Cluster
 from tests.scheduler.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 RACK, ZONE = "example.com/rack", "example.com/zone"
 
@@ -117,6 +126,216 @@ def test_a_topology_is_a_labels_key() -> None:
     cluster = Cluster()
     with pytest.raises(InvalidFieldError, match="required_topology is 'a b', but a label's key is"):
         cluster.submit("x", required_topology="a b")
+
+
+# Segments
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[list[tuple[str, str, int]], list[int]]:
+    """(zone, rack, GPUs) of each node, where a rack is in one zone, and the nodes of jobs with one GPU that run."""
+    shape = [
+        (f"z{rack // 2}", f"r{rack}", draw(st.integers(1, 4)))
+        for rack in draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+    ]
+    return shape, draw(st.lists(st.integers(0, len(shape) - 1), max_size=5))
+
+
+@settings(max_examples=effort(150, 3000), deadline=None)
+@given(
+    clusters(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.sampled_from([(), (ZONE,)]), st.booleans()
+)
+def test_segments_are_placed_if_and_only_if_an_exhaustive_search_finds_a_place(
+    drawn: tuple[list[tuple[str, str, int]], list[int]],
+    segment: int,
+    number: int,
+    size: int,
+    required: tuple[str, ...],
+    prefers: bool,
+) -> None:
+    shape, taken = drawn
+    cluster = racks(*shape)
+    for i, node in enumerate(taken):
+        cluster.submit(f"busy-{i}", node=f"node-{node}")
+    cluster.run()
+    free = [count for _, _, count in shape]
+    for i in range(len(taken)):
+        for node in nodes(cluster, f"busy-{i}"):
+            free[node] -= 1
+    fields = {"required_topology": required[0]} if required else {}
+    fields |= {"preferred_topology": ZONE} if prefers else {}
+    cluster.submit(
+        "job", gpus=segment * number * size, gpus_per_worker=size, segment=segment, segment_topology=RACK, **fields
+    )
+    waiting = cluster.run().waiting
+    found = Counter(nodes(cluster, "job"))
+    valid = list(_valid(shape, [one // size for one in free], segment, segment * number, one_zone=bool(required)))
+    assert bool(found) == bool(valid)
+    if found:
+        assert tuple(found[node] for node in range(len(shape))) in valid
+    else:
+        assert waiting["job"].code in {ReasonCode.TOO_LARGE, ReasonCode.FRAGMENTED, ReasonCode.NO_FREE_GPUS}
+
+
+def _valid(
+    shape: list[tuple[str, str, int]], room: list[int], segment: int, workers: int, *, one_zone: bool
+) -> Iterator[tuple[int, ...]]:
+    """Every number of workers on each node that is allowed."""
+    for counts in product(*(range(one + 1) for one in room)):
+        racks_of, zones = Counter[str](), set()
+        for (zone, rack, _), count in zip(shape, counts, strict=True):
+            racks_of[rack] += count
+            zones |= {zone} if count else set()
+        whole = not any(count % segment for count in racks_of.values())
+        if sum(counts) == workers and whole and (len(zones) == 1 or not one_zone):
+            yield counts
+
+
+@pytest.mark.parametrize(
+    ("busy", "workers", "message"),
+    [
+        (
+            (1, 1, 2),
+            4,
+            "needs 4 GPUs in 2 segments of 2 workers, each within one example.com/rack; example.com/rack has room for "
+            "1 segment of 2 workers now, and nothing that runs may be taken for it, so it starts when one of them has "
+            "2 GPUs idle for another one",
+        ),
+        (
+            (1, 1, 3),
+            2,
+            "needs 2 GPUs in 1 segment of 2 workers, each within one example.com/rack; no example.com/rack has 2 GPUs "
+            "idle for one, and nothing that runs may be taken for it, so it starts when one of them has 2 GPUs idle "
+            "for another one",
+        ),
+        (
+            (0, 0, 0),
+            10,
+            "needs 10 GPUs in 5 segments of 2 workers, each within one example.com/rack; the nodes have room for "
+            "4 segments of 2 workers, each within one example.com/rack",
+        ),
+    ],
+)
+def test_it_is_said_why_segments_wait(busy: tuple[int, ...], workers: int, message: str) -> None:
+    cluster = racks(("z", "a", 2), ("z", "b", 2), ("z", "c", 4))
+    for node, count in enumerate(busy):
+        for number in range(count):
+            cluster.submit(f"busy-{node}-{number}", node=f"node-{node}", kind=Kind.BUILD)
+    cluster.run()
+    cluster.submit("job", gpus=workers, gpus_per_worker=1, segment=2, segment_topology=RACK)
+    assert cluster.why("job")[1] == message
+
+
+def segmented(world: World, name: str, project: str, *sizes: int, **more: Any) -> None:
+    low, size, high = sizes
+    world.submit(name, project, size, low, high, segment=2, segment_topology="rack", cool_down_s=0.0, **more)
+
+
+def by_rack(world: World, job: str) -> Counter[str]:
+    mine = [r for r in world.workers.values() if r.job == job and not r.leaving]
+    return Counter(world.machines[r.node].labels["rack"] for r in mine)
+
+
+def world_of(*gpus: int) -> World:
+    """A node with so many GPUs in each rack."""
+    world = World()
+    for rack, count in zip("abcd", gpus, strict=False):
+        world.node(f"n{rack}", count, labels={"rack": rack})
+    return world
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_an_elastic_job_grows_and_gives_way_by_whole_segments(size: int) -> None:
+    """Above its minimum, as much of it as is requested or lent."""
+    world = world_of(3, 3, 2)
+    world.project("greedy", 0)
+    world.project("owner", 4)
+    segmented(world, "elastic", "greedy", 2, size, 8)
+    world.settle()
+    assert by_rack(world, "elastic") == {"a": 2, "b": 2, "c": 2}
+    for number, left in enumerate((6, 6, 4, 4)):
+        world.submit(f"o{number}", "owner")
+        world.settle()
+        assert sum(by_rack(world, "elastic").values()) == left
+    assert world.size("o3") == 1
+
+
+def test_a_lost_worker_is_replaced_in_the_domain_of_its_segment() -> None:
+    world = world_of(4, 4)
+    world.project("team", 8)
+    segmented(world, "elastic", "team", 2, 4, 6)
+    world.settle()
+    before = by_rack(world, "elastic")
+    assert sum(before.values()) == 6
+    for worker in world.of("elastic")[::2]:
+        world.crash(worker)
+    world.settle()
+    assert by_rack(world, "elastic") == before
+
+
+def test_a_job_in_a_full_rack_keeps_none_in_another_one_from_growing() -> None:
+    world = world_of(1, 1)
+    world.project("team", 8)
+    for name in ("first", "second"):
+        world.submit(name, "team", 2, 1, 2, required_topology="rack", cool_down_s=0.0)
+    world.settle()
+    world.node("more", 1, labels={"rack": next(iter(by_rack(world, "second")))})
+    world.settle()
+    assert (world.size("first"), world.size("second")) == (1, 2)
+
+
+def test_segments_are_reclaimed_in_one_domain_each() -> None:
+    world = world_of(2, 2, 3, 3)
+    world.project("greedy", 0)
+    world.project("owner", 6)
+    for number in range(10):
+        world.submit(f"g{number}", "greedy")
+    world.settle()
+    world.submit("gang", "owner", 6, gpus_per_worker=1, segment=3, segment_topology="rack")
+    world.settle()
+    assert by_rack(world, "gang") == {"c": 3, "d": 3}
+    assert sum(world.size(f"g{number}") for number in range(10)) == 4
+
+
+def test_a_core_keeps_whole_segments() -> None:
+    world = world_of(4, 4)
+    world.project("greedy", 4)
+    world.project("owner", 4)
+    segmented(world, "steady", "greedy", 4, 8, 8, preemptible=False)
+    world.settle()
+    assert world.size("steady") == 8
+    for number in range(4):
+        world.submit(f"o{number}", "owner")
+        world.settle()
+    assert sum(by_rack(world, "steady").values()) == 4
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"segment": 2}, "segment is 2, but it needs the node label that the workers of a segment share; "),
+        ({"segment_topology": RACK}, "segment_topology is 'example.com/rack', but it needs the number of workers in"),
+        ({"segment": 3, "segment_topology": RACK}, "segment is 3, but it does not divide the 4 workers of 4 GPUs; "),
+        (
+            {"segment": 4, "segment_topology": RACK, "gpus_per_worker": 2},
+            "segment is 4, but it does not divide the 2 workers of 4 GPUs; ",
+        ),
+        (
+            {"segment": 2, "segment_topology": RACK, "gpus_per_worker": None},
+            "segment is 2, but it does not divide the 1 worker of 4 GPUs; ",
+        ),
+        (
+            {"segment": 2, "segment_topology": RACK, "min_gpus": 1},
+            "segment is 2, but it does not divide the 1 worker of 1 GPU; ",
+        ),
+        ({"segment": 0, "segment_topology": RACK}, "segment is 0, "),
+        ({"segment": 2, "segment_topology": "a b"}, "segment_topology is 'a b', but a label's key is"),
+    ],
+)
+def test_sizes_are_whole_segments(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidFieldError, match=re.escape(message)):
+        JobSpec(name="x", project="a", command=("true",), **{"gpus": 4, "gpus_per_worker": 1, **fields})
 
 
 # Gangs made of parts

@@ -236,6 +236,10 @@ class World:
             assert keeps_off(node.taints, spec.tolerations) is None, f"{name} does not tolerate {node.name}"
         if spec.required_topology is not None:
             assert len({node.labels.get(spec.required_topology) for node in where}) <= 1, f"{name} is torn apart"
+        if spec.segment_topology is not None and spec.segment is not None and not self.crashed:
+            mine = [self.machines[r.node].labels for r in self.workers.values() if r.job == name and not r.leaving]
+            counts = Counter(labels[spec.segment_topology] for labels in mine)
+            assert not any(n % spec.segment for n in counts.values()), f"{name} has parts of segments: {counts}"
         if spec.gpu_types:
             types = {node.labels.get(GPU_PRODUCT) for node in where}
             assert types <= {*spec.gpu_types}, f"{name} does not accept {types}"

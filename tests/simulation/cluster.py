@@ -113,7 +113,7 @@ class SimulatedCluster:
             f"n{i}": Node(
                 name=f"n{i}",
                 devices=tuple(Device(index=d) for d in range(gpus)),
-                labels={GPU_PRODUCT: h.type_of(f"n{i}")},
+                labels={GPU_PRODUCT: h.type_of(f"n{i}"), h.ROW: h.row_of(f"n{i}")},
             )
             for i, gpus in enumerate(history.nodes)
         }

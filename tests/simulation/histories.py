@@ -32,6 +32,9 @@ CONDITIONAL = 0.4
 """Of the jobs, the part whose start has a condition."""
 TYPES: tuple[str, ...] = ("P", "Q")
 TYPES_EVERY = 4
+SEGMENTS_EVERY = 3
+SEGMENT = 2
+ROW = "example.com/row"
 HOLDS_EVERY = 2
 """Each second history has projects that are held: the others go on for longer."""
 PROJECTS = ("a", "b", "c")
@@ -152,6 +155,22 @@ class History(msgspec.Struct, frozen=True):
                 found.append((wait_s, happening))
         return msgspec.structs.replace(self, happenings=tuple(found))
 
+    def with_segments(self) -> History:
+        """Return the same history, in which jobs with workers of one GPU have sizes of whole segments."""
+        found = list[tuple[float, Any_]]()
+        for wait_s, happening in self.happenings:
+            if isinstance(happening, Submit) and _has_equal_workers(happening.spec):
+                sizes = {name: SEGMENT * getattr(happening.spec, name) for name in ("gpus", "min_gpus", "max_gpus")}
+                more = {"gpus_per_worker": 1, "segment": SEGMENT, "segment_topology": ROW}
+                spec = msgspec.structs.replace(happening.spec, **sizes, **more)
+                found.append((wait_s, msgspec.structs.replace(happening, spec=spec)))
+            elif isinstance(happening, Update):
+                low, high = SEGMENT * happening.low, SEGMENT * happening.high
+                found.append((wait_s, msgspec.structs.replace(happening, low=low, high=high)))
+            else:
+                found.append((wait_s, happening))
+        return msgspec.structs.replace(self, happenings=tuple(found))
+
     def with_idle_rule(self) -> History:
         """Return the same history in a cluster that suspends jobs whose GPUs are unused."""
         chance = random.Random(self.seed)
@@ -202,6 +221,15 @@ def type_of(node: str) -> str:
     return TYPES[int(node[1:]) % 2]
 
 
+def row_of(node: str) -> str:
+    """Return the row of a node: the first two are in one."""
+    return f"row-{int(node[1:]) // 2}"
+
+
+def _has_equal_workers(spec: JobSpec) -> bool:
+    return spec.min_gpus is not None and spec.max_gpus is not None and spec.worker_gpus == 1
+
+
 def from_seed(seed: int, *, most: int = 24) -> History:
     """Return the history of a seed."""
     return draw_history(random.Random(seed).randint, seed, most=most)
@@ -212,6 +240,7 @@ def hard_history(seed: int) -> History:
     history = from_seed(seed).with_conditions().with_reservations()
     history = history.with_idle_rule() if seed % IDLE_EVERY == 0 else history
     history = history.with_types() if seed % TYPES_EVERY == 0 else history
+    history = history.with_segments() if seed % SEGMENTS_EVERY == 1 else history
     return (history.with_holds() if seed % HOLDS_EVERY == 0 else history).with_kills()
 
 

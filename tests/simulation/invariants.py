@@ -17,7 +17,7 @@ from kfp_gpuquota.scheduler.actions import growth
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.conditions import Conditions, stop_policy_of
-from tests.simulation.histories import TYPES, type_of
+from tests.simulation.histories import TYPES, row_of, type_of
 from tests.simulation.records import wrongly_accounted
 from tests.simulation.search import fits, free_devices, left_for
 
@@ -373,7 +373,27 @@ class Invariants:
         if self.commits == self._checked:
             return
         self._checked = self.commits
-        self.check_reasons(self.check_restart())
+        plan = self.check_restart()
+        self.check_reasons(plan)
+        self.check_segments(plan)
+
+    def check_segments(self, plan: scheduler.Plan) -> None:
+        """A plan leaves no part of a segment of a job whose segments are whole."""
+        state = self.cluster.state
+        started = [(one.job, one.placements) for one in plan.bind] + [(one.job, one.add) for one in plan.resize]
+        started += [(one.job, one.placements) for one in plan.nominate]
+        added = Counter((uid, row_of(place.node)) for uid, places in started for place in places)
+        ends = {worker for one in plan.evict for worker in one.workers}
+        ends |= {worker for one in plan.resize for worker in one.remove}
+        for uid, job in state.jobs.items():
+            if job.spec.segment is None:
+                continue
+            running = [w.worker for w in state.workers_of(uid) if w.alive and not w.released]
+            before = Counter(row_of(worker.node) for worker in running)
+            after = Counter(row_of(worker.node) for worker in running if worker.id not in ends)
+            after.update({row: count for (other, row), count in added.items() if other == uid})
+            if any(n % job.spec.segment for n in after.values()) > any(n % job.spec.segment for n in before.values()):
+                self.fail(f"{job.spec.name} gets parts of segments: {after}, and had {before}")
 
     def check_restart(self) -> scheduler.Plan:
         """A restarted engine decides what this one decides; return that."""
@@ -447,13 +467,14 @@ class Invariants:
                 self.fail(f"{job.spec.name} could have one more worker: {job.status.reason}")
 
     def _may_grow(self, job: JobRecord) -> bool:
-        """Return whether the job and its project's limit allow one more worker.
+        """Return whether the job and its project's limit allow one more worker, or segment.
 
         Up to what it requests it may give way to a job of its project that waits, for which the guarantee is kept.
         """
         state, spec = self.cluster.state, job.spec
         held = sum(record.worker.gpus for record in state.alive_of(job.uid))
-        if held + spec.worker_gpus > spec.largest or job.intent is not Intent.RUN:
+        more = spec.worker_gpus * (spec.segment or 1)
+        if held + more > spec.largest or job.intent is not Intent.RUN:
             return False
         if stop_policy_of(state.projects, job.spec.project) is not StopPolicy.NONE and held >= spec.smallest:
             return False
@@ -465,7 +486,7 @@ class Invariants:
             return False
         own = (r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == spec.project)
         limit = state.projects[spec.project].limit
-        return limit is None or sum(r.worker.gpus for r in own) + spec.worker_gpus <= limit + EPSILON
+        return limit is None or sum(r.worker.gpus for r in own) + more <= limit + EPSILON
 
     def _may_start(self, job: JobRecord) -> bool:
         """Return whether limits and, for a session, the guarantee admit its smallest size."""

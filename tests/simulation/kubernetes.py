@@ -162,7 +162,7 @@ class SimulatedKubernetes:
             case h.Suspend(number) | h.Resume(number) if name := self._job(number):
                 self._change(name, suspend=isinstance(happening, h.Suspend))
             case h.Update(number, low, _, priority) if name := self._job(number):
-                self._change(name, priority=(10, 60, 90)[low - 1] if priority is None else priority)
+                self._change(name, priority=(10, 60, 90)[(low - 1) % 3] if priority is None else priority)
             case h.Restart(away_s, loses):
                 await self._restart(away_s, loses)
             case h.Kill(asks):
@@ -259,7 +259,7 @@ class SimulatedKubernetes:
         gpus = str(self.kubelets.nodes[name])
         allocatable = {labels.GPU_RESOURCE: gpus, "cpu": "64", "memory": "256Gi", "pods": "110"}
         status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
-        meta = {"name": name, "uid": f"node-{name}", "labels": {GPU_PRODUCT: h.type_of(name)}}
+        meta = {"name": name, "uid": f"node-{name}", "labels": {GPU_PRODUCT: h.type_of(name), h.ROW: h.row_of(name)}}
         self.world.put(watches.NODES, {"metadata": meta, "spec": {}, "status": status})
 
     def _lose_node(self, name: str, returns_after_s: float) -> None:
@@ -457,8 +457,9 @@ class SimulatedKubernetes:
         if record.completing or record.growth_failed is not None or not settled:
             return False
         limit = self.world.objects[watches.QUOTAS][spec.project]["spec"].get("limit", float("inf"))
-        fits_project = self._held_by(spec.project) + spec.worker_gpus <= limit + EPSILON
-        return fits_project and held + spec.worker_gpus <= spec.largest
+        more = spec.worker_gpus * (spec.segment or 1)
+        fits_project = self._held_by(spec.project) + more <= limit + EPSILON
+        return fits_project and held + more <= spec.largest
 
     def _may_start(self, spec: JobSpec) -> bool:
         """Return whether limits and, for a job that cannot be preempted, the guarantee admit its smallest size."""

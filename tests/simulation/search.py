@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import JobSpec, Node, Reason
 
-from tests.simulation.histories import type_of
+from tests.simulation.histories import row_of, type_of
 
 Free = dict[str, dict[int, float]]
 """The free part of each device, by node and index."""
@@ -37,11 +37,15 @@ def left_for(uid: str, free: Free, waiting: Mapping[str, Reason]) -> Free:
 def fits(spec: JobSpec, free: Free, *, workers: int | None = None, beside: str = "") -> bool:
     """Return whether so many workers, else the fewest with which the job starts, can be placed at the same time.
 
-    `beside`: a node on which the job runs. All workers of a job that accepts some types of GPUs have one type.
+    `beside`: a node on which the job runs. All workers of a job that accepts some types of GPUs have one type. Workers
+    of a job with segments are in whole ones, each in one row.
     """
     share = spec.share_of(0)
     workers = workers or spec.smallest // spec.worker_gpus
     usable = [node for node, devices in free.items() if devices]
+    if spec.segment is not None:
+        types = ((type_of(beside),) if beside else spec.gpu_types) or (None,)
+        return any(_segments(usable, one, spec, free) * spec.segment >= workers for one in types)
     if not spec.gpu_types:
         return _place(usable, workers, spec.worker_gpus, share, free)
     types = (type_of(beside),) if beside else spec.gpu_types
@@ -49,6 +53,17 @@ def fits(spec: JobSpec, free: Free, *, workers: int | None = None, beside: str =
         _place([node for node in usable if type_of(node) == one], workers, spec.worker_gpus, share, free)
         for one in types
     )
+
+
+def _segments(nodes: list[str], type_: str | None, spec: JobSpec, free: Free) -> int:
+    """Return how many segments fit on nodes of the type, or of any."""
+    assert spec.segment is not None
+    rows: dict[str, int] = {}
+    for node in nodes:
+        if type_ in {None, type_of(node)}:
+            room = _capacity(free[node], spec.worker_gpus, spec.share_of(0))
+            rows[row_of(node)] = rows.get(row_of(node), 0) + room
+    return sum(room // spec.segment for room in rows.values())
 
 
 def _place(nodes: list[str], workers: int, devices: int, share: float, free: Free) -> bool:

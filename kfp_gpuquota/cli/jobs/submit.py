@@ -146,6 +146,13 @@ RequiredTopologyOption = Annotated[
 PreferredTopologyOption = Annotated[
     str | None, typer.Option("--preferred-topology", metavar="LABEL", help="The same, where that is possible.")
 ]
+SegmentOption = Annotated[
+    str | None,
+    typer.Option("--segment", metavar="WORKERS", help="Each so many workers on nodes with one value of a label."),
+]
+SegmentTopologyOption = Annotated[
+    str | None, typer.Option("--segment-topology", metavar="LABEL", help="The label of --segment, such as a rack.")
+]
 SpreadOption = Annotated[bool, typer.Option("--spread", help="Workers on as many nodes as possible, not as few.")]
 EnvironmentOption = Annotated[
     list[str] | None, typer.Option("--environment", "-e", metavar="K=V", help="Set a variable; may be repeated.")
@@ -273,6 +280,8 @@ def submit(
     resource_claim_template: ClaimTemplateOption = "",
     required_topology: RequiredTopologyOption = None,
     preferred_topology: PreferredTopologyOption = None,
+    segment: SegmentOption = None,
+    segment_topology: SegmentTopologyOption = None,
     spread: SpreadOption = False,
     interactive: InteractiveOption = False,
     preemptible: PreemptibleOption = None,
@@ -315,6 +324,7 @@ def submit(
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
       gpuquota submit claimed -g 1 -i IMAGE --resource-claim-template one-gpu -- python train.py
+      gpuquota submit racks -g 8 --gpus-per-worker 1 --segment 4 --segment-topology RACK_LABEL -- python train.py
       gpuquota submit overnight -g 1 --max-runtime 8h -- python train.py
       gpuquota submit tonight -g 1 --begin 22:00 -- python train.py
       gpuquota submit train4 -g 1 --after prepare -- python train.py
@@ -363,6 +373,8 @@ def submit(
         resource_claim_template=resource_claim_template,
         required_topology=required_topology,
         preferred_topology=preferred_topology,
+        segment=_count("segment", segment, "workers"),
+        segment_topology=segment_topology,
         spread=spread,
         tolerations=tuple(toleration_of(text) for text in toleration or []),
         kind=Kind.BUILD if interactive else Kind.TRAIN,
@@ -488,5 +500,5 @@ def _if_given(parse: Callable[[str, str], Value], field: str, text: str | None) 
     return None if text is None else parse(field, text)
 
 
-def _count(field: str, text: str | None) -> int | None:
-    return _if_given(whole_number, field, text)
+def _count(field: str, text: str | None, unit: str = "GPUs") -> int | None:
+    return None if text is None else whole_number(field, text, unit)

@@ -57,17 +57,27 @@ class MoveCache:
 def consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, sheltered: Collection[Job] = ()) -> bool:
     """Nominate all tasks by moving workers of other jobs, except `sheltered` ones, or change nothing."""
     job = tasks[0].job
-    return domains.within_required(ledger, job, tasks, lambda: _consolidate(ledger, tasks, cache, sheltered))
+    return domains.within_required(
+        ledger, job, tasks, lambda hosts: _consolidate(ledger, tasks, hosts, cache, sheltered)
+    )
 
 
-def _consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, sheltered: Collection[Job]) -> bool:
+def _consolidate(
+    ledger: Ledger, tasks: Sequence[Task], hosts: list[Host], cache: MoveCache, sheltered: Collection[Job]
+) -> bool:
     mark = ledger.mark()
+    if domains.by_segment(ledger, tasks, hosts, lambda part: _placed(ledger, part, cache, sheltered)):
+        return True
+    ledger.rollback(mark)
+    return False
+
+
+def _placed(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, sheltered: Collection[Job]) -> bool:
     for done, task in enumerate(tasks):
         host = placement.choose_host(ledger, task, len(tasks) - done, future=True)
         if host is not None:
             placement.put(ledger, task, host, future=True)
         elif not _clear(ledger, task, cache, sheltered):
-            ledger.rollback(mark)
             return False
     return True
 

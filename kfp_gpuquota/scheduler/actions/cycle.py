@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 Try = Callable[[Job, list[Task], Amount], bool]
 """Serves a job's next request and returns True, or changes nothing and returns False."""
 
-Alike = tuple[tuple["Request", ...], "Group | None", bool, str]
-"""What determines whether tasks can be placed: requests, the parts of the gang, spreading, and the node pool."""
+Alike = tuple[tuple["Request", ...], "Group | None", bool, str, str]
+"""What determines whether tasks can be placed: requests, the parts of the gang, spreading, the node pool, and the job
+that runs within a topology."""
 
 ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend")
 
@@ -350,7 +351,8 @@ class Cycle:
         if self._any_lent():
             return True
         tasks = next_tasks(job)
-        alike = (tuple(task.request for task in tasks), job.groups, job.spread, job.queue.pool)
+        runs = job.uid if job.groups is not None and job.active else ""  # where it can grow depends on where it runs
+        alike = (tuple(task.request for task in tasks), job.groups, job.spread, job.queue.pool, runs)
         if self.placeable.get(alike, (-1, False))[0] != self.ledger.state:
             mark = self.ledger.mark()
             found = placement.place_all(self.ledger, tasks, future=True)

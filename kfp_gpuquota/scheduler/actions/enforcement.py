@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import StopPolicy
-from kfp_gpuquota.scheduler.state.groups import loose
+from kfp_gpuquota.scheduler.state.groups import loose_units
 from kfp_gpuquota.scheduler.state.model import Status
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _order(job: Job) -> tuple[int, int, float, str]:
 
 
 def _part(job: Job) -> list[Task]:
-    """Return the job's youngest worker that it can do without, else all of them; of a core none."""
+    """Return the job's youngest worker, or segment, that it can do without, else all workers; of a core none."""
     held = [task for task in job.tasks.values() if task.status is Status.HELD]
-    spare = loose(job, sorted(held, key=lambda task: -task.index))
-    return spare[:1] or ([] if job.core else held)
+    spare = loose_units(job, sorted(held, key=lambda task: -task.index))
+    return list(spare[0]) if spare else [] if job.core else held

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
-from kfp_gpuquota.scheduler.state.groups import loose
+from kfp_gpuquota.scheduler.state.groups import incomplete, loose_units
 from kfp_gpuquota.scheduler.state.model import GPU, PAUSE_S, Host, Job, Status, Task
 from kfp_gpuquota.scheduler.state.progress import Scaling
 
@@ -65,18 +65,22 @@ _SMALLEST: Final = 1e-300
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a job may have, from `least` to `most` workers, each of `each` GPUs, and the value of each."""
+    """The sizes that a job may have, and the value of each.
+
+    They are `least` workers and as many times `step` more as are at most `most`; each has `each` GPUs.
+    """
 
     least: int
     most: int
     each: float
     value: Callable[[int], float]
+    step: int = 1
 
     @cached_property
     def steps(self) -> list[tuple[float, int]]:
         """Return the sizes on the upper hull of the values that raise it, each with the value gained per GPU."""
         hull = [(self.least, self.value(self.least))]
-        for size in range(self.least + 1, self.most + 1):
+        for size in range(self.least + self.step, self.most + 1, self.step):
             point = (size, self.value(size))
             while len(hull) > 1 and _slope(hull[-2], point) >= _slope(hull[-2], hull[-1]):
                 hull.pop()
@@ -99,7 +103,7 @@ def allocate(jobs: Sequence[Sizes], gpus: float) -> list[int]:
         index = heap[0][1]
         job, (_, size) = jobs[index], steps[index].pop()
         if (size - chosen[index]) * job.each > gpus:
-            last = range(chosen[index], chosen[index] + int(gpus // job.each) + 1)
+            last = range(chosen[index], chosen[index] + int(gpus // job.each) + 1, job.step)
             size, steps[index] = max(last, key=lambda n: (job.value(n), -n)), []
         gpus -= (size - chosen[index]) * job.each
         chosen[index] = size
@@ -129,10 +133,10 @@ class Worth:
     def __init__(self, job: Job, key: tuple[float, ...], each: float, cost: float, least: int) -> None:
         goodput = Scaling(job)
         self.key, self.cost, self.until, self._current = key, cost, None, job.active
-        self._least, most = least, max(job.active + 1, min(job.most, least + MOST_MORE))
+        self._least, most = least, max(job.active + job.segment, min(job.most, least + MOST_MORE))
         self._values = [log(max(goodput(size), _SMALLEST)) for size in range(self._least, most + 1)]
-        self.sizes = Sizes(self._least, min(job.most, most), each, self)
-        self.free_sizes = Sizes(self._least, min(job.most, most), each, self.free)
+        self.sizes = Sizes(self._least, min(job.most, most), each, self, job.segment)
+        self.free_sizes = Sizes(self._least, min(job.most, most), each, self.free, job.segment)
 
     until: float | None
 
@@ -181,8 +185,8 @@ def _since(job: Job) -> float:
 
 
 def gains(job: Job, value: Worth) -> bool:
-    """Return whether the job is lent one worker more that is idle."""
-    return job.pause_s <= CHEAP_S or value(job.active + 1) > value(job.active) + _EPSILON
+    """Return whether the job is lent one worker, or segment, more that is idle."""
+    return job.pause_s <= CHEAP_S or value(job.active + job.segment) > value(job.active) + _EPSILON
 
 
 class Donors:
@@ -192,8 +196,9 @@ class Donors:
     another job gets, in quadratic time.
     """
 
-    def __init__(self, jobs: list[Job], may_leave: Callable[[Job], list[Task]]) -> None:
+    def __init__(self, jobs: list[Job], may_leave: Callable[[Job], list[tuple[Task, ...]]]) -> None:
         self._may_leave = may_leave
+        self._units: dict[Task, tuple[Task, ...]] = {}
         self._rank = {job: rank for rank, job in enumerate(jobs)}
         self._spare: dict[Job, list[Task]] = {}
         self._on: dict[Host, dict[Job, list[Task]]] = {}
@@ -209,7 +214,9 @@ class Donors:
                 host = task.node
                 if host is not None and self._on[host].pop(job, None) is not None:
                     changed[host] = None
-            self._spare[job] = self._may_leave(job)
+            units = self._may_leave(job)
+            self._spare[job] = [task for unit in units for task in unit]
+            self._units.update((task, unit) for unit in units for task in unit)
             for task in self._spare[job]:
                 if (host := task.node) is not None:
                     self._on.setdefault(host, {}).setdefault(job, []).append(task)
@@ -229,6 +236,10 @@ class Donors:
         """Return the workers on the host that may leave, by job."""
         found = self._on[host]
         return [task for job in sorted(found, key=self._rank.__getitem__) for task in found[job]]
+
+    def unit_of(self, task: Task) -> tuple[Task, ...]:
+        """Return the workers that leave with this one: those of its segment."""
+        return self._units[task]
 
     def hosts_for(self, job: Job) -> Iterator[Host]:
         """Yield the hosts of such workers, first those where the job has most, then where most may leave."""
@@ -250,7 +261,7 @@ class Growth:
         """Choose sizes in each queue for what is idle and what is lent there, and place or release workers."""
         by_queue: dict[Queue, list[Job]] = {}
         for job in jobs:
-            if self._may_change(job):
+            if self._may_change(job) and self._is_complete(job):
                 by_queue.setdefault(job.queue, []).append(job)
                 self._values[job] = worth(job, self._cycle.now, self._each(job), changes=job in self._cycle.touched)
         if not by_queue:
@@ -274,6 +285,11 @@ class Growth:
             and not job.halted
             and cycle.is_settled(job)
         )
+
+    def _is_complete(self, job: Job) -> bool:
+        """Return whether the job's segments have all their workers, after placing those of lent ones that are lost."""
+        lost = min(sum(incomplete(job).values()), job.most - job.active)
+        return not lost or (self._place(job, [self._task(job, i) for i in range(lost)]) and not incomplete(job))
 
     def _shares_of_idle(self, by_queue: dict[Queue, list[Job]]) -> dict[Queue, float]:
         """Divide the idle GPUs: one after the other to the queue with the least lent that can use it."""
@@ -383,7 +399,8 @@ class Growth:
         while (short := self._targets[job] - job.active) > 0:
             near = any(host.idle_whole >= job.request.devices for host in job.hosts) and job.groups is None
             tasks = [self._task(job, i) for i in range(1 if near else short)]
-            if not self._place(job, tasks) and not (short > 1 and self._place(job, tasks[:1])):
+            one = job.segment
+            if not self._place(job, tasks) and not (short > one and self._place(job, tasks[:one])):
                 break
         while self._targets[job] > job.active and self._exchange(job):
             pass
@@ -404,8 +421,9 @@ class Growth:
         for host in donors.hosts_for(job):
             mark, new, taken = self._ledger.mark(), self._task(job), []
             for task in donors.on(host):
-                if task.job.active > self._targets[task.job]:
-                    self._take(task, job, "grow")
+                if task.status is Status.HELD and task.job.active > self._targets[task.job]:
+                    for leaving in donors.unit_of(task):
+                        self._take(leaving, job, "grow")
                     taken.append(task.job)
                 if self._nominate(job, new, host):
                     donors.update(taken)
@@ -418,8 +436,8 @@ class Growth:
             self._donors[queue] = Donors([job for job in self._targets if job.queue is queue], self._may_leave)
         return self._donors[queue]
 
-    def _may_leave(self, job: Job) -> list[Task]:
-        """Return the workers of a job of which some leave for others, in the order in which they do."""
+    def _may_leave(self, job: Job) -> list[tuple[Task, ...]]:
+        """Return the workers or segments of which some leave for others, in the order in which they do."""
         return self._spare(job) if job.active > self._targets[job] else []
 
     def _nominate(self, job: Job, task: Task, host: Host) -> bool:
@@ -431,11 +449,11 @@ class Growth:
         self._cycle.pledged[job] = None
         return True
 
-    def _spare(self, job: Job) -> list[Task]:
-        """Return the job's workers that may leave, first those on nodes where it has few, then the newest."""
+    def _spare(self, job: Job) -> list[tuple[Task, ...]]:
+        """Return the workers or segments that may leave, first those on nodes where it has few, then the newest."""
         held = [task for task in job.tasks.values() if task.status is Status.HELD]
         counts = Counter(task.node for task in held)
-        return loose(job, sorted(held, key=lambda task: (counts[task.node], -task.index)))
+        return loose_units(job, sorted(held, key=lambda task: (counts[task.node], -task.index)))
 
     def _take(self, task: Task, beneficiary: Job, action: str) -> None:
         self._ledger.set(task, Status.LEAVING, task.node, task.devices)
@@ -465,7 +483,8 @@ class Growth:
                     self._cycle.review_at(lasted)
                     continue
                 while job.active > target and (spare := self._spare(job)):
-                    self._take(spare[0], job, "release")
+                    for task in spare[0]:
+                        self._take(task, job, "release")
 
     def _fill(self) -> None:
         """Lend what the chosen sizes leave idle, one worker at a time, first where it is of use.
@@ -481,15 +500,17 @@ class Growth:
         while heap and self._ledger.any_idle:
             key, job = heappop(heap)
             outdated = key != self._fill_key(job)
-            if outdated or (self._place(job, [self._task(job)]) and self._gains(job)):
+            tasks = [self._task(job, number) for number in range(job.segment)]
+            if outdated or (self._place(job, tasks) and self._gains(job)):
                 heappush(heap, (self._fill_key(job), job))
 
     def _gains(self, job: Job) -> bool:
-        return job.active < job.most and gains(job, self._values[job])
+        return job.active + job.segment <= job.most and gains(job, self._values[job])
 
     def _fill_key(self, job: Job) -> tuple[float, float, float, int, int, float, str]:
         value = self._values[job]
-        gained = round((value.free(job.active + 1) - value.free(job.active)) / self._each(job), 6)
+        more = value.free(job.active + job.segment) - value.free(job.active)
+        gained = round(more / (self._each(job) * job.segment), 6)
         user, fair = job.user, job.queue.order is Order.FAIR_USERS
         uses = self._cycle.use_of(user) + (user.occupied - user.held) / GPU if fair else 0.0
         return (_lent_key(job.queue)[0], uses, -gained, job.lent, -job.priority, job.submitted_at, job.uid)

@@ -114,7 +114,8 @@ def _nominate(ledger: Ledger, job: Job) -> list[Task]:
             return []
         ledger.set(task, Status.NOMINATED, host, promise.devices)
         tasks.append(task)
-    if below(job) or _barred(ledger, job, tasks):
+    torn = job.segment > 1 and len(tasks) < len(job.promised)
+    if torn or below(job) or _barred(ledger, job, tasks):
         ledger.rollback(mark)
         return []
     return tasks

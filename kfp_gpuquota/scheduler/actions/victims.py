@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.placement.finder import Finders
     from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Host
 
 _SPARE_AT_MOST: Final = 32
 """With more victims than this none is spared: testing each of them again takes longer than it is worth."""
@@ -30,20 +31,23 @@ _SPARE_AT_MOST: Final = 32
 def make_room(attempt: Attempt, finders: Finders) -> bool:
     """Evict victims and nominate all tasks on the freed devices, or change nothing."""
     if attempt.job.groups is None:
-        return _make_room(attempt, finders)
-    return domains.within_required(attempt.ledger, attempt.job, attempt.tasks, lambda: _make_room(attempt, finders))
+        return _make_room(attempt, finders, [])
+    return domains.within_required(
+        attempt.ledger, attempt.job, attempt.tasks, lambda hosts: _make_room(attempt, finders, hosts)
+    )
 
 
-def _make_room(attempt: Attempt, finders: Finders) -> bool:
+def _make_room(attempt: Attempt, finders: Finders, hosts: list[Host]) -> bool:
+    """Make room; the hosts are those of the domain in which segments are placed."""
     mark = attempt.ledger.mark()
-    units = _find(attempt, mark, finders)
+    units = _find(attempt, mark, finders, hosts)
     if units is None:
         return False
     # For one task the finder has spared units already; only several tasks, or limits, can leave unneeded victims.
     several = len(attempt.tasks) > 1 or attempt.limited
     if several and 1 < len(units) <= _SPARE_AT_MOST and not _spare(attempt, units, mark):
         attempt.ledger.rollback(mark)
-        _find(attempt, mark, finders)
+        _find(attempt, mark, finders, hosts)
     if attempt.mode is not Mode.LENT:
         _resettle(attempt, mark)
     return True
@@ -58,18 +62,30 @@ def _resettle(attempt: Attempt, mark: int) -> None:
     resettle(attempt.ledger, stopped, attempt.now)
 
 
-def _find(attempt: Attempt, mark: int, finders: Finders) -> list[Unit] | None:
+def _find(attempt: Attempt, mark: int, finders: Finders, hosts: list[Host]) -> list[Unit] | None:
     """Free capacity for one task after the other; return the units evicted for all of them, or None."""
     units: list[Unit] = []
     attempt.evicted = attempt.limited = False
-    for done, task in enumerate(attempt.tasks):
-        if not _room_for(attempt, task, len(attempt.tasks) - done, units, finders):
-            attempt.ledger.rollback(mark)
-            return None
+    if not domains.by_segment(
+        attempt.ledger, attempt.tasks, hosts, lambda part: _room_for_all(attempt, part, units, finders)
+    ):
+        attempt.ledger.rollback(mark)
+        return None
     if not _meet_limits(attempt, units):
         attempt.ledger.rollback(mark)
         return None
     return units
+
+
+def _room_for_all(attempt: Attempt, tasks: Sequence[Task], units: list[Unit], finders: Finders) -> bool:
+    mark, before, evicted = attempt.ledger.mark(), len(units), attempt.evicted
+    for done, task in enumerate(tasks):
+        if not _room_for(attempt, task, len(tasks) - done, units, finders):
+            attempt.ledger.rollback(mark)
+            del units[before:]
+            attempt.evicted = evicted
+            return False
+    return True
 
 
 def _room_for(attempt: Attempt, task: Task, more: int, units: list[Unit], finders: Finders) -> bool:

@@ -208,8 +208,18 @@ def _sizes(job: Job, before: int, after: int) -> str:
 
 
 def size_needed(job: Job) -> str:
-    """Return what a job needs next as text: its gang if it does not run, else one more worker."""
-    return asked(job, max(1, job.gang if not job.tasks else 1))
+    """Return what a job needs next as text: its gang if it does not run, else one more worker or segment."""
+    workers = max(1, job.gang if not job.tasks else job.segment)
+    if job.segments is None:
+        return asked(job, workers)
+    parts = segments(workers // job.segment, job)
+    return f"{asked(job, workers)} in {parts}, each within one {job.segments.levels[-1]}"
+
+
+def segments(number: int, job: Job) -> str:
+    """Return a number of the job's segments as text: '2 segments of 4 workers'."""
+    workers = f"{job.segment} worker{'s' if job.segment != 1 else ''}"
+    return f"{number} segment{'s' if number != 1 else ''} of {workers}"
 
 
 def asked(job: Job, workers: int) -> str:

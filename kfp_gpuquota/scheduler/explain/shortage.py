@@ -8,7 +8,7 @@ from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, capacity_of
-from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, shown_resource
+from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, segments, shown_resource
 from kfp_gpuquota.scheduler.placement import domains, placement
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
 
@@ -42,7 +42,7 @@ def are(n: float) -> str:
 def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     """Return why the tasks can never start on these nodes, or None."""
     task = tasks[0]
-    if (cause := _no_domain(ledger, tasks)) is not None:
+    if (cause := _no_domain(ledger, tasks) or _no_segments(ledger, tasks)) is not None:
         return cause
     if task.request.plain and not ledger.special:
         return _too_large_for(ledger.by_size, task.request.devices, len(tasks))
@@ -74,6 +74,37 @@ def _no_domain(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     return None
 
 
+def _no_segments(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
+    """Return why the segments do not fit on empty nodes, or None."""
+    task, needed = tasks[0], _segments_of(tasks)
+    if task.job.segments is None:
+        return None
+    level = task.job.segments.levels[-1]
+    if not any(level in host.labels for host in _usable(ledger, task)):
+        return Cause(ReasonCode.NODE_AFFINITY, f"no node that it may use has the label {level} of its segments")
+    most = domains.most_segments(ledger, task, lambda host: _workers_on(host, task.request))
+    if most >= needed:
+        return None
+    return Cause(ReasonCode.TOO_LARGE, f"the nodes have room for {segments(most, task.job)}, each within one {level}")
+
+
+def _missing_segments(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
+    """Return what the segments lack now, or None."""
+    task, needed = tasks[0], _segments_of(tasks)
+    if task.job.segments is None or (most := domains.most_segments(ledger, task)) >= needed:
+        return None
+    level, short = task.job.segments.levels[-1], needed - most
+    free = gpus(task.job.segment * task.request.devices * GPU)
+    why = f"{level} has room for {segments(most, task.job)} now" if most else f"no {level} has {free} idle for one"
+    where = "one of them has" if short == 1 else f"{short} of them, or one several times, have"
+    details: Details = (("topology", level), ("segments", needed), ("free_segments", most))
+    return Cause(ReasonCode.FRAGMENTED, why, f"{where} {free} idle for another one", details, binding=False)
+
+
+def _segments_of(tasks: Sequence[Task]) -> int:
+    return -(-len(tasks) // tasks[0].job.segment)
+
+
 def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
     """Return what is not free now; not `binding` where other jobs hold it. `promised` GPUs are idle, for other jobs."""
     request = tasks[0].request
@@ -82,6 +113,8 @@ def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
         why = f"no {most[0]} has room for more than {most[1]:g} of {len(tasks)} workers"
         details: Details = (("topology", most[0]), ("largest_block", most[1]))
         return Cause(ReasonCode.FRAGMENTED, why, "enough is released in one of them", details, binding=False)
+    if (cause := _missing_segments(ledger, tasks)) is not None:
+        return cause
     if request.plain and not ledger.special:
         return _missing_devices(_idle_whole(ledger), request.devices, len(tasks), promised)
     hosts = _usable(ledger, tasks[0])

@@ -5,10 +5,15 @@ narrower one. Domains are tried from the preferred level up to the required one,
 free capacity first in which all fit, so that large domains stay free. Types of GPUs are domains with an order of
 preference (`Topology.order`), which comes before the capacity. Where no domain of the preferred level can hold
 all, as few of them as possible are used, those with the most free capacity first.
+
+Tasks in segments (`state/groups.py`) are placed one segment after the other, each in one domain of the last level: in
+the fullest that holds all the rest, else in the roomiest. Domains share no host, so a segment that fits in one of them
+takes nothing from another one, and in no other order do more segments fit.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +38,7 @@ def place(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
     return _place(ledger, group, list(tasks), hosts, future=future)
 
 
-def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Callable[[], bool]) -> bool:
+def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Callable[[Domain], bool]) -> bool:
     """Run `attempt` in one domain of the job's required level after the other until one succeeds; return whether.
 
     Used for reclaim, where what fits cannot be computed beforehand. The domain with the most free capacity is first.
@@ -42,18 +47,30 @@ def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Ca
     topology = None if job.groups is None else job.groups.topology
     for task in tasks:
         task.within = None
-    if topology is None or topology.required is None:
-        return attempt()
+    if topology is None or (topology.required is None and job.segments is None):
+        return attempt([])
     hosts = [host for host in ledger.hosts.values() if host.ready]
+    if topology.required is None:
+        return attempt(hosts)
     held = groups.active_tasks(job)
     for domain in _domains(hosts, topology, topology.required, tasks[0], future=True, roomiest=True):
         if not _holds(domain, held):
             continue
         for task in tasks:
             task.within = frozenset(domain)
-        if attempt():
+        if attempt(domain):
             return True
     return False
+
+
+def by_segment(ledger: Ledger, tasks: Sequence[Task], hosts: Domain, attempt: Callable[[Sequence[Task]], bool]) -> bool:
+    """Run `attempt` for the tasks of one segment after the other, each in one domain among the hosts; else for all.
+
+    Return whether all succeeded. For reclaim: the domain with the most free capacity is first.
+    """
+    if tasks[0].job.segments is None:
+        return attempt(tasks)
+    return _each_segment(ledger, tasks, [hosts], attempt, future=True, reclaims=True)
 
 
 class Required(NamedTuple):
@@ -94,7 +111,7 @@ def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None
 def bound_to_domain(job: Job) -> bool:
     """Return whether the job's workers must share a domain, so that they cannot be moved one by one."""
     return job.groups is not None and any(
-        g.topology is not None and g.topology.required is not None for g in _all(job.groups)
+        g.topology is not None and (g.topology.required is not None or g.topology.segment) for g in _all(job.groups)
     )
 
 
@@ -125,6 +142,8 @@ def _place(ledger: Ledger, group: Group, tasks: list[Task], hosts: Domain, *, fu
 
 def _fill(ledger: Ledger, tasks: Sequence[Task], areas: Sequence[Domain], *, future: bool) -> bool:
     """Place each task in the first of the areas where it fits; return False where one fits in none."""
+    if tasks[0].job.segments is not None:
+        return _each_segment(ledger, tasks, areas, partial(_fill_one, ledger, future=future), future=future)
     sets = [frozenset(area) for area in areas]
     for done, task in enumerate(tasks):
         for area in sets:
@@ -136,6 +155,89 @@ def _fill(ledger: Ledger, tasks: Sequence[Task], areas: Sequence[Domain], *, fut
         else:
             return False
     return True
+
+
+def _fill_one(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
+    """Place the tasks within the hosts to which they are limited; return False where one does not fit."""
+    for done, task in enumerate(tasks):
+        host = placement.choose_host(ledger, task, len(tasks) - done, future=future)
+        if host is None:
+            return False
+        placement.put(ledger, task, host, future=future)
+    return True
+
+
+def _each_segment(
+    ledger: Ledger,
+    tasks: Sequence[Task],
+    areas: Sequence[Domain],
+    attempt: Callable[[Sequence[Task]], bool],
+    *,
+    future: bool,
+    reclaims: bool = False,
+) -> bool:
+    """Run `attempt` for what segments have lost, then for one segment after the other; return whether all succeeded."""
+    job, rest = tasks[0].job, list(tasks)
+    for domain, lost in groups.incomplete(job).items():
+        part, rest = rest[:lost], rest[lost:]
+        inside = [host for area in areas for host in area if _segment_domain(job, host) == domain]
+        if part and not _tried(ledger, part, inside, attempt):
+            return False
+    for area in areas:
+        domains = _segment_domains(area, tasks[0])
+        room = {key: sum(_capacity(host, tasks[0], future=future) for host in part) for key, part in domains.items()}
+        if not reclaims:
+            room = {key: capacity for key, capacity in room.items() if capacity >= min(job.segment, len(rest))}
+        while rest and room:
+            enough = {key: capacity for key, capacity in room.items() if capacity >= len(rest) and not reclaims}
+            key = min(enough or room, key=lambda key: (room[key] if enough else -room[key], key))
+            if _tried(ledger, rest[: job.segment], domains[key], attempt):
+                rest, room[key] = rest[job.segment :], room[key] - job.segment
+            else:
+                del room[key]
+    return not rest
+
+
+def _tried(ledger: Ledger, tasks: Sequence[Task], hosts: Domain, attempt: Callable[[Sequence[Task]], bool]) -> bool:
+    """Run the attempt within these hosts; a failed one changes nothing."""
+    mark = ledger.mark()
+    for task in tasks:
+        task.within = frozenset(hosts)
+    if attempt(tasks):
+        return True
+    ledger.rollback(mark)
+    return False
+
+
+def _segment_domain(job: Job, host: Host) -> groups.SegmentDomain | None:
+    assert job.segments is not None
+    return groups.segment_domain(job.segments, host)
+
+
+def _segment_domains(hosts: Domain, task: Task) -> dict[groups.SegmentDomain, Domain]:
+    """Return the domains in which segments of the task's job may be."""
+    found: dict[groups.SegmentDomain, Domain] = {}
+    for host in hosts:
+        if (domain := _segment_domain(task.job, host)) is not None:
+            found.setdefault(domain, []).append(host)
+    return found
+
+
+def most_segments(ledger: Ledger, task: Task, room: Callable[[Host], float] | None = None) -> int:
+    """Return the most segments of the task's job that fit in one required domain, with `room` for its tasks on a host.
+
+    Without `room` those that fit now.
+    """
+    found = required(ledger, task)
+    areas = [[host for host in ledger.hosts.values() if host.ready]] if found is None else found.areas
+    room = room or (lambda host: _capacity(host, task, future=False))
+    return max((_segments_in(area, task, room) for area in areas), default=0)
+
+
+def _segments_in(area: Domain, task: Task, room: Callable[[Host], float]) -> int:
+    usable = [host for host in area if placement.may_use(host, task, anywhere=True)]
+    each = (sum(map(room, part)) for part in _segment_domains(usable, task).values())
+    return sum(int(min(workers, 1 << 20)) // task.job.segment for workers in each)
 
 
 def _areas(group: Group, tasks: Sequence[Task], hosts: Domain, *, future: bool) -> Iterable[list[Domain]]:

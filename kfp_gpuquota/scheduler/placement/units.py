@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
-from kfp_gpuquota.scheduler.state.groups import loose
+from kfp_gpuquota.scheduler.state.groups import loose_units
 from kfp_gpuquota.scheduler.state.model import Amount, Host, Job, Queue, Status, Task
 from kfp_gpuquota.scheduler.state.order import dominant_share
 
@@ -243,17 +243,21 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
     for job, tasks in grouped.items():
         if job is attempt.job:
             continue
-        single: list[Task] = []
+        single: list[tuple[Task, ...]] = []
         if job.active > job.gang:
             tasks.sort(key=lambda t: (t.priority, -t.index))
-            single = loose(job, tasks)
+            single = loose_units(job, tasks, attempt.evictable)
             _add_single(attempt, job, single, units)
-        whole = not job.core and len(tasks) > len(single)
+        whole = not job.core and len(tasks) > (len(single) if job.segment <= 1 else _tasks_in(single, tasks))
         if whole and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
             everything = tasks if job.active == 1 else _all_of(attempt, job)
             if len(everything) == job.active and job not in attempt.sheltered:
                 units.append(_unit(attempt, Stage.WHOLE, job, tuple(everything)))
     return units
+
+
+def _tasks_in(units: Sequence[tuple[Task, ...]], tasks: Collection[Task]) -> int:
+    return sum(task in tasks for unit in units for task in unit)
 
 
 def _all_of(attempt: Attempt, job: Job) -> list[Task]:
@@ -264,14 +268,15 @@ def _all_of(attempt: Attempt, job: Job) -> list[Task]:
     return held + [t for t in job.pending if t.status is Status.BOUND or attempt.evictable(t)]
 
 
-def _add_single(attempt: Attempt, job: Job, tasks: list[Task], units: list[Unit]) -> None:
+def _add_single(attempt: Attempt, job: Job, single: list[tuple[Task, ...]], units: list[Unit]) -> None:
     lent = job.lent
     elastic = attempt.mode is not Mode.LENT and may_be_victim(attempt, job)
-    for i, task in enumerate(tasks):
-        if i < lent:
-            units.append(_unit(attempt, Stage.LENT, job, (task,)))
+    for tasks in single:
+        lent -= len(tasks)
+        if lent >= 0:
+            units.append(_unit(attempt, Stage.LENT, job, tasks))
         elif elastic:
-            units.append(_unit(attempt, Stage.ELASTIC, job, (task,)))
+            units.append(_unit(attempt, Stage.ELASTIC, job, tasks))
 
 
 def may_be_victim(attempt: Attempt, job: Job) -> bool:

@@ -2,6 +2,10 @@
 
 A set is *whole* when it has its minimum, an inner group when enough of its children are whole (all, or `fewest`). The
 missing tasks of the gang are placed together; above the gang, the part with the lowest ratio to its minimum is next.
+
+The tasks of a set may be in *segments*, so many in one domain of the topology's last level each. No task belongs to a
+segment by name: those of a job are in segments if each domain has a multiple of so many of them. So nothing has to be
+stored. A domain with another number has lost one, and gets the next tasks.
 """
 
 from __future__ import annotations
@@ -11,12 +15,14 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.scheduler.state.model import UNLIMITED, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from kfp_gpuquota.scheduler.state.model import Group, Job, Task
+    from kfp_gpuquota.scheduler.state.model import Group, Host, Job, Task, Topology
 
 _PLACED = (Status.HELD, Status.BOUND, Status.NOMINATED)
 Counts = dict[str, int]
+SegmentDomain = tuple[str, ...]
+"""The values of all levels of a topology with segments."""
 
 
 def below(job: Job) -> bool:
@@ -47,7 +53,69 @@ def next_tasks(job: Job) -> list[Task]:
     active, waiting = active_by_set(job), _waiting_by_set(job)
     if not _whole(job.groups, active):
         return _lacking(job.groups, active, waiting) or []
+    if job.segment > 1:
+        return _next_segment(job, waiting.get("", []))
     return _further(job.groups, active, waiting)
+
+
+def _next_segment(job: Job, waiting: list[Task]) -> list[Task]:
+    """Return the tasks that segments have lost, else those of one more segment."""
+    if lost := sum(incomplete(job).values()):
+        return waiting[:lost]
+    return waiting[: job.segment] if len(waiting) >= job.segment else []
+
+
+def segment_domain(topology: Topology, host: Host) -> SegmentDomain | None:
+    """Return the domain of the host in which a segment may be; None where it has no label of that level."""
+    if topology.levels[-1] not in host.labels:
+        return None
+    return tuple([host.labels.get(key, "") for key in topology.levels])
+
+
+def _by_domain(job: Job) -> dict[SegmentDomain, list[Task]]:
+    """Return the placed tasks by the domain that they are in, in the order of hosts, the oldest first."""
+    found: dict[SegmentDomain, list[Task]] = {}
+    if job.segments is not None:
+        placed = [(task.node.name, task.index, task.id, task) for task in active_tasks(job) if task.node is not None]
+        for *_, task in sorted(placed, key=lambda one: one[:3]):
+            assert task.node is not None
+            found.setdefault(segment_domain(job.segments, task.node) or (), []).append(task)
+    return found
+
+
+def incomplete(job: Job) -> dict[SegmentDomain, int]:
+    """Return the number of tasks that the segments of each domain lack, of those that lack some."""
+    if job.segment <= 1:
+        return {}
+    return {domain: lost for domain, tasks in _by_domain(job).items() if (lost := -len(tasks) % job.segment)}
+
+
+def loose_units(
+    job: Job, tasks: Sequence[Task], may_leave: Callable[[Task], bool] = lambda task: task.status is Status.HELD
+) -> list[tuple[Task, ...]]:
+    """Return what may be evicted without the rest of the job, in the order of `tasks`: one of them, or a segment.
+
+    A segment has all tasks that `may_leave` in it, also those that are not in `tasks`. One that lacks some is first.
+    """
+    if job.segment <= 1:
+        return [(task,) for task in loose(job, list(tasks))]
+    rank = {task: number for number, task in enumerate(tasks)}
+    segments = [
+        tuple(placed[start : start + job.segment])
+        for placed in _by_domain(job).values()
+        for start in range(0, len(placed), job.segment)
+    ]
+    segments = [one for one in segments if any(task in rank for task in one) and all(map(may_leave, one))]
+    segments.sort(key=lambda one: (len(one) == job.segment, min(rank[task] for task in one if task in rank)))
+    spare = job.active - max(job.gang, job.core)
+    running = sum(task.status is Status.HELD for task in job.tasks.values()) - job.core
+    units: list[tuple[Task, ...]] = []
+    for one in segments:
+        held = sum(task.status is Status.HELD for task in one)
+        if len(one) <= spare and (not job.core or held <= running):
+            spare, running = spare - len(one), running - held
+            units.append(one)
+    return units
 
 
 def loose(job: Job, tasks: list[Task]) -> list[Task]:

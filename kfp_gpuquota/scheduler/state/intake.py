@@ -150,9 +150,12 @@ def _topology_of(spec: JobSpec) -> Group | None:
     order = spec.gpu_types if len(spec.gpu_types) > 1 else ()
     product = GPU_PRODUCT if order else None
     levels = tuple(key for key in (product, spec.required_topology, spec.preferred_topology) if key is not None)
+    preferred = None if spec.preferred_topology is None else len(levels) - 1
+    if spec.segment_topology is not None:
+        levels += (spec.segment_topology,)
     if not levels:
         return None
     needed = sum(key is not None for key in (product, spec.required_topology))
     required = needed - 1 if needed else None
-    preferred = None if spec.preferred_topology is None else len(levels) - 1
-    return Group("", gang=spec.workers_of(spec.smallest), topology=Topology(levels, required, preferred, order))
+    topology = Topology(levels, required, preferred, order, spec.segment or 0)
+    return Group("", gang=spec.workers_of(spec.smallest), topology=topology)

@@ -235,13 +235,15 @@ class Queue:
 class Topology:
     """Labels whose values are nested domains, widest first; the levels (indices) that tasks must or should share.
 
-    `order`: the values of the first label in the order of preference, in which its domains are tried.
+    `order`: the values of the first label in the order of preference, in which its domains are tried. `segment`: each
+    so many tasks must share a domain of the last level, 0: none.
     """
 
     levels: tuple[str, ...]
     required: int | None = None
     preferred: int | None = None
     order: tuple[str, ...] = ()
+    segment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,8 @@ OrderKey = tuple[int, int, float, str]
 class Shape(NamedTuple):
     """Jobs of one queue and shape differ only in age: when one cannot be placed, none can.
 
-    `user` is the name of their user where that decides about their order, else "".
+    `user` is the name of their user where that decides about their order, else "". `runs` is the uid of a job that runs
+    within a topology, else "": where it can grow depends on where it runs.
     """
 
     requests: tuple[Request, ...]
@@ -275,6 +278,7 @@ class Shape(NamedTuple):
     starts: bool
     groups: Group | None
     user: str = ""
+    runs: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -410,6 +414,17 @@ class Job:
     def goes_on(self) -> bool:
         """Whether what the job runs stays, in a project with a stop policy: its gang is completed when it loses one."""
         return (self.active > 0 or self.replaces) and (self.queue.halt is StopPolicy.HOLD or self.core > 0)
+
+    @property
+    def segment(self) -> int:
+        """The number of workers by which its size changes: those of a segment, else 1."""
+        return max(1, self.segments.segment) if self.segments is not None else 1
+
+    @property
+    def segments(self) -> Topology | None:
+        """Its topology if it has segments."""
+        topology = None if self.groups is None else self.groups.topology
+        return topology if topology is not None and topology.segment else None
 
     @property
     def surplus(self) -> int:

@@ -46,7 +46,8 @@ def entitlement(queue: Queue, amount: Amount) -> Entitlement:
 def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
     """Return the shape of the job; jobs of one shape fit or fail together."""
     user = job.user.name if job.queue.order is Order.FAIR_USERS else ""
-    return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups, user)
+    runs = job.uid if job.groups is not None and job.active else ""
+    return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups, user, runs)
 
 
 def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:

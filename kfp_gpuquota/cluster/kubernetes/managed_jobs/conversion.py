@@ -34,10 +34,21 @@ OPTIONAL_FIELDS: Final = (
     "maxRuntimeSeconds",
     "gracePeriodSeconds",
     "checkpoint",
+    "requiredTopology",
+    "preferredTopology",
+    "segmentTopology",
+    "segment",
 )
 """Fields of the ElasticJob's specification that are left out where the Job says nothing."""
-_FIXED: Final = ("gpus", "gpusPerWorker", "minGpus", "maxGpus", "nodePool")
+_FIXED: Final = ("gpus", "gpusPerWorker", "minGpus", "maxGpus", "nodePool", *OPTIONAL_FIELDS[-4:])
 """Fields that the API server lets nobody change of an ElasticJob."""
+_TOPOLOGY: Final = (
+    "kueue.x-k8s.io/podset-required-topology",
+    "kueue.x-k8s.io/podset-preferred-topology",
+    "kueue.x-k8s.io/podset-slice-required-topology",
+)
+_SLICE_SIZE: Final = "kueue.x-k8s.io/podset-slice-size"
+"""Kueue's annotations of the pod template; a slice is a segment."""
 _FINISHED: Final = frozenset({"Complete", "Failed"})
 
 
@@ -129,7 +140,8 @@ def changed_fields(derived: str, spec: Mapping[str, Any]) -> dict[str, Any]:
 def fixed_differences(found: ElasticJob, spec: Mapping[str, Any]) -> list[str]:
     """Return the fields, as "gpus 2", that a changed Job would change of its ElasticJob if they could be changed."""
     own = found.spec
-    kept = own.gpus, own.gpus_per_worker, own.min_gpus, own.max_gpus, own.node_pool
+    topology = own.required_topology, own.preferred_topology, own.segment_topology, own.segment
+    kept = own.gpus, own.gpus_per_worker, own.min_gpus, own.max_gpus, own.node_pool, *topology
     return [f"{name} {value}" for name, value in zip(_FIXED, kept, strict=True) if value != spec.get(name)]
 
 
@@ -167,7 +179,11 @@ def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
     grace_s = (template.get("spec") or {}).get("terminationGracePeriodSeconds")
     limits = _limits(job.spec, grace_s)
     chosen = dict(
-        zip(OPTIONAL_FIELDS, (priority, preemptible, named.get(labels.POOL), *limits, checkpoint), strict=True)
+        zip(
+            OPTIONAL_FIELDS,
+            (priority, preemptible, named.get(labels.POOL), *limits, checkpoint, *_topology(notes)),
+            strict=True,
+        )
     )
     return {
         "template": template,
@@ -178,6 +194,14 @@ def _spec(job: ManagedJob, template: dict[str, Any]) -> dict[str, Any]:
         "suspend": job.spec.suspend,
         **{name: value for name, value in chosen.items() if value is not None},
     }
+
+
+def _topology(notes: Mapping[str, str]) -> tuple[str | int | None, ...]:
+    """Return the required, the preferred and the segments' level, and the workers of a segment."""
+    size = notes.get(_SLICE_SIZE)
+    if size is not None and not bounded_number(size, MAX_NODES):
+        raise InvalidFieldError(_SLICE_SIZE, size, f"it must be a number from 1 to {MAX_NODES}")
+    return (*map(notes.get, _TOPOLOGY), None if size is None else int(size))
 
 
 def _texts(template: Mapping[str, Any], field: str) -> dict[str, str]:

@@ -299,10 +299,10 @@ def view_of(body: Body, worker: Worker) -> PodView:
 def selector_of(spec: JobSpec, node: Node | None) -> dict[str, str]:
     """Return the labels of the planned node that every node of the job's workers has.
 
-    They are its pool, its type of GPUs and its required domain.
+    They are its pool, its type of GPUs, its required domain and that of its segment.
     """
     pool = {labels.POOL: spec.node_pool} if spec.node_pool else {}
-    levels = (GPU_PRODUCT if spec.gpu_types else None, spec.required_topology)
+    levels = (GPU_PRODUCT if spec.gpu_types else None, spec.required_topology, spec.segment_topology)
     found = {} if node is None else {key: node.labels.get(key) for key in levels if key is not None}
     return {**pool, **{key: value for key, value in found.items() if value is not None}}
 
