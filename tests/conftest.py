@@ -202,9 +202,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m slow` import the modules only that have slow tests: each worker would import three times as many."""
-    if config.option.markexpr != "slow" or not collection_path.name.startswith("test_"):
-        return None
-    return "slow" not in collection_path.read_text() or None
+    alone = config.option.markexpr == "slow" and collection_path.name.startswith("test_")
+    return (alone and not may_be_slow(collection_path)) or None
+
+
+def may_be_slow(module: Path) -> bool:
+    """Return whether a module has slow tests: by a mark, or by a fixture that makes them slow."""
+    text = module.read_text()
+    return any(word in text for word in ("slow", "kubelet_cluster"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fail if `-m slow` would leave out a slow test."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    if left_out := sorted(str(path) for path in slow if not may_be_slow(path)):
+        raise pytest.UsageError(f"`may_be_slow` does not know why tests are slow in: {', '.join(left_out)}")
 
 
 @pytest.hookimpl(trylast=True)

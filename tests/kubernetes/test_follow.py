@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests import forked, programs
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tools.devcluster import DevCluster
+
+
+pytestmark = pytest.mark.slow  # on a real node
 
 
 def test_a_jobs_log_and_exit_status_are_the_commands(kubelet_system: DevCluster, tmp_path: Path) -> None:

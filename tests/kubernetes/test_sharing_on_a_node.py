@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
     from tools.devcluster.api import Api
 
+pytestmark = pytest.mark.slow  # on a real node
+
+
 TOTAL = 16_000
 REPOSITORY = Path(__file__).parents[2]
 NODE = "/api/v1/nodes/real-0"
