@@ -15,7 +15,7 @@ REGISTRY ?= kfp-gpuquota
 TAG ?=
 IMAGES ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
-SOAKED := restarts group_liveness placement_oracle hostile_objects crds
+SOAKED := restarts group_liveness placement_oracle hostile_objects crds device_parts
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 
