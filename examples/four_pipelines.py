@@ -126,7 +126,7 @@ def holds(status: JobStatus) -> bool:
 
 
 def waits(status: JobStatus) -> bool:
-    """Return whether the pipeline's job waits for a GPU, and is told why."""
+    """Return whether the pipeline's job waits for a GPU and shows the reason."""
     return status.gpus == 0 and status.reason is not None
 
 

@@ -1,4 +1,4 @@
-"""The picture of docs/guides/expected_start.md: `python -m tools.expected_start_picture` writes it anew.
+"""The picture of docs/guides/expected_start.md: `python -m tools.expected_start_picture` draws it again.
 
 One node of 8 GPUs in the simulator, with the scheduler and the forecasts of real clusters. The same input gives the
 same picture.

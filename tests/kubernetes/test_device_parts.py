@@ -489,7 +489,7 @@ def test_a_restarted_controller_counts_parts_alike_in_every_order(allocated: str
 
 
 def test_a_running_pod_keeps_its_part_while_its_driver_publishes_nothing() -> None:
-    """A driver is upgraded: its slices are deleted for a while. A restarted controller knows no less than a GPU."""
+    """A driver is upgraded: its slices are deleted for a while. A restarted controller counts a whole GPU."""
     seen = objects("node", allocated="gpu0-3g-0")
     assert held_after(seen, seen[:2]) == 0.5
     assert held_after(seen[2:], []) == 1

@@ -52,7 +52,7 @@ def started(decided: Plan) -> list[str]:
 
 
 def naive(world: World, waiting: dict[str, Asked], guaranteed: int) -> list[str]:
-    """Return the jobs that start: one after the other the first in the order, found anew, until none fits."""
+    """Return the jobs that start: one after the other the first in the order, each time again, until none fits."""
     held: dict[str, int] = defaultdict(int)
     for running in world.workers.values():
         held[world.state.jobs[running.job].user.name] += len(running.devices)
@@ -206,7 +206,7 @@ def test_past_use_that_was_stored_counts_for_users_who_come_later() -> None:
 
 @pytest.mark.parametrize("half_life_s", [None, HALF_LIFE_S])
 def test_users_without_jobs_cost_no_memory(monkeypatch: pytest.MonkeyPatch, half_life_s: float | None) -> None:
-    """Whoever writes the label may write another one for each job."""
+    """The writer of the label may write another one for each job."""
     monkeypatch.setattr(usage, "MOST_USERS", 8)
     world = shared(1, 1, half_life_s=half_life_s)
     for number in range(3 * usage.MOST_USERS):

@@ -29,7 +29,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import pairwise
 from math import frexp, log, log1p
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.fairness import quota
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.actions.cycle import Cycle
     from kfp_gpuquota.scheduler.state.model import Queue, User
+
+One = TypeVar("One")
 
 SHORTEST_S: Final = 60.0
 LONGEST_S: Final = 600.0
@@ -122,6 +124,33 @@ def _sum(gains: Iterable[float]) -> float:
 
 def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def divide(
+    hunger: Mapping[One, float],
+    gpus: Mapping[str, float],
+    source: Callable[[One], str],
+    key: Callable[[One, float], tuple[float, float, str]],
+) -> dict[One, float]:
+    """Divide the GPUs of each source: one after the other to whom the key of its part so far puts first.
+
+    None gets more than its `hunger`, in whole GPUs.
+    """
+    left, parts = dict(gpus), dict.fromkeys(hunger, 0.0)
+    heap = [(key(one, 0.0), one) for one in hunger if hunger[one] > 0]
+    heapify(heap)
+    while heap:
+        one = heap[0][1]
+        if left.get(source(one), 0) < 1:
+            heappop(heap)
+            continue
+        left[source(one)] -= 1
+        parts[one] += 1
+        if parts[one] < hunger[one]:
+            heapreplace(heap, (key(one, parts[one]), one))
+        else:
+            heappop(heap)
+    return parts
 
 
 class Worth:
@@ -294,24 +323,10 @@ class Growth:
     def _shares_of_idle(self, by_queue: dict[Queue, list[Job]]) -> dict[Queue, float]:
         """Divide the idle GPUs: one after the other to the queue with the least lent that can use it."""
         idle = self._ledger.idle_gpus()
-        shares = dict.fromkeys(by_queue, 0.0)
         if not idle:
-            return shares
+            return dict.fromkeys(by_queue, 0.0)
         hunger = {queue: self._hunger(queue, jobs) for queue, jobs in by_queue.items()}
-        heap = [(_lent_key(queue), queue) for queue in by_queue if hunger[queue] > 0]
-        heapify(heap)
-        while heap:
-            queue = heap[0][1]
-            if idle.get(queue.pool, 0) < 1:
-                heappop(heap)
-                continue
-            idle[queue.pool] -= 1
-            shares[queue] += 1
-            if shares[queue] < hunger[queue]:
-                heapreplace(heap, (_lent_key(queue, shares[queue]), queue))
-            else:
-                heappop(heap)
-        return shares
+        return divide(hunger, idle, lambda queue: queue.pool, _lent_key)
 
     def _hunger(self, queue: Queue, jobs: list[Job]) -> float:
         """Return the GPUs that the jobs of a queue gain by, within the limits above them."""
@@ -341,25 +356,14 @@ class Growth:
     def _parts(self, by_user: Mapping[User, list[Job]], idle: float) -> dict[User, float]:
         """Divide the idle GPUs and those that may change jobs: one after the other to the user who has least."""
         movable = {user: self._movable(jobs) for user, jobs in by_user.items()}
-        left = idle + sum(movable.values())
-        parts = dict.fromkeys(by_user, 0.0)
         hunger = {user: movable[user] + sum(map(self._useful, jobs)) for user, jobs in by_user.items()}
         fixed = {user: self._uses(user, jobs) - movable[user] for user, jobs in by_user.items()}
 
-        def key(user: User) -> tuple[float, float, str]:
-            kept = KEPT_GPUS if parts[user] < movable[user] else 0.0
-            return fixed[user] + parts[user] - kept, -user.occupied, user.name
+        def key(user: User, part: float) -> tuple[float, float, str]:
+            kept = KEPT_GPUS if part < movable[user] else 0.0
+            return fixed[user] + part - kept, -user.occupied, user.name
 
-        heap = [(key(user), user) for user in by_user if hunger[user] > 0]
-        heapify(heap)
-        while heap and left >= 1:
-            user = heap[0][1]
-            left, parts[user] = left - 1, parts[user] + 1
-            if parts[user] < hunger[user]:
-                heapreplace(heap, (key(user), user))
-            else:
-                heappop(heap)
-        return parts
+        return divide(hunger, {"": idle + sum(movable.values())}, lambda _: "", key)
 
     def _uses(self, user: User, jobs: Iterable[Job]) -> float:
         """Return the GPUs that count as the user's, with those that are lent to these jobs."""

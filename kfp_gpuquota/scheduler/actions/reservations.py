@@ -42,17 +42,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.actions.candidates import Candidate, Known, candidates_for, free_at_of, lent_on
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Status, Task
-from kfp_gpuquota.scheduler.state.order import shape_amount
+from kfp_gpuquota.scheduler.state.order import among_users, shape_amount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape, User
+    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape
+    from kfp_gpuquota.scheduler.state.order import UseOf
 
 
 MOST: Final = 8
@@ -131,7 +131,7 @@ def overdue(
     shapes: Mapping[Queue, Collection[Shape]],
     now: float,
     after_s: float,
-    use_of: Callable[[User], float],
+    use_of: UseOf,
 ) -> tuple[list[list[Job]], float | None]:
     """Return for each queue the jobs that have waited for `after_s`, in their order and before any other, and when the
     next one will have. Jobs of one shape are one entry, the first of them; larger ones than the guarantee are left out.
@@ -159,11 +159,8 @@ def overdue(
     return found, soonest
 
 
-def _order(
-    queue: Queue, use_of: Callable[[User], float], entry: tuple[OrderKey, Job]
-) -> tuple[int, bool, float, OrderKey]:
-    key, job = entry
-    return key[0], key[1] > 0, use_of(job.user) if queue.order is Order.FAIR_USERS else 0.0, key
+def _order(queue: Queue, use_of: UseOf, entry: tuple[OrderKey, Job]) -> tuple[int, tuple[bool, float, OrderKey]]:
+    return entry[0][0], among_users(queue, entry, use_of)
 
 
 def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
@@ -177,7 +174,7 @@ def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
     )
 
 
-def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float, use_of: Callable[[User], float]) -> list[Job]:
+def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float, use_of: UseOf) -> list[Job]:
     """Return waiting jobs of the queue that would end within this time, in their order."""
     order = partial(_order, queue, use_of)
     entries = (entry for shape in shapes if shape.starts for entry in queue.waiting.get(shape, ()))

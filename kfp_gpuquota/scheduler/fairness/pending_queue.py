@@ -18,15 +18,15 @@ after each failure, which took a minute for one team's 4,000 shapes.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.order import (
     Entitlement,
     QueueKey,
+    UseOf,
+    among_users,
     entitlement,
     job_key,
     queue_key,
@@ -35,17 +35,15 @@ from kfp_gpuquota.scheduler.state.order import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import Amount, Job, OrderKey, Queue, Shape, User
+    from kfp_gpuquota.scheduler.state.model import Amount, Job, OrderKey, Queue, Shape
 
 Entry = tuple["OrderKey", "Job"]
 Head = tuple["Group", "Job"]
 Entered = tuple["QueueKey", int, "Queue", Head]
 GroupKey = tuple[int, Entitlement, bool, float, "OrderKey"]
-UseOf = Callable[["User"], float]
-"""Returns the GPUs that count as a user's."""
 
 
 class Group:
@@ -169,9 +167,7 @@ class QueueGroups:
         return None
 
     def _key(self, group: Group, entitled: Entitlement, entry: Entry) -> GroupKey:
-        key, job = entry
-        fair = self._queue.order is Order.FAIR_USERS
-        return -group.shape.priority, entitled, key[1] > 0, self._use_of(job.user) if fair else 0.0, key
+        return -group.shape.priority, entitled, *among_users(self._queue, entry, self._use_of)
 
     def _entitled(self, group: Group) -> Entitlement:
         """Return the class of the group's request: within one priority, requests within quota come first."""

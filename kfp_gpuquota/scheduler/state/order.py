@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from kfp_gpuquota.scheduler.state.model import UNLIMITED, Amount, Job, OrderKey,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kfp_gpuquota.scheduler.state.model import User
+
 
 class Entitlement(IntEnum):
     """The level of its quota that a queue reaches with a job."""
@@ -20,6 +23,9 @@ class Entitlement(IntEnum):
     WITHIN_SHARE = 1
     BEYOND = 2
 
+
+UseOf = Callable[["User"], float]
+"""Returns the GPUs that count as a user's."""
 
 QueueKey = tuple[bool, Entitlement, int, float, float, float, str, str]
 
@@ -48,6 +54,15 @@ def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
     user = job.user.name if job.queue.order is Order.FAIR_USERS else ""
     runs = job.uid if job.groups is not None and job.active else ""
     return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups, user, runs)
+
+
+def among_users(queue: Queue, entry: tuple[OrderKey, Job], use_of: UseOf) -> tuple[bool, float, OrderKey]:
+    """Return the key of a waiting job among those of one priority: gangs that run below their minimum come first.
+
+    Then, in a queue that is fair to its users, the jobs of the user who uses least.
+    """
+    key, job = entry
+    return key[1] > 0, use_of(job.user) if queue.order is Order.FAIR_USERS else 0.0, key
 
 
 def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:

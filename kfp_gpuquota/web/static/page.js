@@ -176,7 +176,7 @@ function stepInChart(event) {
 }
 
 // Notifications of followed jobs, while a page that shows them is open. This browser's storage has, by the job's uid, the
-// last state of which its user knows, and the end of the first expected start of a wait.
+// last state that its user was shown, and the end of the first expected start of a wait.
 const FOLLOWED = "gpuquota-followed";
 const NEWS = {
   Running: "started",

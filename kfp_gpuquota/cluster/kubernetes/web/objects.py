@@ -47,7 +47,7 @@ WORKFLOW_LABEL: Final = "workflows.argoproj.io/workflow"
 NODE_ANNOTATION: Final = "workflows.argoproj.io/node-name"
 _DRIVER: Final = "-driver"
 LONGEST_NODE_NAME: Final = 2000
-"""Whoever creates a pod writes its annotations, of up to 256 KiB."""
+"""The creator of a pod writes its annotations, of up to 256 KiB."""
 O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
 
 log = logging.getLogger(__name__)
