@@ -24,7 +24,7 @@ KFP_TESTS := compile caching local check pipeline_file worker_settings
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all slow-machine newest coverage soak lint types layers check docs release screenshots clean
+.PHONY: help quickstart test test-slow test-all slow-machine paused newest coverage soak lint types layers check docs release screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ slow-machine: $(VENV)/.dev  ## The tests CASES with CORES=0.3 of a core (root): 
 	else group=/sys/fs/cgroup/cpu/slow; mkdir -p $$group; echo 100000 > $$group/cpu.cfs_period_us; \
 	  awk 'BEGIN { print $(CORES) * 100000 }' > $$group/cpu.cfs_quota_us; fi; \
 	echo $$$$ > $$group/cgroup.procs; exec $(BIN)/python -m pytest -n 0 $(CASES)
+
+paused: $(VENV)/.dev  ## The tests CASES while random processes of them are stopped for moments: what fails there fails on a busy machine
+	$(BIN)/python -m tools.pauses -- $(BIN)/python -m pytest -n 2 $(CASES)
 
 newest: $(VENV)/.dev  ## The tests that use kfp or the client of Kubernetes, with the newest instead of the pinned, oldest one
 	rm -rf out/kfp out/kubernetes

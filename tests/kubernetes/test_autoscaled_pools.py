@@ -111,7 +111,7 @@ def test_an_elastic_jobs_workers_make_a_pool_grow_too(autoscaled: Controlled) ->
     with growing(autoscaled):
         job = autoscaled.job(team, "train", gpus=2, minGpus=2, maxGpus=2, gpusPerWorker=1, nodePool=POOL)
         autoscaled.until_phase(job, "Running")
-        assert len(autoscaled.bound(team)) == 2
+        autoscaled.wait(lambda: len(autoscaled.bound(team)) == 2, lambda: autoscaled.log()[-3000:])
 
 
 def test_nodes_outside_the_pool_are_planned_as_ever(autoscaled: Controlled) -> None:
