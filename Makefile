@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CASES ?=
 CORES ?= 0.3
+PAUSES ?=
 # A test waits for other processes half of its time: four tests at once keep two cores busy.
 PARALLEL ?= -n $(shell echo $$(( $$(nproc 2> /dev/null || echo 2) * 2 ))) --dist loadgroup
 SEEDS ?= 0:200
@@ -53,7 +54,7 @@ slow-machine: $(VENV)/.dev  ## The tests CASES with CORES=0.3 of a core (root): 
 	echo $$$$ > $$group/cgroup.procs; exec $(BIN)/python -m pytest -n 0 $(CASES)
 
 paused: $(VENV)/.dev  ## The tests CASES while random processes of them are stopped for moments: what fails there fails on a busy machine
-	$(BIN)/python -m tools.pauses -- $(BIN)/python -m pytest -n 2 $(CASES)
+	$(BIN)/python -m tools.pauses $(PAUSES) -- $(BIN)/python -m pytest -n 2 $(CASES)
 
 newest: $(VENV)/.dev  ## The tests that use kfp or the client of Kubernetes, with the newest instead of the pinned, oldest one
 	rm -rf out/kfp out/kubernetes

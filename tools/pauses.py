@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,13 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=5.0, help="mean seconds between two pauses of a process (5)")
     parser.add_argument("--pause", type=float, default=0.7, help="mean seconds of a pause (0.7)")
     parser.add_argument("--seed", type=int, default=None, help="of the random numbers")
+    parser.add_argument("--only", default="", help="a regular expression: only processes whose command line has it")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND [ARGUMENT ...]")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("give a command after --")
     mark = uuid.uuid4().hex
-    pauses = Pauses(f"{MARK}={mark}".encode(), random.Random(options.seed), options.every, options.pause)  # noqa: S311
+    drawn = random.Random(options.seed)  # noqa: S311
+    pauses = Pauses(f"{MARK}={mark}".encode(), drawn, options.every, options.pause, options.only)
     with subprocess.Popen(command, env={**os.environ, MARK: mark}) as process:
         try:
             while process.poll() is None:
@@ -51,8 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
 class Pauses:
     """Who is stopped, and until when. Times are of `time.monotonic`."""
 
-    def __init__(self, mark: bytes, drawn: random.Random, every_s: float, pause_s: float) -> None:
+    def __init__(self, mark: bytes, drawn: random.Random, every_s: float, pause_s: float, only: str = "") -> None:
         self._mark, self._random, self._every_s, self._pause_s = mark, drawn, every_s, pause_s
+        self._only = re.compile(only.encode())
         self._stopped: dict[int, float] = {}
         self.known: set[int] = set()
         self.count = 0
@@ -74,7 +78,8 @@ class Pauses:
         found = []
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
-                if self._mark in (folder / "environ").read_bytes().split(b"\0"):
+                marked = self._mark in (folder / "environ").read_bytes().split(b"\0")
+                if marked and self._only.search((folder / "cmdline").read_bytes()):
                     found.append(int(folder.name))
         self.known.update(found)
         return found
