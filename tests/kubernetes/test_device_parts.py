@@ -29,6 +29,9 @@ from kfp_gpuquota.cluster.kubernetes.objects.device_types import (
 )
 from kfp_gpuquota.cluster.kubernetes.objects.device_types import SLICES as SLICES_PATH
 from kfp_gpuquota.cluster.kubernetes.objects.paths import QUOTA_POLICIES
+from kfp_gpuquota.cluster.kubernetes.operations.doctor import checks_cluster
+from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Reader
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from tests.effort import effort
 from tests.kubernetes import test_device_claims
@@ -213,6 +216,9 @@ def test_partitions_count_as_their_part_of_a_gpu(world: Controlled) -> None:
     (view,) = [one for one in client.list_nodes() if one.node.name == "mig-0"]
     (row,) = [one for one in view.resources if one.held]
     assert (view.gpus, row.count, row.held) == (1, 1, {"p0": 0.5, "p1": 0.125, "p2": 0.25})
+    facts = Reader(Calls(connection_of(world.cluster.kubeconfig))).read()
+    facts.nodes = [node for node in facts.nodes if node["metadata"]["name"] == "mig-0"]
+    assert "1 GPU on 1 nodes" in [one.message for one in checks_cluster.gpus(facts)], "not its partitions"
     assert "p1 (0.125)" in described_node(view)
     assert any("0.5 GPUs" in line and DRIVER in line for line in client.explain_pod(team, "more"))
     world.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/p0", 0)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from kfp_gpuquota.api.quantity import as_number, show_gpus
+from kfp_gpuquota.api.resources import WHOLE_GPU, part_weights, weighed
 from kfp_gpuquota.cluster.check_results import fail, ok, warn
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import whole_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
-from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import exporter_of
+from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import exporter_of, gpu_resources_of
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import is_running, summary
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import EXEMPT_PREFIXES
 
@@ -182,10 +180,9 @@ def _total(facts: Facts) -> int | float:
 def _counted(facts: Facts, node: Json) -> float:
     """Return the node's healthy GPUs, with what the QuotaPolicy counts as GPUs."""
     there = node.get("status", {}).get("allocatable") or {}
-    rows = (row for rule in facts.rules for row in rule.get("spec", {}).get("gpuResources") or ())
-    table = (msgspec.convert(row, GpuResource) for row in rows)
-    others = sum(counts_as(row) * whole_number(str(there.get(row.name, "0"))) for row in table)
-    return _gpus(node, "allocatable") + others
+    amounts = {name: whole_number(str(amount)) for name, amount in there.items()}
+    others = sum(counts_as(row) * amounts.get(row.name, 0) for row in gpu_resources_of(facts))
+    return _gpus(node, "allocatable") + others + weighed(amounts, part_weights(amounts)) / WHOLE_GPU
 
 
 def _gpus(node: Json, part: str) -> int:

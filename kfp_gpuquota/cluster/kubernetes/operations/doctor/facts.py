@@ -16,8 +16,12 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import divided_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuResource
 from kfp_gpuquota.cluster.kubernetes.operations import inventory
 from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory, Kind
 from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
@@ -174,9 +178,10 @@ class Reader:
         setattr(self._facts, name, self._inventory.listed(kind))
 
     def _add_devices(self) -> None:
-        rows = (row for rule in self._facts.rules for row in rule.get("spec", {}).get("gpuResources") or ())
-        counted = {labels.GPU_RESOURCE, *(row["name"] for row in rows)}
-        inventory.add_devices(self._facts.nodes, ProjectCalls(self._calls).published_devices(counted))
+        table = gpu_resources_of(self._facts)
+        counted = {labels.GPU_RESOURCE, *(row.name for row in table)}
+        devices = ProjectCalls(self._calls).published_devices(counted, dict(divided_of(table)))
+        inventory.add_devices(self._facts.nodes, devices)
 
     def _list_exporters(self) -> None:
         for exporter in filter(None, map(exporter_of, self._facts.rules)):
@@ -244,6 +249,12 @@ class Reader:
 def seconds(text: str) -> float:
     """Return a time of Kubernetes in seconds since 1970."""
     return datetime.fromisoformat(text).timestamp()
+
+
+def gpu_resources_of(facts: Facts) -> list[GpuResource]:
+    """Return the QuotaPolicy's table of resources that count as GPUs."""
+    rows = (row for rule in facts.rules for row in rule.get("spec", {}).get("gpuResources") or ())
+    return [msgspec.convert(row, GpuResource) for row in rows]
 
 
 def exporter_of(rule: Json) -> str:
