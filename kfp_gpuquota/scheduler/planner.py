@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.api.placement import Placement
@@ -245,11 +245,13 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
         if cycle.lacking:
             before = cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))
             reason = reason if before is None else sentences.behind(reason, before)
+        if (ahead := cycle.blocked_by(jobs[0])) is not None:
+            reason = sentences.behind_first(reason, ahead)
         user, queue = "", jobs[0].queue
-        if queue.order is Order.FAIR_USERS:
+        if queue.order in _RANKED:
             if queue not in firsts:
-                firsts[queue] = _first_of_users(cycle, queue, placed)
-            user, reason = jobs[0].user.name, _among_users(cycle, jobs[0], reason, firsts[queue].get(jobs[0].priority))
+                firsts[queue] = _first_ranked(cycle, queue, placed)
+            user, reason = jobs[0].user.name, _ranked(cycle, jobs[0], reason, firsts[queue].get(jobs[0].priority))
         found = alike.setdefault((reason.project, reason.message), {}).setdefault(user, (reason, []))
         found[1].extend(job.uid for job in jobs)
     for by_user in alike.values():
@@ -265,27 +267,39 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
     return reasons
 
 
-def _among_users(cycle: Cycle, job: Job, reason: Reason, first: Job | None) -> Reason:
-    """Return the reason with what the job's user uses, and with the job of another one that comes first by that.
+_RANKED: Final = (Order.FAIR_USERS, Order.SHORTEST)
+"""The orders in which something comes before age."""
 
-    `first` is the first waiting job of the priority (`_first_of_users`); None: it has jobs of one user only.
+
+def _ranked(cycle: Cycle, job: Job, reason: Reason, first: Job | None) -> Reason:
+    """Return the reason with what comes before the job's age, and with the job of the project that is first by that.
+
+    `first` is the first waiting job of the priority (`_first_ranked`); None: age alone decides between them.
     """
     if first is None:
         return reason
-    uses = cycle.use_of(job.user)
-    return sentences.among_users(reason, job, uses, None if cycle.use_of(first.user) >= uses else first)
+    rank = cycle.rank(job)
+    before = None if cycle.rank(first) >= rank else first
+    if job.queue.order is Order.FAIR_USERS:
+        return sentences.among_users(reason, job, rank, before)
+    return reason if before is None else sentences.longer(reason, job, before)
 
 
-def _first_of_users(cycle: Cycle, queue: Queue, placed: Container[Job]) -> dict[int, Job]:
-    """Return the waiting job that comes first by what its user uses, of each priority in which several users wait."""
+def _alike(job: Job) -> str | float:
+    """Return what the waiting jobs have in common between which age alone decides."""
+    return job.user.name if job.queue.order is Order.FAIR_USERS else job.length_s
+
+
+def _first_ranked(cycle: Cycle, queue: Queue, placed: Container[Job]) -> dict[int, Job]:
+    """Return the waiting job that comes first before age, of each priority with several users or expected run times."""
     found: dict[int, tuple[float, OrderKey, Job]] = {}
     several: set[int] = set()
-    for shape, entries in queue.waiting.items() if queue.order is Order.FAIR_USERS else ():
+    for shape, entries in queue.waiting.items():
         left = (each for each in entries if each[1] not in placed and each[1] not in cycle.victims)
         if shape.starts and (entry := next(left, None)) is not None:
-            one = (cycle.use_of(entry[1].user), *entry)
+            one = (cycle.rank(entry[1]), *entry)
             before = found.setdefault(shape.priority, one)
-            if before[2].user is not entry[1].user:
+            if _alike(before[2]) != _alike(entry[1]):
                 several.add(shape.priority)
             found[shape.priority] = min(before, one)
     return {priority: found[priority][2] for priority in several}

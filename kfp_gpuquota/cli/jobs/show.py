@@ -174,17 +174,19 @@ def _stragglers(job: Job) -> str:
 def _place_in_queue(reached: ClusterApi, job: Job) -> str:
     """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait."""
     mine = queued(job)
-    if mine is None or (not reached.runs_here and _is_fair_to_users(reached, job.spec.project)):
+    if mine is None or (order := _order_of(reached, job.spec.project)) is Order.SHORTEST:
+        return ""  # it changes with time
+    if not reached.runs_here and order is Order.FAIR_USERS:
         return ""  # on Kubernetes a job's status does not have what its user uses
     waiting = [each for each in reached.queue(job.spec.project) if each.pool == mine.pool]
     return place_of(sorted(waiting, key=lambda each: each.key), len(ahead_of(mine, waiting)))
 
 
-def _is_fair_to_users(reached: ClusterApi, project: str) -> bool:
+def _order_of(reached: ClusterApi, project: str) -> Order:
     try:
-        return reached.get_project(project).project.order is Order.FAIR_USERS
+        return reached.get_project(project).project.order
     except GpuQuotaError:
-        return False
+        return Order.FAIR
 
 
 def _queue_lines(reached: ClusterApi, job: Job) -> Iterator[str]:

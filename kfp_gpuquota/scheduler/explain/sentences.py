@@ -102,6 +102,19 @@ def behind(reason: Reason, before: Job) -> Reason:
     return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": before.name})
 
 
+def behind_first(reason: Reason, first: Job) -> Reason:
+    """Return the reason of a job that does not pass the first waiting one, in a project with strict order."""
+    why = f"which is first in project {first.queue.label}, whose order is strict"
+    message = f"{reason.message}; and not before {first.name}, {why}"
+    return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": first.name})
+
+
+def longer(reason: Reason, job: Job, first: Job) -> Reason:
+    """Return the reason with the job that comes first because it is expected to be shorter, or has waited for long."""
+    why = "is expected to end sooner" if first.length_s < job.length_s else "has waited for long behind shorter ones"
+    return msgspec.structs.replace(reason, message=f"{reason.message}; {first.name}, which {why}, comes first")
+
+
 def among_users(reason: Reason, job: Job, uses: float, first: Job | None) -> Reason:
     """Return the reason with what counts as used by the job's user (`user_gpus`), in a project that is fair to users.
 
