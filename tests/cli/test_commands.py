@@ -90,8 +90,8 @@ MISTAKES = [
         "project set team-a --order oldest",
         "--order is oldest, but it must be one of fair, fair-users, shortest, strict",
     ),
-    ("project set team-a --min-runtime 2d", "--min-runtime is 172800, but it must be between 0 and 86400 s"),
-    ("project set team-a --reserve-after 2d", "--reserve-after is 172800, but it must be between 0 and 86400 s"),
+    ("project set team-a --min-runtime 2d", "--min-runtime is 2d, but it must be between 0 and 86400 s"),
+    ("project set team-a --reserve-after 2d", "--reserve-after is 2d, but it must be between 0 and 86400 s"),
     ("list --colour", "No such option"),
     ("fly", "No such command"),
 ]
