@@ -12,11 +12,13 @@ from kfp_gpuquota.gc_pause import collector_paused
 from kfp_gpuquota.scheduler.actions.consolidation import lost_work_s
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
+from kfp_gpuquota.scheduler.actions.growth import gains, worth
 from kfp_gpuquota.scheduler.explain import sentences
 from kfp_gpuquota.scheduler.explain.waiting import Promised, of_several, waits
 from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.groups import held_back, next_tasks
-from kfp_gpuquota.scheduler.state.model import Job, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, Job, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
@@ -76,6 +78,51 @@ def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool, s
     )
     cycle.run(actions)
     return cycle
+
+
+def why_not_larger(state: State, uid: str, now: float) -> Reason | None:
+    """Return why an elastic job that runs gets no further worker now; None for another one, or if its size changes."""
+    job, ledger = state.jobs.get(uid), state.ledger
+    if job is None or not job.active or job.active >= job.most or job.removed or job.completing:
+        return None
+    ledger.settle()
+    mark, size = ledger.mark(), job.active
+    with collector_paused():
+        try:
+            cycle = _decide(state, now, ACTIONS, strict=False, shapes=None)
+            return None if job.active != size or job in cycle.victims else _why_not_larger(cycle, job)
+        finally:
+            ledger.rollback(mark)
+
+
+def _why_not_larger(cycle: Cycle, job: Job) -> Reason:
+    if job.deferred_for is not None and job.deferred_until > cycle.now:
+        return job.deferred_for
+    if job.halted:
+        return sentences.halted(job)
+    if cycle.now < (until := job.grown_at + job.cool_down_s):
+        return sentences.cooling_down(job, until - cycle.now)
+    ledger = cycle.ledger
+    each = max(1, job.request.amount(ledger.gpu_memory_mib).gpu) / GPU
+    tasks = next_tasks(job) or [Task(job, job.request, job.next_index + i) for i in range(job.segment)]
+    idle = not quota.barred_by_limit(job, quota.total(ledger, tasks), future=False) and _fits_now(ledger, tasks)
+    cycle.hold_reserved()
+    if idle and not _fits_now(ledger, tasks):
+        keeps = [one.job.name for one in cycle.reserved.values() if one.held]
+        return sentences.kept_for_others(job, sorted(keeps))
+    if idle and job.active >= job.wanted and not gains(job, worth(job, cycle.now, each, changes=False)):
+        return sentences.trains_no_faster(job)
+    reason = waits(ledger, job, tasks, _promised(cycle, ()))
+    if (before := cycle.blocked_by(job) or cycle.would_overtake(job, quota.total(ledger, tasks))) is not None:
+        reason = sentences.behind(reason, before)
+    return sentences.not_larger(job, reason)
+
+
+def _fits_now(ledger: Ledger, tasks: Sequence[Task]) -> bool:
+    mark = ledger.mark()
+    found = placement.place_all(ledger, tasks, future=False)
+    ledger.rollback(mark)
+    return found
 
 
 def _read(state: State, cycle: Cycle, mark: int) -> Plan:
