@@ -92,6 +92,7 @@ MISTAKES = [
     ),
     ("project set team-a --min-runtime 2d", "--min-runtime is 2d, but it must be between 0 and 86400 s"),
     ("project set team-a --reserve-after 2d", "--reserve-after is 2d, but it must be between 0 and 86400 s"),
+    (f"submit x -l user={'x' * 254} -- sleep 1", "a label's key and value are up to 253 printable characters"),
     ("list --colour", "No such option"),
     ("fly", "No such command"),
 ]
