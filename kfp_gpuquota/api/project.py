@@ -16,6 +16,7 @@ from kfp_gpuquota.api.validation import (
     MAX_MIB,
     MAX_PRIORITY,
     MAX_RUNTIME_S,
+    MAX_SECONDS,
     MAX_WEIGHT,
     Cores,
     Gpus,
@@ -23,6 +24,7 @@ from kfp_gpuquota.api.validation import (
     Name,
     Priority,
     RunTime,
+    Seconds,
     Weight,
     check_gpus,
     check_name,
@@ -52,13 +54,17 @@ class StopPolicy(StrEnum):
 
 
 class Order(StrEnum):
-    """The order of a project's waiting jobs of one priority, within its quota and beyond it.
+    """The order of a project's waiting jobs of one priority.
 
-    FAIR: by age. FAIR_USERS: the jobs of a user who uses fewer GPUs of the project come first, then by age.
+    Within the quota and then beyond it, FAIR: by age. FAIR_USERS: the jobs of a user who uses fewer GPUs of the project
+    come first, then by age. SHORTEST: jobs that are expected to run for less come first, for a bounded time. STRICT: by
+    age alone, and no job passes the first one, but for those that have ended when it starts.
     """
 
     FAIR = "Fair"
     FAIR_USERS = "FairUsers"
+    SHORTEST = "Shortest"
+    STRICT = "Strict"
 
 
 class PoolQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +90,9 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     A job that is submitted without a maximum run time gets `default_runtime_s`, or else `max_runtime_s`, which is the
     longest that one may ask for. `stop_policy` holds what is in it, and in the projects below it. `order` is that of
-    its own waiting jobs, and of what is lent to them.
+    its own waiting jobs, and of what is lent to them. Its jobs are not stopped for others before a run has lasted for
+    `min_runtime_s`, as if each had asked for it. `reserve_after_s` is after how long its first waiting job within the
+    guarantee is served before all others; None: that of the cluster, in strict order at once.
     """
 
     name: Name
@@ -100,6 +108,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pools: dict[str, PoolQuota] = {}
     default_runtime_s: RunTime | None = None
     max_runtime_s: RunTime | None = None
+    min_runtime_s: Seconds | None = None
+    reserve_after_s: Seconds | None = None
     stop_policy: StopPolicy = StopPolicy.NONE
     order: Order = Order.FAIR
 
@@ -127,6 +137,9 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for field in ("default_runtime_s", "max_runtime_s"):
             if (value := getattr(self, field)) is not None:
                 check_range(field, value, 1, MAX_RUNTIME_S, "s")
+        for field in ("min_runtime_s", "reserve_after_s"):
+            if (value := getattr(self, field)) is not None:
+                check_range(field, value, 0, MAX_SECONDS, "s")
         default, most = self.default_runtime_s, self.max_runtime_s
         if default is not None and most is not None and default > most:
             rule = f"it must be at most max_runtime_s, which is {most:g}"
@@ -185,10 +198,11 @@ def check_run_time(field: str, given: float, project: Project) -> None:
 
 
 def run_times_of(project: Project) -> str:
-    """Return the maximum run times of the project's jobs: "8h by default, at most 2d"; "" if it has none."""
-    default, most = project.default_runtime_s, project.max_runtime_s
+    """Return the run times of the project's jobs: "8h by default, at most 2d, not preempted before 1h"; "" for none."""
+    default, most, least = project.default_runtime_s, project.max_runtime_s, project.min_runtime_s
     parts = [] if default is None else [f"{text_of(default)} by default"]
-    return ", ".join(parts if most is None else [*parts, f"at most {text_of(most)}"])
+    parts += [] if most is None else [f"at most {text_of(most)}"]
+    return ", ".join(parts if not least else [*parts, f"not preempted before {text_of(least)}"])
 
 
 def check_parents(projects: Mapping[str, Project], project: Project) -> None:

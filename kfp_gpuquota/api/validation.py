@@ -21,6 +21,8 @@ MAX_MIB: Final = 1 << 40
 MIN_CORES: Final = 0.001
 MAX_PRIORITY: Final = 1_000_000_000
 MAX_SECONDS: Final = 86_400
+MOST_LABELS: Final = 64
+MOST_LABEL_LETTERS: Final = 253
 MAX_RUNTIME_S: Final = 365 * 86_400
 MAX_WEIGHT: Final = 1_000_000
 _PATTERN: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -60,6 +62,17 @@ def _suggested(name: str) -> str:
     """Return a valid name that resembles this one, as `team-a` does `Team_A`."""
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower())
     return letters[:MAX_NAME_LENGTH].strip("-") or "train-digits-2"
+
+
+def check_job_labels(labels: Mapping[str, str]) -> None:
+    """Raise InvalidFieldError for more or longer labels of a job than lists and logs can show."""
+    if len(labels) > MOST_LABELS:
+        raise InvalidFieldError("labels", len(labels), f"a job has at most {MOST_LABELS} labels")
+    for key, value in labels.items():
+        for text in (key, value):
+            if len(text) > MOST_LABEL_LETTERS or not text.isprintable():
+                rule = f"a label's key and value are up to {MOST_LABEL_LETTERS} printable characters"
+                raise InvalidFieldError("labels", f"{text[:40]}...", rule)
 
 
 def check_node_name(field: str, value: str) -> None:

@@ -267,13 +267,17 @@ class NewNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Supposition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/what-if: these jobs are submitted, projects are as given, jobs deleted, nodes lost and added."""
+    """Body of POST /v1/what-if: these jobs are submitted, projects are as given, jobs deleted, nodes lost and added.
+
+    With `growing` nothing else is supposed: the answer is why these jobs do not grow.
+    """
 
     submit: tuple[JobSpec, ...] = ()
     projects: tuple[Project, ...] = ()
     delete: tuple[JobName, ...] = ()
     without_nodes: tuple[str, ...] = ()
     with_nodes: Annotated[tuple[NewNode, ...], msgspec.Meta(max_length=MOST_NODES)] = ()
+    growing: Annotated[tuple[JobName, ...], msgspec.Meta(max_length=1)] = ()
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,7 +302,8 @@ class OtherTeams(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """The difference of the next plan under a supposition. `waits`: jobs of the supposition that would not
-    start; `starts` and `grows` count those that would as soon as others have left.
+    start; `starts` and `grows` count those that would as soon as others have left. `keeps`: jobs that were asked about
+    which run with less than their maximum and do not grow, with the reason.
 
     `others` sums up jobs that are not listed; it is zero where the user sees every job.
     """
@@ -309,6 +314,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     grows: tuple[Effect, ...] = ()
     shrinks: tuple[Effect, ...] = ()
     stops: tuple[Effect, ...] = ()
+    keeps: tuple[Effect, ...] = ()
     others: OtherTeams = OtherTeams()
 
     def effects(self) -> tuple[tuple[str, Effect], ...]:

@@ -27,13 +27,11 @@ import msgspec
 
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.mail import Mail
-from kfp_gpuquota.engine.notifications import Notified
+from kfp_gpuquota.engine.notifications import Notification, Notified
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from kfp_gpuquota.engine.notifications import Notification
 
 READ_EVERY_S: Final = 5.0
 MOST_QUEUED: Final = 1000
@@ -81,7 +79,8 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the JSON of a notification."""
         message: dict[str, Any] = {"text": _escaped(one.text[:LONGEST_TEXT])}
         if self.fields:
-            message["gpuquota"] = {"event": one.what, **{k: v for k, v in one._asdict().items() if k != "what"}}
+            parts = {k: v for k, v in one._asdict().items() if k not in {"what", "test"} or (k == "test" and v)}
+            message["gpuquota"] = {"event": one.what, **parts}
         return message
 
     async def attempt(self, session: aiohttp.ClientSession, one: Notification, timeout_s: float) -> tuple[str, bool]:
@@ -143,7 +142,7 @@ class Notifications:
         with suppress(OSError):  # there is no such folder: no receivers
             for path in sorted(self._folder.glob("*.json"))[:MOST_RECEIVERS]:
                 try:
-                    found[path.stem] = self._decoded(path)
+                    found[path.stem] = _decoded(path, private=self._private)
                 except (OSError, ValueError, msgspec.DecodeError) as error:
                     problems[path.stem] = str(error)
                     if path.stem in self._receivers:  # it may be half written: what was read last stays in effect
@@ -154,14 +153,31 @@ class Notifications:
             log.info("receiver %s is used", name)
         self._receivers, self._shown = found, problems
 
-    def _decoded(self, path: Path) -> Receiver:
-        """Return the file's receiver. Raises OSError, ValueError, DecodeError, which quote no value."""
-        with path.open("rb") as file:
-            found = msgspec.json.decode(file.read(LARGEST_FILE), type=Receiver)
-            mode = os.fstat(file.fileno()).st_mode
-        if self._private and found.mail is not None and found.mail.password and mode & 0o077:
-            raise ValueError(f"it has a password, and its mode {mode & 0o777:03o} lets others read it; chmod 600 it")
-        return found
+
+def _decoded(path: Path, *, private: bool) -> Receiver:
+    """Return the file's receiver. Raises OSError, ValueError, DecodeError, which quote no value."""
+    with path.open("rb") as file:
+        found = msgspec.json.decode(file.read(LARGEST_FILE), type=Receiver)
+        mode = os.fstat(file.fileno()).st_mode
+    if private and found.mail is not None and found.mail.password and mode & 0o077:
+        raise ValueError(f"it has a password, and its mode {mode & 0o777:03o} lets others read it; chmod 600 it")
+    return found
+
+
+async def tried(folder: Path, user: str, at: float, *, private: bool) -> dict[str, str]:
+    """Send a test message of `user` to each receiver, once; return the problem of each by its name ("": none)."""
+    found = dict[str, str]()
+    one = Notification(Notified.FAILED, "project", "job", "uid", user, {}, "if you read it, it works", at, test=True)
+    timeout = aiohttp.ClientTimeout(total=Limits().attempt_s)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        for path in sorted(folder.glob("*.json")):
+            try:
+                receiver = _decoded(path, private=private)
+            except (OSError, ValueError, msgspec.DecodeError) as error:
+                found[path.stem] = f"the file cannot be used: {error}"
+            else:
+                found[path.stem], _ = await receiver.attempt(session, one, Limits().attempt_s)
+    return found
 
 
 class _Sender:

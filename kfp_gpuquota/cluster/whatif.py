@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from kfp_gpuquota.api.wire import JobName, Supposition
+    from kfp_gpuquota.scheduler.state.model import Job
 
 _PREFIX = "what-if-"
 OTHERS = "other teams' jobs"
@@ -37,7 +38,17 @@ def outlook(state: scheduler.State, supposed: Supposition, now: float, run_time:
     once, although they would hold the GPUs until the workers have exited. Raises NotFoundError for a job or node that
     does not exist.
     """
+    if supposed.growing:
+        return Outlook(keeps=tuple(_not_growing(state, supposed.growing, now)))
     return _outlook(state, _answer(state, supposed, now, run_time), supposed)
+
+
+def _not_growing(state: scheduler.State, names: Iterable[JobName], now: float) -> Iterator[Effect]:
+    """Yield why jobs do not grow, for those that could be larger."""
+    for one in names:
+        job = _job_named(state, one)
+        if (reason := scheduler.why_not_larger(state, job.uid, now)) is not None:
+            yield Effect(project=one.project, job=one.name, reason=reason)
 
 
 def outlook_for_user(
@@ -149,10 +160,16 @@ def _without_node(state: scheduler.State, name: str) -> Iterator[scheduler.Event
     yield scheduler.NodeRemoved(name)
 
 
-def _without_job(state: scheduler.State, wanted: JobName) -> Iterator[scheduler.Event]:
+def _job_named(state: scheduler.State, wanted: JobName) -> Job:
+    """Return the job. Raises NotFoundError."""
     found = (job for job in state.jobs.values() if (job.queue.name, job.name) == (wanted.project, wanted.name))
     job = next(found, None)
     if job is None:
         raise NotFoundError(f"project {wanted.project!r} has no job {wanted.name!r} that runs or waits")
+    return job
+
+
+def _without_job(state: scheduler.State, wanted: JobName) -> Iterator[scheduler.Event]:
+    job = _job_named(state, wanted)
     yield scheduler.JobRemoved(job.uid)
     yield from (scheduler.WorkerGone(worker) for worker in list(job.tasks))

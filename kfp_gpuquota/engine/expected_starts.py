@@ -14,17 +14,19 @@ import re
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Order, Phase
 from kfp_gpuquota.api.pipeline_labels import TASK
 from kfp_gpuquota.engine.notifications import late_notification
+from kfp_gpuquota.scheduler import RunTimeExpected
 from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime, examples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api import ExpectedStart
     from kfp_gpuquota.engine.job_book import JobBook
     from kfp_gpuquota.engine.records import JobRecord
+    from kfp_gpuquota.scheduler import State
 
 FEWEST: Final = 3
 """Jobs that have ended, fewer of which are no distribution."""
@@ -55,6 +57,51 @@ def run_times(book: JobBook, now: float) -> Callable[[str], RunTime]:
         if len(times) >= FEWEST
     }
     return lambda uid: _run_time(book.jobs[uid], examples, now) if uid in book.jobs else UNKNOWN
+
+
+class RunTimesOfWaiting:
+    """What the scheduler is told of the run times of waiting jobs, in projects that start the shortest one first.
+
+    The median of jobs that have ended is what counts: those that run change it with every second. It follows from the
+    records alone, so that a restarted process has the same, and is computed again only once another job has ended.
+    """
+
+    def __init__(self, book: JobBook) -> None:
+        self._book = book
+        self._ended: list[tuple[float, str]] = []
+        self._expected: dict[str, float | None] = {}
+
+    def changes(self, state: State) -> list[RunTimeExpected]:
+        """Return the events for jobs whose expected run time is new or has changed."""
+        queues = [queue for queue in state.ledger.queues.values() if queue.order is Order.SHORTEST and queue.waiting]
+        if not queues:
+            return []
+        waiting = {job.uid: job for queue in queues for entries in queue.waiting.values() for _, job in entries}
+        projects = {queue.name for queue in queues}
+        jobs = (job for job in self._book.jobs.values() if job.spec.project in projects)
+        ended = sorted((job.status.finished_at or 0.0, job.uid) for job in jobs if job.status.phase is Phase.SUCCEEDED)
+        if ended != self._ended:
+            self._ended, self._expected = ended, {}
+        new = [uid for uid in waiting if uid not in self._expected and uid in self._book.jobs]
+        if new:
+            self._expected = {uid: expected for uid, expected in self._expected.items() if uid in waiting}
+            self._expected |= self._medians(new)
+        found = {uid: self._expected[uid] for uid in new}
+        return [
+            RunTimeExpected(uid, expected)
+            for uid, expected in found.items()
+            if waiting[uid].expected_s != (inf if expected is None else expected)
+        ]
+
+    def _medians(self, uids: Iterable[str]) -> dict[str, float | None]:
+        ran: dict[Key, list[float]] = {}
+        for at, uid in self._ended:
+            job = self._book.jobs[uid]
+            for key in _keys(job):
+                ran.setdefault(key, []).append(_ran_s(job, at))
+        several = {key: times[-MOST:] for key, times in ran.items() if len(times) >= FEWEST}
+        known = {key: RunTime(tuple(sorted(times))).left(0.5) for key, times in several.items()}
+        return {uid: next((known[key] for key in _keys(self._book.jobs[uid]) if key in known), None) for uid in uids}
 
 
 def _run_time(job: JobRecord, examples: Mapping[Key, tuple[float, ...]], now: float) -> RunTime:

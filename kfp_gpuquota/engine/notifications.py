@@ -42,7 +42,7 @@ _OF_EVENTS: Final = {
 class Notification(NamedTuple):
     """One change of one job; `user` is its owner on a cluster that several users share, `why` a sentence or "".
 
-    `kind` is what a pod, or an object that is suspended as a whole, is called on Kubernetes.
+    `kind` is what a pod, or an object that is suspended as a whole, is called on Kubernetes. A `test` is of no job.
     """
 
     what: Notified
@@ -54,10 +54,13 @@ class Notification(NamedTuple):
     why: str
     at: float
     kind: str = "Job"
+    test: bool = False
 
     @property
     def headline(self) -> str:
         """What happened to which job, in names alone."""
+        if self.test:
+            return "This is a test message of gpuquota"
         return f"{self.kind} {self.job} of project {self.project} {_WORDS[self.what]}"
 
     @property

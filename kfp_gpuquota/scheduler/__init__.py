@@ -7,7 +7,7 @@ Does not belong here: clocks, I/O, logging, randomness. docs/scheduler.md has th
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
 from kfp_gpuquota.scheduler.actions.promises import changed_promises, promises_after_starts
-from kfp_gpuquota.scheduler.planner import plan
+from kfp_gpuquota.scheduler.planner import plan, why_not_larger
 from kfp_gpuquota.scheduler.state.events import (
     ConstraintsChanged,
     Event,
@@ -26,6 +26,7 @@ from kfp_gpuquota.scheduler.state.events import (
     ProgressReported,
     QuotaChanged,
     QuotaRemoved,
+    RunTimeExpected,
     TimePassed,
     UsageRecalled,
     UserChanged,
@@ -64,6 +65,7 @@ __all__ = [
     "QuotaChanged",
     "QuotaRemoved",
     "Resize",
+    "RunTimeExpected",
     "State",
     "TimePassed",
     "UsageRecalled",
@@ -77,4 +79,5 @@ __all__ = [
     "plan",
     "promises_after_starts",
     "what_if",
+    "why_not_larger",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.api.placement import Placement
@@ -12,11 +12,13 @@ from kfp_gpuquota.gc_pause import collector_paused
 from kfp_gpuquota.scheduler.actions.consolidation import lost_work_s
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Plan, Resize
+from kfp_gpuquota.scheduler.actions.growth import gains, worth
 from kfp_gpuquota.scheduler.explain import sentences
 from kfp_gpuquota.scheduler.explain.waiting import Promised, of_several, waits
 from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.groups import held_back, next_tasks
-from kfp_gpuquota.scheduler.state.model import Job, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, Job, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
@@ -76,6 +78,51 @@ def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool, s
     )
     cycle.run(actions)
     return cycle
+
+
+def why_not_larger(state: State, uid: str, now: float) -> Reason | None:
+    """Return why an elastic job that runs gets no further worker now; None for another one, or if its size changes."""
+    job, ledger = state.jobs.get(uid), state.ledger
+    if job is None or not job.active or job.active >= job.most or job.removed or job.completing:
+        return None
+    ledger.settle()
+    mark, size = ledger.mark(), job.active
+    with collector_paused():
+        try:
+            cycle = _decide(state, now, ACTIONS, strict=False, shapes=None)
+            return None if job.active != size or job in cycle.victims else _why_not_larger(cycle, job)
+        finally:
+            ledger.rollback(mark)
+
+
+def _why_not_larger(cycle: Cycle, job: Job) -> Reason:
+    if job.deferred_for is not None and job.deferred_until > cycle.now:
+        return job.deferred_for
+    if job.halted:
+        return sentences.halted(job)
+    if cycle.now < (until := job.grown_at + job.cool_down_s):
+        return sentences.cooling_down(job, until - cycle.now)
+    ledger = cycle.ledger
+    each = max(1, job.request.amount(ledger.gpu_memory_mib).gpu) / GPU
+    tasks = next_tasks(job) or [Task(job, job.request, job.next_index + i) for i in range(job.segment)]
+    idle = not quota.barred_by_limit(job, quota.total(ledger, tasks), future=False) and _fits_now(ledger, tasks)
+    cycle.hold_reserved()
+    if idle and not _fits_now(ledger, tasks):
+        keeps = [one.job.name for one in cycle.reserved.values() if one.held]
+        return sentences.kept_for_others(job, sorted(keeps))
+    if idle and job.active >= job.wanted and not gains(job, worth(job, cycle.now, each, changes=False)):
+        return sentences.trains_no_faster(job)
+    reason = waits(ledger, job, tasks, _promised(cycle, ()))
+    if (before := cycle.blocked_by(job) or cycle.would_overtake(job, quota.total(ledger, tasks))) is not None:
+        reason = sentences.behind(reason, before)
+    return sentences.not_larger(job, reason)
+
+
+def _fits_now(ledger: Ledger, tasks: Sequence[Task]) -> bool:
+    mark = ledger.mark()
+    found = placement.place_all(ledger, tasks, future=False)
+    ledger.rollback(mark)
+    return found
 
 
 def _read(state: State, cycle: Cycle, mark: int) -> Plan:
@@ -245,11 +292,13 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
         if cycle.lacking:
             before = cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))
             reason = reason if before is None else sentences.behind(reason, before)
+        if (ahead := cycle.blocked_by(jobs[0])) is not None:
+            reason = sentences.behind_first(reason, ahead)
         user, queue = "", jobs[0].queue
-        if queue.order is Order.FAIR_USERS:
+        if queue.order in _RANKED:
             if queue not in firsts:
-                firsts[queue] = _first_of_users(cycle, queue, placed)
-            user, reason = jobs[0].user.name, _among_users(cycle, jobs[0], reason, firsts[queue].get(jobs[0].priority))
+                firsts[queue] = _first_ranked(cycle, queue, placed)
+            user, reason = jobs[0].user.name, _ranked(cycle, jobs[0], reason, firsts[queue].get(jobs[0].priority))
         found = alike.setdefault((reason.project, reason.message), {}).setdefault(user, (reason, []))
         found[1].extend(job.uid for job in jobs)
     for by_user in alike.values():
@@ -265,27 +314,39 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
     return reasons
 
 
-def _among_users(cycle: Cycle, job: Job, reason: Reason, first: Job | None) -> Reason:
-    """Return the reason with what the job's user uses, and with the job of another one that comes first by that.
+_RANKED: Final = (Order.FAIR_USERS, Order.SHORTEST)
+"""The orders in which something comes before age."""
 
-    `first` is the first waiting job of the priority (`_first_of_users`); None: it has jobs of one user only.
+
+def _ranked(cycle: Cycle, job: Job, reason: Reason, first: Job | None) -> Reason:
+    """Return the reason with what comes before the job's age, and with the job of the project that is first by that.
+
+    `first` is the first waiting job of the priority (`_first_ranked`); None: age alone decides between them.
     """
     if first is None:
         return reason
-    uses = cycle.use_of(job.user)
-    return sentences.among_users(reason, job, uses, None if cycle.use_of(first.user) >= uses else first)
+    rank = cycle.rank(job)
+    before = None if cycle.rank(first) >= rank else first
+    if job.queue.order is Order.FAIR_USERS:
+        return sentences.among_users(reason, job, rank, before)
+    return reason if before is None else sentences.longer(reason, job, before)
 
 
-def _first_of_users(cycle: Cycle, queue: Queue, placed: Container[Job]) -> dict[int, Job]:
-    """Return the waiting job that comes first by what its user uses, of each priority in which several users wait."""
+def _alike(job: Job) -> str | float:
+    """Return what the waiting jobs have in common between which age alone decides."""
+    return job.user.name if job.queue.order is Order.FAIR_USERS else job.length_s
+
+
+def _first_ranked(cycle: Cycle, queue: Queue, placed: Container[Job]) -> dict[int, Job]:
+    """Return the waiting job that comes first before age, of each priority with several users or expected run times."""
     found: dict[int, tuple[float, OrderKey, Job]] = {}
     several: set[int] = set()
-    for shape, entries in queue.waiting.items() if queue.order is Order.FAIR_USERS else ():
+    for shape, entries in queue.waiting.items():
         left = (each for each in entries if each[1] not in placed and each[1] not in cycle.victims)
         if shape.starts and (entry := next(left, None)) is not None:
-            one = (cycle.use_of(entry[1].user), *entry)
+            one = (cycle.rank(entry[1]), *entry)
             before = found.setdefault(shape.priority, one)
-            if before[2].user is not entry[1].user:
+            if _alike(before[2]) != _alike(entry[1]):
                 several.add(shape.priority)
             found[shape.priority] = min(before, one)
     return {priority: found[priority][2] for priority in several}

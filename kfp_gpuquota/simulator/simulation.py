@@ -260,6 +260,7 @@ class Simulation:
             submitted_at=self._now,
             cool_down_s=self._options.cool_down_s,
             most_s=self._most_s(trace),
+            expected_s=trace.duration_s,
         )
         job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
         return job

@@ -86,7 +86,13 @@ MISTAKES = [
     ("top --gpus --since never", "a time is written as 30, 30s, 5m or 1h30m"),
     ("top --since 1h", "--since is the time of --gpus, without --watch and --plot"),
     ("top --gpus --since 1h -w", "--since is the time of --gpus, without --watch and --plot"),
-    ("project set team-a --order oldest", "--order is oldest, but it must be one of fair, fair-users"),
+    (
+        "project set team-a --order oldest",
+        "--order is oldest, but it must be one of fair, fair-users, shortest, strict",
+    ),
+    ("project set team-a --min-runtime 2d", "--min-runtime is 2d, but it must be between 0 and 86400 s"),
+    ("project set team-a --reserve-after 2d", "--reserve-after is 2d, but it must be between 0 and 86400 s"),
+    (f"submit x -l user={'x' * 254} -- sleep 1", "a label's key and value are up to 253 printable characters"),
     ("list --colour", "No such option"),
     ("fly", "No such command"),
 ]

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kfp_gpuquota.api import ExpectedStart, JobSpec, JobStatus, Phase, Progress, Reason, ReasonCode
+from kfp_gpuquota.api import ExpectedStart, JobSpec, JobStatus, Order, Phase, Progress, Reason, ReasonCode
 from kfp_gpuquota.api.pipeline_labels import TASK
 from kfp_gpuquota.api.wire import Supposition
-from kfp_gpuquota.engine.expected_starts import note_expected, run_times
+from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting, note_expected, run_times
 from kfp_gpuquota.engine.job_book import JobBook
 from kfp_gpuquota.engine.records import JobRecord, with_status
 from kfp_gpuquota.scheduler.forecast import UNKNOWN
+from tests.scheduler.world import World
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
@@ -75,6 +76,26 @@ def test_the_number_or_hash_at_the_end_of_a_name_does_not_count() -> None:
     examples = [record(name, ended(100), command=name) for name in alike]
     other = [record(f"{name}-x", ended(10), command="other") for name in alike]
     assert run_times(book(*examples, *other, record("fit", WAITING)), NOW)("fit").examples == (100,) * 5
+
+
+def test_the_scheduler_gets_expected_run_times_where_the_shortest_job_is_first_once_until_another_has_ended() -> None:
+    jobs = [record(f"a{i}", ended(seconds)) for i, seconds in enumerate((10, 20, 600))]
+    records = book(*jobs, record("a7", WAITING), record("other", WAITING, command="other"))
+    waiting = RunTimesOfWaiting(records)
+    world = World()
+    for order in (Order.FAIR, Order.SHORTEST):
+        world.project("team", 1, order=order)
+        for name in ("a7", "other"):
+            if order is Order.FAIR:
+                world.submit(name, "team")
+        found = {event.uid: event.seconds for event in waiting.changes(world.state)}
+        assert found == ({} if order is Order.FAIR else {"a7": 20, "other": 20})
+    for event in RunTimesOfWaiting(records).changes(world.state):
+        world.state.apply(event)
+    assert waiting.changes(world.state) == []
+    for i in range(4):
+        records.put_job(record(f"b{i}", ended(30), command="other"))
+    assert {event.uid: event.seconds for event in waiting.changes(world.state)} == {"other": 30}
 
 
 def test_a_job_that_is_held_has_no_expected_start_from_then_on() -> None:

@@ -20,6 +20,8 @@ from kfp_gpuquota.engine.expected_starts import note_expected
 from kfp_gpuquota.engine.job_book import JobBook
 from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.engine.records import JobRecord
+from tests import forked, programs
+from tests.cli.conftest import answer_of
 from tests.conftest import running_cluster
 from tests.polling import TIMEOUT_S
 from tests.webhook_receiver import receiving
@@ -301,3 +303,25 @@ def test_a_cluster_notifies_of_a_jobs_start_and_failure(tmp_path: Path) -> None:
         assert texts.get(timeout=TIMEOUT_S).startswith("Job train of project team-a started")
         assert texts.get(timeout=TIMEOUT_S).startswith("Job train of project team-a failed")
         assert SECRET not in cluster.home.log_file.read_text()
+
+
+def test_each_receiver_is_tried_by_a_command_that_names_what_fails(tmp_path: Path) -> None:
+    with receiving() as (url, texts):
+        files = {
+            "broken": '{"url": "https://hooks.example.org", "colour": "red"}',
+            "closed": '{"url": "http://127.0.0.1:1/x"}',
+            "works": json.dumps({"url": url, "projects": ["other"], "events": ["late"]}),
+        }
+        for name, body in files.items():
+            (tmp_path / f"{name}.json").write_text(body)
+        answer = answer_of(forked.run(programs.gpuquota, "cluster", "test-notifications", "--folder", str(tmp_path)))
+        assert texts.get(timeout=TIMEOUT_S) == "This is a test message of gpuquota: if you read it, it works"
+    lines = answer.out.splitlines()
+    assert lines[0].startswith("broken: the file cannot be used: Object contains unknown field `colour`")
+    assert lines[1:] == ["closed: it cannot be reached (ClientConnectorError)", "works: sent"]
+    assert answer.code == 1
+
+
+def test_a_test_of_receivers_without_any_says_where_they_belong(tmp_path: Path) -> None:
+    answer = answer_of(forked.run(programs.gpuquota, "cluster", "test-notifications", "--folder", str(tmp_path)))
+    assert answer.code == 2

@@ -49,6 +49,8 @@ QUOTA_FIELDS = {
     "pools": "pools",
     "defaultRuntimeSeconds": "default_runtime_s",
     "maxRuntimeSeconds": "max_runtime_s",
+    "minRuntimeSeconds": "min_runtime_s",
+    "reserveAfterSeconds": "reserve_after_s",
     "stopPolicy": "stop_policy",
 }
 

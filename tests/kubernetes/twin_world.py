@@ -20,6 +20,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import is_not_bindable
+from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting
 from tests.kubernetes import detached as watches
 from tests.kubernetes.controlled import gpus_of, is_over
 from tests.kubernetes.detached import Detached, Object, Unanswered
@@ -290,6 +291,8 @@ def plan_of(twin: Detached, now: float) -> dict[str, list[str]]:
     controller = twin.controller
     state = controller.current_state()
     assert state is not None
+    for event in RunTimesOfWaiting(controller.elastic.book).changes(state):
+        state.apply(event)
     plan = scheduler.plan(state, now)
     plain, names = controller.snapshot.plain, _pods_of_slots(twin)
 

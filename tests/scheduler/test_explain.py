@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kfp_gpuquota.api import ReasonCode
+from kfp_gpuquota.api import ReasonCode, StopPolicy
+from kfp_gpuquota.scheduler import why_not_larger
+from tests.scheduler import test_victims
+from tests.scheduler.test_growth import report
 from tests.scheduler.world import World
 
 
@@ -147,3 +150,44 @@ def test_jobs_that_lack_the_same_do_not_all_start_when_it_is_released() -> None:
         "needs 2 GPUs; 0 are idle, and project team-a holds 2 of its fair share of 2, so the first of 3 such jobs "
         "starts when 2 more are released"
     }
+
+
+def not_larger(world: World, job: str) -> str:
+    reason = why_not_larger(world.state, job, world.now)
+    return "" if reason is None else reason.message
+
+
+def test_a_job_that_does_not_grow_has_a_reason_that_names_what_prevents_it() -> None:
+    world = test_victims.world_of(2, team=0)
+    world.submit("elastic", "team", 1, 1, 4, cool_down_s=0.0)
+    world.settle()
+    assert world.size("elastic") == 2
+    assert not_larger(world, "elastic") == "needs 1 GPU; 0 are idle, so it grows when 1 more is released"
+    world.project("team", 0, 2)
+    world.node("more", 2)
+    assert not_larger(world, "elastic").startswith("needs 1 GPU; project team holds 2 of its limit of 2")
+    world.project("team", 0)
+    assert not_larger(world, "elastic") == "", "it grows in the next plan"
+    world.project("team", 0, stop_policy=StopPolicy.HOLD)
+    assert "project team is held by an administrator" in not_larger(world, "elastic")
+
+
+def test_a_job_that_does_not_grow_has_grown_recently_or_gains_nothing() -> None:
+    world = test_victims.world_of(4, team=4)
+    world.submit("runs", "team", 2)
+    world.submit("elastic", "team", 1, 1, 4, cool_down_s=60.0)
+    world.step()
+    world.remove("runs")
+    world.release()
+    world.now += 100
+    world.step()
+    assert world.size("elastic") == 4
+    world.state.jobs["elastic"].most = 5
+    assert not_larger(world, "elastic") == "it has grown recently, and does not grow again for 1m (cool-down)"
+    world.now += 100
+    world.node("more", 2)
+    for size, rate in ((4, 20.0), (5, 20.0)):
+        report(world, "elastic", size, rate, pause_s=30.0)
+    assert not_larger(world, "elastic") == (
+        "GPUs are idle, but by what it has measured it trains no faster with more than 4 GPUs"
+    )

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PROJECTS = ["a", "b", "c"]
-ORDERS = {"a": Order.FAIR, "b": Order.FAIR_USERS, "c": Order.FAIR_USERS}
 TAINT = Taint("team", TaintEffect.NO_SCHEDULE)
 MACHINES = st.fixed_dictionaries(
     {},
@@ -92,6 +91,7 @@ class History(RuleBasedStateMachine):
     @initialize(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4), data=st.data())
     def build(self, sizes: list[int], data: st.DataObject) -> None:
         scarce = data.draw(st.booleans())
+        self.orders = {"a": Order.FAIR, "b": Order.FAIR_USERS, "c": data.draw(st.sampled_from(Order))}
         self.world.state.ledger.reserve_after_s = data.draw(st.sampled_from([0.0, 10.0, RESERVE_AFTER_S]))
         for i, size in enumerate(sizes):
             more: dict[str, Any] = data.draw(MACHINES) if scarce else {}
@@ -194,7 +194,14 @@ class History(RuleBasedStateMachine):
         parent = self.world.projects[name].parent if name in self.world.projects else None
         policy = self.world.projects[name].stop_policy if name in self.world.projects else StopPolicy.NONE
         self.world.project(
-            name, guaranteed, limit, over_quota_weight=weight, parent=parent, stop_policy=policy, order=ORDERS[name]
+            name,
+            guaranteed,
+            limit,
+            over_quota_weight=weight,
+            parent=parent,
+            stop_policy=policy,
+            order=self.orders[name],
+            min_runtime_s=15.0 if name == "c" else None,
         )
 
     @rule(data=st.data(), policy=st.sampled_from([*StopPolicy, StopPolicy.NONE]))

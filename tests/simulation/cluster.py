@@ -118,6 +118,7 @@ class SimulatedCluster:
             for i, gpus in enumerate(history.nodes)
         }
         self._rules = {"reserve_after_s": history.reserve_after_s}
+        self._half_life_s = history.usage_half_life_s
         self.lost: set[str] = set()
         self.names = itertools.count(1)
         self.requests = 0
@@ -138,7 +139,7 @@ class SimulatedCluster:
         """Start it from what is stored."""
         self.store = Store(self.home.database)
         nodes = self.store.load_nodes() or list(self.nodes.values())
-        self.state = ObservedState(self.store, nodes, clock=self._clock, rules=self._rules)
+        self.state = ObservedState(self.store, nodes, self._half_life_s, clock=self._clock, rules=self._rules)
         self.state.loading = False
         self.driver = Driver(self.home, self.state, runtime=self.processes)
         self.driver.sharing = SharesAtOnce()  # type: ignore[assignment]

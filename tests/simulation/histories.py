@@ -32,6 +32,7 @@ CONDITIONAL = 0.4
 """Of the jobs, the part whose start has a condition."""
 TYPES: tuple[str, ...] = ("P", "Q")
 TYPES_EVERY = 4
+ORDERS_EVERY = 2
 SEGMENTS_EVERY = 3
 SEGMENT = 2
 ROW = "example.com/row"
@@ -112,6 +113,7 @@ class History(msgspec.Struct, frozen=True):
     happenings: tuple[tuple[float, Any_], ...]
     seed: int = 0
     reserve_after_s: float = RESERVE_AFTER_S
+    usage_half_life_s: float | None = None
     idle: IdleRule | None = None
 
     def with_reservations(self) -> History:
@@ -142,6 +144,32 @@ class History(msgspec.Struct, frozen=True):
             found.append((wait_s, msgspec.structs.replace(happening, spec=spec)))
             earlier.append(spec)
         return msgspec.structs.replace(self, happenings=tuple(found))
+
+    def with_orders(self) -> History:
+        """Return the same history, in which each project has an order, a minimum run time and reservations of its own.
+
+        In most past use counts.
+        """
+        chance = random.Random(self.seed)
+        rules = {
+            project.name: {
+                "order": chance.choice(tuple(Order)),
+                "min_runtime_s": chance.choice((None, None, 5.0, 30.0)),
+                "reserve_after_s": chance.choice((None, None, 0.0, 20.0)),
+            }
+            for project in self.projects
+        }
+
+        def ruled(project: Project) -> Project:
+            return msgspec.structs.replace(project, **rules[project.name])
+
+        found = tuple(
+            (at, SetQuota(ruled(happening.project)) if isinstance(happening, SetQuota) else happening)
+            for at, happening in self.happenings
+        )
+        half_life_s = chance.choice((None, 60.0, 300.0))
+        projects = tuple(map(ruled, self.projects))
+        return msgspec.structs.replace(self, projects=projects, happenings=found, usage_half_life_s=half_life_s)
 
     def with_types(self) -> History:
         """Return the same history, in which some jobs accept several types of GPUs, or one."""
@@ -238,6 +266,7 @@ def from_seed(seed: int, *, most: int = 24) -> History:
 def hard_history(seed: int) -> History:
     """Return the history of a seed with all that makes it harder."""
     history = from_seed(seed).with_conditions().with_reservations()
+    history = history.with_orders() if seed % ORDERS_EVERY == 1 else history
     history = history.with_idle_rule() if seed % IDLE_EVERY == 0 else history
     history = history.with_types() if seed % TYPES_EVERY == 0 else history
     history = history.with_segments() if seed % SEGMENTS_EVERY == 1 else history

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, ReasonCode, StopPolicy
+from kfp_gpuquota.api import Order, Phase, ReasonCode, StopPolicy
 from kfp_gpuquota.cluster.local.unused_jobs import INTERVAL_S
+from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting
 from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.scheduler.actions import growth
+from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.conditions import Conditions, stop_policy_of
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
 
 EPSILON = 1e-6
+USE_EPSILON_S = 0.5
 MOST_LOST_S = 60.0
 IDLE = re.compile(r"; (\d+)(?: of type [\w ]+)? (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
 HOLDS = re.compile(
@@ -398,19 +401,37 @@ class Invariants:
     def check_restart(self) -> scheduler.Plan:
         """A restarted engine decides what this one decides; return that."""
         live, now = self.cluster.state, self.cluster.state.clock()
-        again = scheduler.State(reserve_after_s=self.cluster.history.reserve_after_s)
+        history = self.cluster.history
+        half_life_s = history.usage_half_life_s
+        again = scheduler.State(usage_half_life_s=half_life_s, reserve_after_s=history.reserve_after_s)
         for node in live.nodes.values():
             again.apply(scheduler.NodeChanged(node))
         for project in live.projects.values():
             again.apply(scheduler.QuotaChanged(project))
         change = Change(jobs=dict(live.jobs), workers=dict(live.workers))
-        for event in JobBook(live.nodes).scheduler_events(change):
+        for event in (*JobBook(live.nodes).scheduler_events(change), *self.cluster.store.load_past_use()):
             again.apply(event)
+        for state in (live.scheduler, again):
+            for expected in RunTimesOfWaiting(live).changes(state):
+                state.apply(expected)
+        if half_life_s is not None:
+            self._check_past_use(live.scheduler, again, now, half_life_s)
         decided, afresh = scheduler.plan(live.scheduler, now), scheduler.plan(again, now)
         for kind in ("bind", "resize", "evict", "move", "nominate", "promises", "waiting"):
             if getattr(decided, kind) != getattr(afresh, kind):
                 self.fail(f"{kind}: {getattr(decided, kind)}, and after a restart {getattr(afresh, kind)}")
         return decided
+
+    def _check_past_use(self, live: scheduler.State, again: scheduler.State, now: float, half_life_s: float) -> None:
+        """What teams and their users have used is the same for a restarted engine."""
+        for name, queue in live.ledger.queues.items():
+            found, afresh = ({"": usage.used_by(one, now, half_life_s)} for one in (queue, again.ledger.queues[name]))
+            users = ((queue, found), (again.ledger.queues[name], afresh)) if queue.order is Order.FAIR_USERS else ()
+            for one, uses in users:
+                uses |= {user: usage.used_by_user(record, now, half_life_s) for user, record in one.users.items()}
+            for user in found.keys() | afresh.keys():
+                if abs(found.get(user, 0.0) - afresh.get(user, 0.0)) > USE_EPSILON_S:
+                    self.fail(f"{name} has used {found} GPU seconds, and after a restart {afresh}")
 
     def check_reasons(self, plan: scheduler.Plan) -> None:
         """The figures in the reasons of waiting jobs are those that the views show."""

@@ -93,15 +93,17 @@ def test_the_command_compares_all_policies_and_draws_them(nodes: Path, jobs: Pat
     text = simulated("--nodes", nodes, "--jobs", jobs, "--picture", picture)
     lines = text.splitlines()
     assert lines[0].split()[:2] == ["POLICY", "USED"]
-    assert [line.split()[0] for line in lines[1:7]] == [
+    assert [line.split()[0] for line in lines[1:9]] == [
         "gpuquota",
         "fair-users",
+        "shortest",
+        "strict",
         "fifo",
         "static",
         "best-fit",
         "backfill",
     ]
-    assert {line.split()[0] for line in lines[9:]} == {"be", "burst-able", "ls"}
+    assert {line.split()[0] for line in lines[11:]} == {"be", "burst-able", "ls"}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -118,7 +120,8 @@ def test_the_command_answers_in_json(nodes: Path, jobs: Path) -> None:
     [
         (
             ["--policy", "lottery"],
-            "--policy is lottery, but it must be one of gpuquota, fair-users, fifo, static, best-fit, backfill",
+            "--policy is lottery, but it must be one of gpuquota, fair-users, shortest, strict, fifo, static, "
+            "best-fit, backfill",
         ),
         (["--guaranteed", "ls"], "--guaranteed is ls, but it is given as PROJECT=N"),
         (["--speed", "0"], "--speed is 0, but it must be above 0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import time
 from pathlib import Path  # noqa: TC003 (typer reads the annotations)
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import typer
 
 from kfp_gpuquota.cli.display.output import in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data, make_output_private
+from kfp_gpuquota.errors import RunError, UsageError
 
 app = typer.Typer()
 
@@ -94,3 +97,34 @@ def repair(
         return
     rows = chosen.set_aside()
     echo(table(("KIND", "NAME", "WHY"), rows) if rows else "nothing is set aside")
+
+
+@app.command("test-notifications", short_help="Send a test message to each receiver.")
+def try_receivers(
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="FOLDER", help="With other files than those of the cluster of this machine."),
+    ] = None,
+) -> None:
+    """Send a test message to each webhook and mail address that a file names, once, from here, and show the result.
+
+    Files that cannot be used are named with the reason. On a shared cluster root may read them; for those of a Secret
+    on Kubernetes, name the folder that it is made of.
+
+    Examples:
+      gpuquota cluster test-notifications
+      gpuquota cluster test-notifications --folder receivers
+    """
+    import asyncio  # noqa: PLC0415 (other commands do without it)
+
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.notifications import tried  # noqa: PLC0415
+
+    where = embedded_home().notifications if folder is None else folder
+    if not any(where.glob("*.json")):
+        raise UsageError(f"{where} has no file NAME.json that names a receiver; see docs/guides/notifications.md")
+    problems = asyncio.run(tried(where, getpass.getuser(), time.time(), private=folder is None))
+    for name, problem in problems.items():
+        echo(f"{name}: {problem or 'sent'}")
+    if failed := [name for name, problem in problems.items() if problem]:
+        raise RunError(f"{len(failed)} of {len(problems)} receivers did not get the message")

@@ -64,10 +64,25 @@ DefaultTimeOption = Annotated[
 MaxTimeOption = Annotated[
     str | None, typer.Option("--max-time", metavar="TIME", help="The longest --time of a job, as 2d; or 'none'.")
 ]
+MinRuntimeOption = Annotated[
+    str | None,
+    typer.Option("--min-runtime", metavar="TIME", help="Its jobs are not preempted before, as 1h; or 'none'."),
+]
+ReserveAfterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--reserve-after",
+        metavar="TIME",
+        help="After so long GPUs are kept for its first waiting job; or 'none': as the cluster's.",
+    ),
+]
 OrderOption = Annotated[
     str | None,
     typer.Option(
-        "--order", metavar="ORDER", help="Of its waiting jobs: 'fair' (by age), 'fair-users' (who uses less is first)."
+        "--order",
+        metavar="ORDER",
+        help="Of its waiting jobs: 'fair' (by age), 'fair-users' (who uses less is first), 'shortest' (by expected run"
+        " time), 'strict' (by age, and none passes the first).",
     ),
 ]
 MemberOption = Annotated[
@@ -96,6 +111,8 @@ def create(
     pool: PoolOption = None,
     default_time: DefaultTimeOption = None,
     max_time: MaxTimeOption = None,
+    min_runtime: MinRuntimeOption = None,
+    reserve_after: ReserveAfterOption = None,
     order: OrderOption = None,
     member: MemberOption = None,
 ) -> None:
@@ -111,7 +128,8 @@ def create(
       gpuquota project create team-d --pool h100=8:16 --pool t4=4
       gpuquota project create vision --guaranteed 2 --member anna --member @students
     """
-    others = _amounts(cpu, cpu_limit, memory, memory_limit) | _times(default_time, max_time) | _order(order)
+    others = _amounts(cpu, cpu_limit, memory, memory_limit) | _order(order)
+    others |= _times(default_time, max_time, min_runtime, reserve_after)
     given = _given(guaranteed, limit, priority, weight, parent)
     project = Project(name=name, **given, **others, pools=_pools(pool or []))
     reached = client()
@@ -138,6 +156,8 @@ def set_quota(
     pool: PoolOption = None,
     default_time: DefaultTimeOption = None,
     max_time: MaxTimeOption = None,
+    min_runtime: MinRuntimeOption = None,
+    reserve_after: ReserveAfterOption = None,
     order: OrderOption = None,
     member: MemberOption = None,
     remove_member: RemoveMemberOption = None,
@@ -150,11 +170,12 @@ def set_quota(
       gpuquota project set team-a --parent none
       gpuquota project set team-a --default-time 8h --max-time 2d
       gpuquota project set team-a --order fair-users
+      gpuquota project set team-a --order strict --min-runtime 1h --reserve-after 10m
       gpuquota project set team-a --member ben --remove-member anna
       gpuquota project set team-a
     """
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
-    changed |= _times(default_time, max_time) | _order(order)
+    changed |= _times(default_time, max_time, min_runtime, reserve_after) | _order(order)
     quota, members = bool(changed or pool), bool(member or remove_member)
     if not quota and not members:
         config_project(name)
@@ -383,13 +404,23 @@ def _amounts(cpu: str | None, cpu_limit: str | None, memory: str | None, memory_
     return given
 
 
-def _times(default: str | None, most: str | None) -> dict[str, Any]:
-    """The maximum run times of a project's jobs; 'none' takes them away."""
-    given = (("default_runtime_s", "default_time", default), ("max_runtime_s", "max_time", most))
+def _times(default: str | None, most: str | None, least: str | None, reserve_after: str | None) -> dict[str, Any]:
+    """The run times of a project's jobs, and the time until GPUs are kept for one; 'none' takes them away."""
+    given = (
+        ("default_runtime_s", "default_time", default),
+        ("max_runtime_s", "max_time", most),
+        ("min_runtime_s", "min_runtime", least),
+        ("reserve_after_s", "reserve_after", reserve_after),
+    )
     return {field: None if text == "none" else seconds(name, text) for field, name, text in given if text is not None}
 
 
-_ORDERS = {"fair": Order.FAIR, "fair-users": Order.FAIR_USERS}
+_ORDERS = {
+    "fair": Order.FAIR,
+    "fair-users": Order.FAIR_USERS,
+    "shortest": Order.SHORTEST,
+    "strict": Order.STRICT,
+}
 
 
 def _order(text: str | None) -> dict[str, Any]:

@@ -47,6 +47,8 @@ _PARAMETERS: Final = {
     "idle.suspend_after_s": "idle_suspend",
     "default_runtime_s": "default_time",
     "max_runtime_s": "max_time",
+    "min_runtime_s": "min_runtime",
+    "reserve_after_s": "reserve_after",
 }
 """The parameter of a command for a field of the API where their names differ by more than a unit."""
 

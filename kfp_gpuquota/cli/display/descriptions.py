@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Order
+from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.project import run_times_of
 from kfp_gpuquota.api.quantity import as_number, show_mib
 from kfp_gpuquota.cli.display.output import table
@@ -41,6 +42,7 @@ def described_project(view: ProjectView, jobs: Sequence[Job], find: Callable[[st
         ("node pools", shown_pools(project)),
         ("time of jobs", run_times_of(project)),
         ("order", "" if project.order is Order.FAIR else project.order.value),
+        ("reserves after", "" if project.reserve_after_s is None else text_of(project.reserve_after_s)),
         ("stop policy", shown_stop_policy(project, find)),
         ("members", ", ".join(view.members or ())),
     ]

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kfp_gpuquota.api import Order
+from kfp_gpuquota.api import Order, Phase
 from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.job_sentences import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
 from kfp_gpuquota.api.time_spent import time_spent
+from kfp_gpuquota.api.wire import JobName, Supposition
 from kfp_gpuquota.cli.arguments.completion import complete_job, complete_named
 from kfp_gpuquota.cli.arguments.names import job_name, kind_and_name
 from kfp_gpuquota.cli.arguments.options import (
@@ -36,7 +37,7 @@ from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.api import Job, Occurrence
+    from kfp_gpuquota.api import Job, Occurrence, Reason
     from kfp_gpuquota.api.wire import ShareView
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
@@ -94,9 +95,9 @@ def _describe_job(reached: ClusterApi, project: str, name: str, output: str) -> 
     echo("\n\n".join(parts))
 
 
-@app.command("explain", short_help="Show why a job waits, shrank or was stopped.")
+@app.command("explain", short_help="Show why a job waits, does not grow, shrank or was stopped.")
 def explain(job: JobWords, project: ProjectOption = "") -> None:
-    """Show in one sentence why a job waits, shrank or was stopped, and what would change that.
+    """Show in one sentence why a job waits, does not grow, shrank or was stopped, and what would change that.
 
     On Kubernetes also a pod that no ElasticJob has, by its name.
 
@@ -144,6 +145,17 @@ def _explain_pod(reached: ClusterApi, project: str, lines: tuple[str, ...]) -> N
         )
 
 
+def _why_not_larger(reached: ClusterApi, job: Job) -> Reason | None:
+    """Return why an elastic job that runs has less than its maximum; None for others, or if that may not be read."""
+    if job.status.phase is not Phase.RUNNING or job.status.gpus >= job.spec.largest:
+        return None
+    try:
+        found = reached.what_if(Supposition(growing=(JobName(project=job.spec.project, name=job.spec.name),)))
+    except GpuQuotaError:
+        return None
+    return found.keeps[0].reason if found.keeps else None
+
+
 def _lacks_quota(reached: ClusterApi, project: str) -> bool:
     """Return whether the project has no quota, as after its Profile was deleted; False if that may not be read."""
     try:
@@ -174,25 +186,29 @@ def _stragglers(job: Job) -> str:
 def _place_in_queue(reached: ClusterApi, job: Job) -> str:
     """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait."""
     mine = queued(job)
-    if mine is None or (not reached.runs_here and _is_fair_to_users(reached, job.spec.project)):
+    if mine is None or (order := _order_of(reached, job.spec.project)) is Order.SHORTEST:
+        return ""  # it changes with time
+    if not reached.runs_here and order is Order.FAIR_USERS:
         return ""  # on Kubernetes a job's status does not have what its user uses
     waiting = [each for each in reached.queue(job.spec.project) if each.pool == mine.pool]
     return place_of(sorted(waiting, key=lambda each: each.key), len(ahead_of(mine, waiting)))
 
 
-def _is_fair_to_users(reached: ClusterApi, project: str) -> bool:
+def _order_of(reached: ClusterApi, project: str) -> Order:
     try:
-        return reached.get_project(project).project.order is Order.FAIR_USERS
+        return reached.get_project(project).project.order
     except GpuQuotaError:
-        return False
+        return Order.FAIR
 
 
 def _queue_lines(reached: ClusterApi, job: Job) -> Iterator[str]:
-    """Yield the place of a waiting job in the queue, and when it is expected to start."""
+    """Yield a waiting job's place in the queue and its expected start, or why one that runs does not grow."""
     if place := _place_in_queue(reached, job):
         yield place
     if expected := expected_start_text(job):
         yield f"Expected start: {expected}."
+    if (reason := _why_not_larger(reached, job)) is not None:
+        yield f"it has {show_gpus(job.status.gpus)} of at most {job.spec.largest}: {reason.message}"
 
 
 def _facts(job: Job, place: str) -> list[tuple[str, object]]:

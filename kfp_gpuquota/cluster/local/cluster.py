@@ -18,6 +18,7 @@ from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.project import check_parents, version_of, with_run_time
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.start_conditions import parse_after
+from kfp_gpuquota.api.validation import check_job_labels
 from kfp_gpuquota.api.wire import (
     Event,
     EventKind,
@@ -224,6 +225,7 @@ class LocalCluster:
         """
         if made := self._state.job_of_request(request.request_id):
             return self._state.view(made.uid)
+        check_job_labels(request.spec.labels)
         spec, set_by = admit(with_limit_variable(request.spec), self._store.load_policies())
         self._driver.runtime.check(spec)
         project = self._state.project(spec.project)

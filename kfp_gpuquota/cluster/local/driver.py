@@ -31,7 +31,7 @@ from kfp_gpuquota.cluster.plan_pacing import LONGEST_FORECAST_S, PlanPacing, Res
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.engine.change_recorder import ChangeRecorder
 from kfp_gpuquota.engine.decisions import Decisions
-from kfp_gpuquota.engine.expected_starts import note_expected, run_times
+from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting, note_expected, run_times
 from kfp_gpuquota.engine.lifecycle import after_reboot
 from kfp_gpuquota.engine.memberships import Access, open_membership
 from kfp_gpuquota.engine.notices import MembershipNotices
@@ -104,6 +104,7 @@ class Driver:
         self._later: asyncio.TimerHandle | None = None
         self._forecast: asyncio.TimerHandle | None = None
         self._pace = PlanPacing()
+        self._run_times = RunTimesOfWaiting(state)
         self._rest = RestAfterPlans()
         self._start_failures: dict[str, Backoff] = {}
         self.health = PlanningHealth(self._loop.time)
@@ -178,6 +179,8 @@ class Driver:
         self._planning = None
         began = self._loop.time()
         now = self._state.clock()
+        for event in self._run_times.changes(self._state.scheduler):
+            self._state.scheduler.apply(event)
         plan = scheduler.plan(self._state.scheduler, now)
         self._rest.planned(began, self._loop.time())
         self._plan_again(None if plan.again_at is None else plan.again_at - now)

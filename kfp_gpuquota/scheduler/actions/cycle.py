@@ -20,28 +20,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import StopPolicy
+from kfp_gpuquota.api import Order, StopPolicy
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.growth import Growth
 from kfp_gpuquota.scheduler.actions.promises import keep
-from kfp_gpuquota.scheduler.actions.reservations import MOST, Reservation, overdue, overtaking, reserve
+from kfp_gpuquota.scheduler.actions.reservations import (
+    MOST,
+    Reservation,
+    overdue,
+    overtaking,
+    reserve,
+    reserve_after,
+)
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
 from kfp_gpuquota.scheduler.fairness.pending_queue import PendingQueue
-from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.placement import domains, placement
 from kfp_gpuquota.scheduler.placement.finder import Finders
 from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
 from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
-from kfp_gpuquota.scheduler.state.order import shape_amount
+from kfp_gpuquota.scheduler.state.order import rank_by_length, shape_amount, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.actions.candidates import Known
+    from kfp_gpuquota.scheduler.fairness import pending_queue
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape, User
 
@@ -101,6 +109,8 @@ class Cycle:
         self.unreservable: set[tuple[Group | None, Request, int]] = set()  # no nodes can be kept for such jobs
         self.known: Known = {}
         self.lacking: dict[Queue, Reservation] = {}
+        self.blocking: dict[Queue, Job] = {}  # the first job of a strict queue, which waits, and so do the others
+        self._impossible: dict[Shape, bool] = {}
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
         self._keep(promised)
@@ -139,6 +149,15 @@ class Cycle:
         """Return the GPUs that count as the user's, in the order of its queue's jobs and what is lent to them."""
         return usage.use_of(user, self.now, self.ledger.half_life_s)
 
+    def rank(self, job: Job) -> float:
+        """Return what comes before the age of the job among those of its queue, priority and entitlement."""
+        queue = job.queue
+        if queue.order is Order.FAIR_USERS:
+            return self.use_of(job.user)
+        if queue.order is Order.SHORTEST:
+            return rank_by_length(job, self.now, reserve_after(self.ledger, queue))
+        return 0.0
+
     def run(self, actions: Sequence[str] = ACTIONS) -> None:
         """Carry out the actions in order, on the ledger."""
         tries: dict[str, Try] = {
@@ -163,7 +182,7 @@ class Cycle:
 
     def _reserve(self, tries: Mapping[str, Try]) -> None:
         """Serve the first job of each queue that has waited too long, or hold what is idle where it can start next."""
-        waited, soonest = overdue(self.ledger, self.shapes, self.now, self.ledger.reserve_after_s, self.use_of)
+        waited, soonest = overdue(self.ledger, self.shapes, self.now, self.rank, self.can_never_start)
         if soonest is not None:
             self._too_early(soonest)
         for jobs in waited:
@@ -218,15 +237,18 @@ class Cycle:
             reservation.drop(self.ledger)
         if held:
             self._each("allocate", self._allocate_reserved, look_ahead=False)
-            self._backfill()
+        self._backfill(self.lacking if held else [queue for queue in self.lacking if queue.order is Order.STRICT])
 
-    def _backfill(self) -> None:
-        """Start on reserved devices the queue's jobs that have ended when these are needed, the oldest first."""
-        timed = {queue: one for queue, one in self.lacking.items() if one.starts_by < UNLIMITED}
+    def _backfill(self, queues: Iterable[Queue]) -> None:
+        """Start on reserved devices jobs of these queues that have ended when these are needed, the oldest first.
+
+        In strict order on others as well.
+        """
+        timed = {queue: one for queue in queues if (one := self.lacking[queue]).starts_by < UNLIMITED}
         for queue, reserved in timed.items():
             failed: set[Shape] = set()
             shapes = self.shapes.get(queue, queue.waiting)
-            for job in overtaking(queue, shapes, reserved.starts_by - self.now, self.use_of):
+            for job in overtaking(queue, shapes, reserved.starts_by - self.now, self.rank):
                 assert job.filed is not None
                 served = job in self.touched or job in self.victims or job is reserved.job
                 if not served and job.filed[0] not in failed and not self._must_not_grow(job) and not self._fill(job):
@@ -284,7 +306,7 @@ class Cycle:
     def _each(self, action: str, attempt: Try, *, look_ahead: bool = True) -> None:
         useful = self._useful(action)
         pending = PendingQueue(
-            self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes, use_of=self.use_of
+            self.ledger, self.touched, in_order=self.in_order, useful=useful, shapes=self.shapes, rank_of=self.rank
         )
         if action == "allocate" and look_ahead and not self.strict:
             kept = self.victims.keys() | self.reserved.keys()  # these are skipped, or have their own part reserved
@@ -293,6 +315,8 @@ class Cycle:
             group, job = head
             if job in self.victims or job in self.tried or self._must_not_grow(job):
                 pending.skipped(group, job)
+                if job in self.tried:
+                    self._block(pending, group, job)
                 continue
             if self.would_overtake(job, group.amount) is not None:
                 pending.failed(group)
@@ -301,12 +325,37 @@ class Cycle:
             if self._attempt(attempt, job, group.amount):
                 self._note(action, job, mark)
                 pending.served(group, job)
+                self.blocking.pop(job.queue, None)
             elif self.strict:
                 return
             else:
                 pending.failed(group)
+                self._block(pending, group, job)
                 if action == "reclaim" and quota.barred_by_share(job, group.amount):
                     pending.close_behind(job)
+
+    def _block(self, pending: PendingQueue, group: pending_queue.Group, job: Job) -> None:
+        """Let no job of a strict queue pass this one, which does not start now, unless it never can."""
+        if job.queue.order is Order.STRICT and group.shape.starts and not self.can_never_start(job):
+            self.blocking[job.queue] = job
+            pending.close_queue(job.queue)
+
+    def blocked_by(self, job: Job) -> Job | None:
+        """Return the first job of a strict queue, which this one does not pass, or None."""
+        first = self.blocking.get(job.queue)
+        return first if first is not job else None
+
+    def can_never_start(self, job: Job) -> bool:
+        """Return whether only other nodes or another quota would let the job start, or its deferral has to end."""
+        tasks = next_tasks(job)
+        if not tasks or self._is_deferred(job) or not job.queue.exists:
+            return True
+        shape = shape_of(job, tasks)
+        if shape not in self._impossible:
+            self._impossible[shape] = not (
+                quota.can_be_within(job, quota.total(self.ledger, tasks)) and domains.fit_when_empty(self.ledger, tasks)
+            )
+        return self._impossible[shape]
 
     def _useful(self, action: str) -> Callable[[Queue], bool]:
         """Return a fast test of whether the action may serve a job of a queue; the action makes all other tests."""
@@ -480,5 +529,5 @@ def _why_again(victim: Job, job: Job) -> str:
 
 def _sheltered(jobs: Iterable[Job], now: float, most_s: float = UNLIMITED) -> dict[Job, float]:
     """Return the end of each job's minimum run time, for those that are still in it."""
-    until = {job: job.started_at + min(job.min_run_time_s, most_s) for job in jobs}
+    until = {job: job.started_at + min(job.least_s, most_s) for job in jobs}
     return {job: end for job, end in until.items() if now < end}

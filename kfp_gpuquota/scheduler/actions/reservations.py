@@ -40,19 +40,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.actions.candidates import Candidate, Known, candidates_for, free_at_of, lent_on
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Status, Task
-from kfp_gpuquota.scheduler.state.order import among_users, shape_amount
+from kfp_gpuquota.scheduler.state.order import among, overtaken_until, shape_amount
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape
-    from kfp_gpuquota.scheduler.state.order import UseOf
+    from kfp_gpuquota.scheduler.state.order import RankOf
 
 
 MOST: Final = 8
@@ -118,7 +120,7 @@ class Reservation:
         rivals = quota.rivals(self.job.queue, job.queue)
         if rivals is None or job.active <= job.core:
             return job.priority > self.job.priority
-        if min(job.min_run_time_s, ledger.reclaim_shelter_s) > 0:
+        if min(job.least_s, ledger.reclaim_shelter_s) > 0:
             return False
         other = rivals[1]
         there = [task for host in self.hosts for task in host.tasks if task.status is not Status.LEAVING]
@@ -130,23 +132,26 @@ def overdue(
     ledger: Ledger,
     shapes: Mapping[Queue, Collection[Shape]],
     now: float,
-    after_s: float,
-    use_of: UseOf,
+    rank_of: RankOf,
+    never: Callable[[Job], bool],
 ) -> tuple[list[list[Job]], float | None]:
-    """Return for each queue the jobs that have waited for `after_s`, in their order and before any other, and when the
+    """Return for each queue the jobs that have waited for its time, in their order and before any other, and when the
     next one will have. Jobs of one shape are one entry, the first of them; larger ones than the guarantee are left out.
 
-    In a queue that is fair to its users the order is by what `use_of` says that they use: a user who has much gets no
-    more because its jobs have waited long.
+    The order is that of `rank_of` before age: a user who has much gets no more because its jobs have waited long, and
+    shorter jobs are first until they have overtaken one for long. In strict order only the first job is returned, of
+    all but those that `never` can start; if it is larger than the guarantee, none is.
     """
     found: list[list[Job]] = []
     soonest: float | None = None
     for queue in ledger.queues.values():
-        considered = shapes.get(queue, queue.waiting)
-        entitled = (s for s in considered if s in queue.waiting and _is_entitled(ledger, queue, s))
+        considered = [shape for shape in shapes.get(queue, queue.waiting) if shape in queue.waiting and shape.starts]
+        if queue.order is Order.STRICT:
+            considered = _first(queue, considered, rank_of, never)
+        entitled = (shape for shape in considered if _is_entitled(ledger, queue, shape))
         jobs: list[Job] = []
-        for _, job in sorted((queue.waiting[shape][0] for shape in entitled), key=partial(_order, queue, use_of)):
-            due = job.submitted_at + after_s
+        for _, job in sorted((queue.waiting[shape][0] for shape in entitled), key=partial(_order, rank_of)):
+            due = _due(ledger, job)
             if due > now:
                 soonest = due if soonest is None else min(soonest, due)
                 break
@@ -159,14 +164,34 @@ def overdue(
     return found, soonest
 
 
-def _order(queue: Queue, use_of: UseOf, entry: tuple[OrderKey, Job]) -> tuple[int, tuple[bool, float, OrderKey]]:
-    return entry[0][0], among_users(queue, entry, use_of)
+def _first(queue: Queue, shapes: Iterable[Shape], rank_of: RankOf, never: Callable[[Job], bool]) -> list[Shape]:
+    """Return the shape of the first job that can start at all, or nothing."""
+    ordered = sorted(shapes, key=lambda shape: _order(rank_of, queue.waiting[shape][0]))
+    return list(islice((shape for shape in ordered if not never(queue.waiting[shape][0][1])), 1))
+
+
+def reserve_after(ledger: Ledger, queue: Queue) -> float:
+    """Return after how long the queue's first job within the guarantee is served first, in seconds."""
+    if queue.reserve_after_s is not None:
+        return queue.reserve_after_s
+    return 0.0 if queue.order is Order.STRICT else ledger.reserve_after_s
+
+
+def _due(ledger: Ledger, job: Job) -> float:
+    """Return when the job is served first (seconds since the epoch): not before shorter ones overtake it no longer."""
+    after_s = reserve_after(ledger, job.queue)
+    due = job.submitted_at + after_s
+    return max(due, overtaken_until(job, after_s)) if job.queue.order is Order.SHORTEST else due
+
+
+def _order(rank_of: RankOf, entry: tuple[OrderKey, Job]) -> tuple[int, tuple[bool, float, OrderKey]]:
+    return entry[0][0], among(entry, rank_of)
 
 
 def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
     """Return whether such a job fits into the guaranteed quota, and all limits, beside what cannot be preempted."""
     amount = shape_amount(shape, ledger.gpu_memory_mib)
-    return shape.starts and all(
+    return all(
         value + queue.fixed[r] <= queue.guarantee[r]
         and all(value + above.fixed[r] <= above.limit[r] for above in queue.path)
         for r, value in enumerate(amount)
@@ -174,9 +199,9 @@ def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
     )
 
 
-def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float, use_of: UseOf) -> list[Job]:
+def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float, rank_of: RankOf) -> list[Job]:
     """Return waiting jobs of the queue that would end within this time, in their order."""
-    order = partial(_order, queue, use_of)
+    order = partial(_order, rank_of)
     entries = (entry for shape in shapes if shape.starts for entry in queue.waiting.get(shape, ()))
     found = sorted((entry for entry in entries if entry[1].most_s <= within_s), key=order)
     return [job for _, job in found[:MOST_FILLED] if not job.active]

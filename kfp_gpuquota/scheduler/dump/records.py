@@ -65,6 +65,8 @@ class QueueRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     limit: AmountRecord = AmountRecord()
     stop_policy: StopPolicy = StopPolicy.NONE
     order: Order = Order.FAIR
+    min_run_time_s: Number = 0.0
+    reserve_after_s: Number | None = None
     priority: int = 100
     weights: tuple[Number, Number, Number] = (1.0, 1.0, 1.0)
     created: Number = 0.0
@@ -163,6 +165,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cool_down_s: Number = 0.0
     min_run_time_s: Number = 0.0
     most_s: Number = UNLIMITED
+    expected_s: Number = UNLIMITED
     started_at: Number = 0.0
     grown_at: Number = NEVER
     shrunk_at: Number = NEVER

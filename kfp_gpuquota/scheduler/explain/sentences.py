@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode, StopPolicy
+from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.quantity import MIB, SHOWN_PLACES, show_mib
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, PORT_PREFIX, WHOLE_GPU
 from kfp_gpuquota.scheduler.state.groups import below
@@ -96,10 +97,51 @@ def nominated(job: Job, workers: Sequence[Task]) -> Reason:
     )
 
 
+def cooling_down(job: Job, left_s: float) -> Reason:
+    """Return why a job does not grow that has grown recently."""
+    message = f"it has grown recently, and does not grow again for {text_of(ceil(left_s))} (cool-down)"
+    return Reason(code=ReasonCode.MIN_RUN_TIME, message=message, project=job.queue.name)
+
+
+def kept_for_others(job: Job, names: Sequence[str]) -> Reason:
+    """Return why a job does not grow although GPUs are idle that it could use: they are kept for waiting jobs."""
+    message = f"the idle GPUs that it could use are kept for {', '.join(names)}, which waits for more of them"
+    return Reason(code=ReasonCode.NO_FREE_GPUS, message=message, project=job.queue.name)
+
+
+def trains_no_faster(job: Job) -> Reason:
+    """Return why a job is lent nothing although GPUs are idle."""
+    message = f"GPUs are idle, but by what it has measured it trains no faster with more than {_gpus_of(job)}"
+    return Reason(code=ReasonCode.IDLE_GPUS, message=message, project=job.queue.name)
+
+
+def not_larger(job: Job, reason: Reason) -> Reason:
+    """Return why a job does not grow, from the reason why one like it would not start."""
+    message = reason.message.replace(", so it starts when ", ", so it grows when ", 1)
+    return msgspec.structs.replace(reason, message=message, project=job.queue.name)
+
+
+def _gpus_of(job: Job) -> str:
+    return gpus(_gpus(job, job.active))
+
+
 def behind(reason: Reason, before: Job) -> Reason:
     """Return the reason of a waiting job that may not use the part of the guarantee that another one needs."""
     message = f"{reason.message}; and not before {before.name}, for which the guaranteed quota is kept"
     return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": before.name})
+
+
+def behind_first(reason: Reason, first: Job) -> Reason:
+    """Return the reason of a job that does not pass the first waiting one, in a project with strict order."""
+    why = f"which is first in project {first.queue.label}, whose order is strict"
+    message = f"{reason.message}; and not before {first.name}, {why}"
+    return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": first.name})
+
+
+def longer(reason: Reason, job: Job, first: Job) -> Reason:
+    """Return the reason with the job that comes first because it is expected to be shorter, or has waited for long."""
+    why = "is expected to end sooner" if first.length_s < job.length_s else "has waited for long behind shorter ones"
+    return msgspec.structs.replace(reason, message=f"{reason.message}; {first.name}, which {why}, comes first")
 
 
 def among_users(reason: Reason, job: Job, uses: float, first: Job | None) -> Reason:

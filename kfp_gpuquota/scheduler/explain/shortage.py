@@ -46,10 +46,10 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
         return cause
     if task.request.plain and not ledger.special:
         return _too_large_for(ledger.by_size, task.request.devices, len(tasks))
-    hosts = _usable(ledger, task)
+    hosts = placement.usable(ledger, task)
     if not hosts:
         return _nowhere(task.request, task.job.queue.pool)
-    capacity = [_workers_on(host, task.request) for host in hosts]
+    capacity = [placement.workers_on_empty(host, task.request) for host in hosts]
     if not any(capacity):
         return _too_large(hosts, task.request)
     if sum(capacity) < len(tasks):
@@ -64,10 +64,8 @@ def _no_domain(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     if not found.areas:
         lack = f"a {found.text}" if found.types else f"the label {found.label}, within which it has to be"
         return Cause(ReasonCode.NODE_AFFINITY, f"no node that is ready has {lack}")
-    most = max(
-        sum(_workers_on(host, tasks[0].request) for host in area if placement.may_use(host, tasks[0], anywhere=True))
-        for area in found.areas
-    )
+    allowed = [[host for host in area if placement.may_use(host, tasks[0], anywhere=True)] for area in found.areas]
+    most = max(sum(placement.workers_on_empty(host, tasks[0].request) for host in area) for area in allowed)
     if most < len(tasks):
         why = f"no {found.text} has room for more than {most:g} of its {len(tasks)} workers"
         return Cause(ReasonCode.TOO_LARGE, why)
@@ -80,9 +78,9 @@ def _no_segments(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     if task.job.segments is None:
         return None
     level = task.job.segments.levels[-1]
-    if not any(level in host.labels for host in _usable(ledger, task)):
+    if not any(level in host.labels for host in placement.usable(ledger, task)):
         return Cause(ReasonCode.NODE_AFFINITY, f"no node that it may use has the label {level} of its segments")
-    most = domains.most_segments(ledger, task, lambda host: _workers_on(host, task.request))
+    most = domains.most_segments(ledger, task, lambda host: placement.workers_on_empty(host, task.request))
     if most >= needed:
         return None
     return Cause(ReasonCode.TOO_LARGE, f"the nodes have room for {segments(most, task.job)}, each within one {level}")
@@ -117,7 +115,7 @@ def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
         return cause
     if request.plain and not ledger.special:
         return _missing_devices(_idle_whole(ledger), request.devices, len(tasks), promised)
-    hosts = _usable(ledger, tasks[0])
+    hosts = placement.usable(ledger, tasks[0])
     if request.whole and request.devices:
         free = {host.name: host.idle_whole for host in hosts}
         fitting = [host for host in hosts if host.idle_whole >= request.devices]
@@ -134,27 +132,9 @@ def _idle_whole(ledger: Ledger) -> dict[str, int]:
     return {name: n for n, names in ledger.by_idle.items() if n for name in names}
 
 
-def _usable(ledger: Ledger, task: Task) -> list[Host]:
-    return [host for host in ledger.hosts.values() if host.ready and placement.may_use(host, task, anywhere=True)]
-
-
 def _fitting(host: Host, request: Request) -> list[int]:
     share = request.share_of(host.gpu_memory_mib)
     return [d for d in host.devices if host.idle(d) >= share]
-
-
-def _workers_on(host: Host, request: Request) -> float:
-    """Return how many such tasks fit on an empty host."""
-    share = request.share_of(host.gpu_memory_mib)
-    most = [host.max_tasks]
-    if request.devices:
-        # Fractions of a device for tasks with several devices may interleave; a lower bound is enough to refuse.
-        each = min(GPU // share, host.max_sharers) if share <= GPU else 0
-        most.append(len(host.devices) * each // request.devices if each else 0)
-    most += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
-    if host.resources is not None:
-        most += [capacity_of(host.resources, name) // need for name, need in request.resources]
-    return min(most)
 
 
 def _nowhere(request: Request, pool: str) -> Cause:

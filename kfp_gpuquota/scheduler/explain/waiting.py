@@ -104,7 +104,7 @@ def _forbidden(job: Job, amount: Amount, promised: Promised) -> Cause | None:
 def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task], promised: Promised, sheltered_s: float | None) -> Cause:
     """Return what is missing on the nodes, and why it is not reclaimed from other jobs."""
     missing = shortage.missing(ledger, tasks, promised.idle)
-    if missing.binding:
+    if missing.binding or job.active >= job.wanted:  # what is lent is idle, and not taken from anybody
         return missing
     if sheltered_s is not None:
         why = "what may be taken for it has not yet run for its minimum time"

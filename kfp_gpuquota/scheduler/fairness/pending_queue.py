@@ -8,7 +8,8 @@ order would be wrong after the first one.
 In a project that is fair to its users (`Order.FAIR_USERS`) a shape has one group for each user; of the groups of one
 priority and entitlement those of the user come first who uses least now; gangs that run below their minimum come before
 them. So priorities and guarantees are obtained as without users, and the jobs of one user have the order that they have
-alone. Rejected: the use before the entitlement. A job beyond the guarantee could then hold up one within it.
+alone. In the same way a project that puts short jobs first has a group for each expected run time. Rejected: the use
+before the entitlement. A job beyond the guarantee could then hold up one within it; in strict order it does.
 
 The groups of a queue are in a heap that is built again when the queue's holdings change: only these change the
 entitlement of a group. A failure costs the logarithm of the number of groups. Rejected: a search through all groups
@@ -21,12 +22,13 @@ from bisect import insort
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.order import (
     Entitlement,
     QueueKey,
-    UseOf,
-    among_users,
+    RankOf,
+    among,
     entitlement,
     job_key,
     queue_key,
@@ -98,12 +100,12 @@ class QueueGroups:
         *,
         in_order: bool,
         shapes: Collection[Shape] | None,
-        use_of: UseOf,
+        rank_of: RankOf,
     ) -> None:
-        self._use_of = use_of
+        self._rank_of = rank_of
         self._memory = ledger.gpu_memory_mib
         self._queue = queue
-        self._in_order = in_order
+        self._in_order = in_order or queue.order is Order.STRICT
         self._touched = touched
         waiting = queue.waiting if shapes is None else {s: queue.waiting[s] for s in shapes if s in queue.waiting}
         self._groups = {shape: self._group(shape, filed) for shape, filed in waiting.items()}
@@ -167,7 +169,7 @@ class QueueGroups:
         return None
 
     def _key(self, group: Group, entitled: Entitlement, entry: Entry) -> GroupKey:
-        return -group.shape.priority, entitled, *among_users(self._queue, entry, self._use_of)
+        return -group.shape.priority, entitled, *among(entry, self._rank_of)
 
     def _entitled(self, group: Group) -> Entitlement:
         """Return the class of the group's request: within one priority, requests within quota come first."""
@@ -195,9 +197,9 @@ class PendingQueue:
         in_order: bool = False,
         useful: Callable[[Queue], bool] = lambda _: True,
         shapes: Mapping[Queue, Collection[Shape]] | None = None,
-        use_of: UseOf = lambda user: user.held,
+        rank_of: RankOf = lambda _: 0.0,
     ) -> None:
-        self._in_order, self._use_of = in_order, use_of
+        self._in_order, self._rank_of = in_order, rank_of
         self._shapes = shapes or {}
         self._ledger = ledger
         self._touched = touched
@@ -233,6 +235,11 @@ class PendingQueue:
         group.open = False
         self._note(group.queue)
 
+    def close_queue(self, queue: Queue) -> None:
+        """Close all groups of the queue."""
+        for group in self._queues[queue].groups():
+            self.failed(group)
+
     def close_behind(self, job: Job) -> None:
         """Close the groups of the queue behind this job: all groups in strict order, else those of lower priority."""
         for group in self._queues[job.queue].groups():
@@ -240,8 +247,8 @@ class PendingQueue:
                 self.failed(group)
 
     def close_where(self, hopeless: Callable[[Job], bool]) -> None:
-        """Close every group for whose first job `hopeless` returns True."""
-        for groups in self._queues.values():
+        """Close every group for whose first job `hopeless` returns True, but in strict order: the first one decides."""
+        for groups in (each for queue, each in self._queues.items() if queue.order is not Order.STRICT):
             for group in groups.groups():
                 entry = group.head()
                 if entry is not None and hopeless(entry[1]):
@@ -250,7 +257,7 @@ class PendingQueue:
     def _new_groups(self, queue: Queue) -> QueueGroups:
         shapes = self._shapes.get(queue)
         return QueueGroups(
-            self._ledger, queue, self._touched, in_order=self._in_order, shapes=shapes, use_of=self._use_of
+            self._ledger, queue, self._touched, in_order=self._in_order, shapes=shapes, rank_of=self._rank_of
         )
 
     def _groups_of(self, queue: Queue) -> QueueGroups:

@@ -65,6 +65,13 @@ def barred_by_guarantee(job: Job, amount: Amount) -> Barred | None:
     return None
 
 
+def can_be_within(job: Job, amount: Amount) -> bool:
+    """Return whether all limits, and of a job that is not preemptible the guarantees, are as large as its request."""
+    bounds = [queue.limit for queue in job.queue.path]
+    bounds += [queue.deserved for queue in job.queue.path if job.active < job.core]
+    return all(value <= bound[r] for bound in bounds for r, value in enumerate(amount) if value)
+
+
 def barred_by_share(job: Job, amount: Amount) -> Barred | None:
     """Return the fair share of its own queue that the job would exceed, so that it may not reclaim; else None.
 

@@ -315,6 +315,7 @@ def _resubmitted(job: Job) -> Job:
         requested=job.requested,
         min_run_time_s=job.min_run_time_s,
         most_s=job.most_s,
+        expected_s=job.expected_s,
     )
     parts = [*job.tasks.values(), *job.pending][: job.wanted]
     again.pending = [Task(job=again, request=task.request, index=task.index, group=task.group) for task in parts]

@@ -99,6 +99,18 @@ def required(ledger: Ledger, task: Task) -> Required | None:
     return Required(topology.levels[topology.required], types, areas)
 
 
+def fit_when_empty(ledger: Ledger, tasks: Sequence[Task]) -> bool:
+    """Return whether the nodes could hold the tasks if nothing ran on them; those of several parts each by itself."""
+    for request in dict.fromkeys(task.request for task in tasks):
+        alike = [task for task in tasks if task.request == request]
+        found, usable = required(ledger, alike[0]), placement.usable(ledger, alike[0])
+        areas = [usable] if found is None else [[host for host in area if host in usable] for area in found.areas]
+        most = max((sum(placement.workers_on_empty(host, request) for host in area) for area in areas), default=0)
+        if most < len(alike):
+            return False
+    return True
+
+
 def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
     """Return (level, the most tasks that fit in one required domain now); None without a required level."""
     found = required(ledger, tasks[0])

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.resources import capacity_of
-from kfp_gpuquota.scheduler.state.model import GPU, Host, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -173,6 +173,25 @@ def may_use(host: Host, task: Task, *, anywhere: bool = False) -> bool:
     if host.pool != task.job.queue.pool or (request.nodes is not None and host.name not in request.nodes):
         return False
     return host.admits(request.rules)
+
+
+def usable(ledger: Ledger, task: Task) -> list[Host]:
+    """Return the hosts that are ready and that the task may use, full ones included."""
+    return [host for host in ledger.hosts.values() if host.ready and may_use(host, task, anywhere=True)]
+
+
+def workers_on_empty(host: Host, request: Request) -> float:
+    """Return how many such tasks fit on an empty host."""
+    share = request.share_of(host.gpu_memory_mib)
+    most = [host.max_tasks]
+    if request.devices:
+        # Fractions of a device for tasks with several devices may interleave; a lower bound is enough to refuse.
+        each = min(GPU // share, host.max_sharers) if share <= GPU else 0
+        most.append(len(host.devices) * each // request.devices if each else 0)
+    most += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
+    if host.resources is not None:
+        most += [capacity_of(host.resources, name) // need for name, need in request.resources]
+    return min(most)
 
 
 def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | None:

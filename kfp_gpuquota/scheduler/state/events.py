@@ -84,6 +84,13 @@ class UserChanged(Event, frozen=True, tag=True):
     user: str
 
 
+class RunTimeExpected(Event, frozen=True, tag=True):
+    """All runs of the job together are expected to last for so many seconds; None: that is unknown."""
+
+    uid: str
+    seconds: float | None
+
+
 class JobRemoved(Event, frozen=True, tag=True):
     """The job ended or was cancelled; its workers hold their devices until they have exited."""
 

@@ -35,6 +35,9 @@ NEVER: Final = -math.inf
 PAUSE_S: Final = 1.0
 """How long a change of size stops a job that has not measured it yet."""
 
+SHORT_S: Final = 64.0
+"""Between jobs that are expected to run for less, age decides."""
+
 STALE_AFTER_S: Final = 60.0
 """How long a gang may run below its minimum, waiting for replacements, before it is stopped as a whole."""
 
@@ -159,10 +162,12 @@ class Queue:
     occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
     requests of elastic jobs, `fixed` the part that cannot be preempted. `granted` bounds `deserved` for a cycle.
     `used` is its decayed over-quota usage in GPU-seconds up to `used_until`. `enforced`: what exceeds its limit is
-    stopped. `stop_policy` is its own; `halt` is the strictest one of it and of those above it. `waiting` has the jobs
-    that plans consider, by shape and in order; `shelved` those that no plan considers until a node changes, because no
-    node can hold them (rotation.py). `users` are those who have jobs in it; `recalled` is the past use of others by
-    `usage.key_of` their name. `allocated` are the sizes that growth.py chose last.
+    stopped. No run of its jobs is stopped for others before it has lasted for `min_run_time_s`. `reserve_after_s` is
+    its own bound of `State`, None: that of all. `stop_policy` is its own; `halt` is the strictest one of it and of
+    those above it. `waiting` has the jobs that plans consider, by shape and in order; `shelved` those that no plan
+    considers until a node changes, because no node can hold them (rotation.py). `users` are those who have jobs in it;
+    `recalled` is the past use of others by `usage.key_of` their name. `allocated` are the sizes that growth.py chose
+    last.
     """
 
     name: str
@@ -173,6 +178,8 @@ class Queue:
     enforced: bool = False
     stop_policy: StopPolicy = StopPolicy.NONE
     order: Order = Order.FAIR
+    min_run_time_s: float = 0.0
+    reserve_after_s: float | None = None
     priority: int = 100
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     created: float = 0.0
@@ -268,7 +275,8 @@ OrderKey = tuple[int, int, float, str]
 class Shape(NamedTuple):
     """Jobs of one queue and shape differ only in age: when one cannot be placed, none can.
 
-    `user` is the name of their user where that decides about their order, else "". `runs` is the uid of a job that runs
+    `user` is the name of their user, `length_s` how long they are expected to run, where that decides about their
+    order, else "" and 0. `runs` is the uid of a job that runs
     within a topology, else "": where it can grow depends on where it runs.
     """
 
@@ -278,6 +286,7 @@ class Shape(NamedTuple):
     starts: bool
     groups: Group | None
     user: str = ""
+    length_s: float = 0.0
     runs: str = ""
 
 
@@ -369,6 +378,7 @@ class Job:
     cool_down_s: float = 0.0
     min_run_time_s: float = 0.0
     most_s: float = UNLIMITED  # a run and its grace period end within it, because it is stopped then
+    expected_s: float = UNLIMITED  # how long all its runs are expected to last together
     started_at: float = 0.0
     grown_at: float = NEVER
     shrunk_at: float = NEVER
@@ -386,6 +396,20 @@ class Job:
     def ends_by(self, now: float) -> float:
         """Return when its run ends at the latest, if it starts now or has started; `inf` if nothing ends it."""
         return (self.started_at if self.active else now) + self.most_s
+
+    @property
+    def least_s(self) -> float:
+        """How long a run of it lasts before it is stopped for others, in seconds."""
+        return max(self.min_run_time_s, self.queue.min_run_time_s)
+
+    @property
+    def length_s(self) -> float:
+        """How long it is expected to run, as the next power of two in seconds; `inf` if that is unknown.
+
+        So age decides between similar jobs.
+        """
+        expected_s = min(self.expected_s, self.most_s)
+        return max(SHORT_S, 2.0 ** math.ceil(math.log2(max(1.0, expected_s)))) if expected_s < UNLIMITED else UNLIMITED
 
     @property
     def saved_at(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.state.groups import below
@@ -12,8 +12,6 @@ from kfp_gpuquota.scheduler.state.model import UNLIMITED, Amount, Job, OrderKey,
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kfp_gpuquota.scheduler.state.model import User
 
 
 class Entitlement(IntEnum):
@@ -24,8 +22,11 @@ class Entitlement(IntEnum):
     BEYOND = 2
 
 
-UseOf = Callable[["User"], float]
-"""Returns the GPUs that count as a user's."""
+RankOf = Callable[["Job"], float]
+"""Returns what orders the jobs of one queue, priority and entitlement before their age does: less is first."""
+
+MOST_OVERTAKEN_S: Final = 12 * 3600.0
+"""No job is overtaken by shorter ones for longer."""
 
 QueueKey = tuple[bool, Entitlement, int, float, float, float, str, str]
 
@@ -51,18 +52,31 @@ def entitlement(queue: Queue, amount: Amount) -> Entitlement:
 
 def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
     """Return the shape of the job; jobs of one shape fit or fail together."""
-    user = job.user.name if job.queue.order is Order.FAIR_USERS else ""
+    order = job.queue.order
+    user = job.user.name if order is Order.FAIR_USERS else ""
+    length_s = job.length_s if order is Order.SHORTEST else 0.0
     runs = job.uid if job.groups is not None and job.active else ""
-    return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups, user, runs)
+    requests = tuple(t.request for t in tasks)
+    return Shape(requests, job.priority, job.preemptible, below(job), job.groups, user, length_s, runs)
 
 
-def among_users(queue: Queue, entry: tuple[OrderKey, Job], use_of: UseOf) -> tuple[bool, float, OrderKey]:
-    """Return the key of a waiting job among those of one priority: gangs that run below their minimum come first.
-
-    Then, in a queue that is fair to its users, the jobs of the user who uses least.
-    """
+def among(entry: tuple[OrderKey, Job], rank_of: RankOf) -> tuple[bool, float, OrderKey]:
+    """Return the key of a waiting job among those of one priority: gangs that run below their minimum come first."""
     key, job = entry
-    return key[1] > 0, use_of(job.user) if queue.order is Order.FAIR_USERS else 0.0, key
+    return key[1] > 0, rank_of(job), key
+
+
+def rank_by_length(job: Job, now: float, reserve_after_s: float) -> float:
+    """Return the job's rank where shorter ones come first; those that were overtaken for long come before all others.
+
+    For as long as it is expected to run itself, but at least for the time of the queue's reservations.
+    """
+    return 0.0 if now >= overtaken_until(job, reserve_after_s) else job.length_s
+
+
+def overtaken_until(job: Job, reserve_after_s: float) -> float:
+    """Return until when shorter jobs come before this one (seconds since the epoch), in such a queue."""
+    return job.submitted_at + min(MOST_OVERTAKEN_S, max(reserve_after_s, job.length_s))
 
 
 def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:

@@ -172,6 +172,12 @@ class State:
         self._changed(job)
 
     @_apply.register
+    def _(self, event: events.RunTimeExpected) -> None:
+        job = self._job(event.uid)
+        job.expected_s = UNLIMITED if event.seconds is None else event.seconds
+        self._changed(job)
+
+    @_apply.register
     def _(self, event: events.JobRemoved) -> None:
         job = self._job(event.uid)
         job.removed = True
@@ -376,10 +382,10 @@ class State:
 
     @contextmanager
     def _orders_followed(self, project: str) -> Iterator[None]:
-        """Update the waiting jobs of a project that has another order afterwards."""
-        before = {queue: queue.order for queue in self.queues_of(project)}
+        """Update the jobs of a project that has another order, or minimum run time, afterwards."""
+        before = {queue: (queue.order, queue.min_run_time_s) for queue in self.queues_of(project)}
         yield
-        changed = {queue for queue, order in before.items() if queue.order is not order}
+        changed = {queue for queue, rules in before.items() if (queue.order, queue.min_run_time_s) != rules}
         for job in list(self.jobs.values()) if changed else ():
             if job.queue in changed:
                 self._changed(job)
@@ -435,7 +441,7 @@ class State:
         self._note(self.below, job, short)
         if not short:
             job.below_since = None
-        self._note(self.sheltered, job, job.min_run_time_s > 0 and job.active > 0)
+        self._note(self.sheltered, job, job.least_s > 0 and job.active > 0)
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and below(job))
         self._note(self.deferred, job, considered and job.deferred_for is not None)

@@ -24,6 +24,7 @@ def set_quota(queue: Queue, project: Project) -> None:
         queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
         queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
     queue.stop_policy, queue.order = project.stop_policy, project.order
+    queue.min_run_time_s, queue.reserve_after_s = project.min_runtime_s or 0.0, project.reserve_after_s
     queue.priority, queue.weights, queue.exists = project.priority, (project.over_quota_weight,) * 3, True
 
 
@@ -32,6 +33,7 @@ def remove_quota(queue: Queue) -> None:
     graft(queue, None)
     queue.priority, queue.weights, queue.exists = 100, (1.0,) * 3, False
     queue.stop_policy, queue.order = StopPolicy.NONE, Order.FAIR
+    queue.min_run_time_s, queue.reserve_after_s = 0.0, None
     _bound_missing(queue)
 
 

@@ -15,6 +15,8 @@ from hashlib import sha256
 from math import log
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api import Order
+from kfp_gpuquota.scheduler.state.events import UsageRecalled
 from kfp_gpuquota.scheduler.state.model import GPU
 
 if TYPE_CHECKING:
@@ -63,6 +65,21 @@ def used_by_user(user: User, now: float, half_life_s: float) -> float:
 def note_user(user: User, at: float, half_life_s: float) -> None:
     """Update the user's past use before a change of what its workers have."""
     user.used, user.used_until = used_by_user(user, at, half_life_s), max(at, user.used_until)
+
+
+def noted(queue: Queue, now: float, half_life_s: float) -> UsageRecalled:
+    """Return what the queue, and in one that is fair to its users each of them, has used until `now`.
+
+    Users are those with the most, by `key_of` their name.
+    """
+    found: dict[str, float] = {}
+    if queue.order is Order.FAIR_USERS:
+        found = {key: decayed(used, 0.0, now - at, half_life_s) for key, (used, at) in queue.recalled.items()}
+        users = queue.users.values()
+        found |= {key_of(queue.name, user.name): used_by_user(user, now, half_life_s) for user in users}
+    most = sorted(found.items(), key=lambda one: (-one[1], one[0]))[:MOST_USERS]
+    kept = {key: used for key, used in sorted(most) if used > 0}
+    return UsageRecalled(queue.name, used_by(queue, now, half_life_s), now, queue.pool, kept)
 
 
 def forget(queue: Queue, user: User, half_life_s: float | None) -> None:

@@ -67,7 +67,7 @@ from kfp_gpuquota.cluster.kubernetes.suspension.suspending import SUSPENDED_UNUS
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import Exporters
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import UNUSED, UnusedWorkloads
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
-from kfp_gpuquota.engine.expected_starts import run_times
+from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting, run_times
 from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.gc_pause import collector_paused
 
@@ -216,6 +216,7 @@ class Controller:
             self.unpinned,
             self.metrics,
             self._now,
+            run_times=RunTimesOfWaiting(book),
             carry_out=self._carry_out,
             ended=self._planned,
         )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
+    from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting
 
 LONGEST_REST_S: Final = 0.5
 
@@ -39,8 +40,8 @@ log = logging.getLogger(__name__)
 class PlanLoop:
     """Makes the plans of a controller. `failed` is set when they fail repeatedly, and no more are made.
 
-    `carry_out(plan)` executes a plan that was made; `ended()` is called after each attempt. `now` gives the time of
-    plans, in seconds since 1970.
+    `run_times` has the expected run times of waiting jobs. `carry_out(plan)` executes a plan that was made; `ended()`
+    is called after each attempt. `now` gives the time of plans, in seconds since 1970.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class PlanLoop:
         metrics: Metrics,
         now: Callable[[], float],
         *,
+        run_times: RunTimesOfWaiting,
         carry_out: Callable[[scheduler.Plan], None],
         ended: Callable[[], None],
     ) -> None:
         self._planner, self._snapshot, self._unpinned = planner, snapshot, unpinned
         self._metrics, self._now = metrics, now
-        self._carry_out, self._ended = carry_out, ended
+        self._run_times, self._carry_out, self._ended = run_times, carry_out, ended
         self._loop = asyncio.get_running_loop()
         self.health = PlanningHealth(self._loop.time)
         self.failed = asyncio.Event()
@@ -128,6 +130,8 @@ class PlanLoop:
         now = self._now()
         self._unpinned.reserve_again()
         self._snapshot.catch_up()
+        for event in self._run_times.changes(self._snapshot.state):
+            self._snapshot.emit(event)
         self._changed_meanwhile = False  # what has caught up is in this plan
         self._metrics.account(self._snapshot)
         self._worked_s = 0.0

@@ -26,6 +26,8 @@ class GpuQuotaSpec(Struct, frozen=True):
     pools: Any = None
     default_runtime_seconds: Any = None
     max_runtime_seconds: Any = None
+    min_runtime_seconds: Any = None
+    reserve_after_seconds: Any = None
     stop_policy: Any = None
     order: Any = None
 

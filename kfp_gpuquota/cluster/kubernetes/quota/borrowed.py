@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Order
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import OverQuotaUsage
-from kfp_gpuquota.scheduler.state.usage import MOST_USERS, decayed, key_of, used_by, used_by_user
+from kfp_gpuquota.scheduler.state.usage import decayed, noted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,7 +76,8 @@ class Borrowed:
     def _note(self, queue: Queue, half_life_s: float) -> OverQuotaUsage | None:
         """Return the note of a queue: the last one while it says as much."""
         now, before = self._now(), self._stored.get((queue.name, queue.pool))
-        used, users = used_by(queue, now, half_life_s), _users_of(queue, now, half_life_s)
+        found = noted(queue, now, half_life_s)
+        used, users = found.gpu_seconds, {key: round(one, 1) for key, one in found.users.items() if one >= LEAST_S}
         if used < LEAST_S and not users:
             return None
         if before is not None:
@@ -91,15 +91,3 @@ class Borrowed:
             if small or age_s < WRITTEN_EVERY_S:
                 return before
         return OverQuotaUsage(round(used, 1), round(now, 3), queue.pool, users)
-
-
-def _users_of(queue: Queue, now: float, half_life_s: float) -> dict[str, float]:
-    """Return what users have used, by the keys of their names; {} where it does not count."""
-    if queue.order is not Order.FAIR_USERS:
-        return {}
-    found = {key: decayed(used, 0.0, now - at, half_life_s) for key, (used, at) in queue.recalled.items()}
-    for user in queue.users.values():
-        if (used := used_by_user(user, now, half_life_s)) >= LEAST_S:
-            found[key_of(queue.name, user.name)] = used
-    most = sorted(found.items(), key=lambda one: (-one[1], one[0]))[:MOST_USERS]
-    return {key: round(used, 1) for key, used in sorted(most) if used >= LEAST_S}

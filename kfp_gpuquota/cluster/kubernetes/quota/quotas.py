@@ -29,7 +29,12 @@ _QUANTITIES: Final[dict[str, tuple[str, Callable[[str, str], float]]]] = {
     "limit_memory_mib": ("limit_memory", _mib),
 }
 _AS_GIVEN: Final = ("guaranteed", "limit", "priority", "over_quota_weight", "parent", "pools", "stop_policy", "order")
-_SECONDS: Final = {"default_runtime_s": "default_runtime_seconds", "max_runtime_s": "max_runtime_seconds"}
+_SECONDS: Final = {
+    "default_runtime_s": "default_runtime_seconds",
+    "max_runtime_s": "max_runtime_seconds",
+    "min_runtime_s": "min_runtime_seconds",
+    "reserve_after_s": "reserve_after_seconds",
+}
 _WIRE: Final = dict(zip(GpuQuotaSpec.__struct_fields__, GpuQuotaSpec.__struct_encode_fields__, strict=True))
 
 

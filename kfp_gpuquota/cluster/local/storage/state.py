@@ -36,6 +36,7 @@ from kfp_gpuquota.engine.start_conditions import settle
 from kfp_gpuquota.engine.time_accounting import account, account_all
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
 from kfp_gpuquota.gc_pause import collector_paused
+from kfp_gpuquota.scheduler.state import usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -246,6 +247,7 @@ class ClusterState(JobStore):
                 events = list(self.scheduler_events(change))
                 for event in events:
                     self.scheduler.apply(event)
+                self._write_past_use(change)
         except BaseException as error:
             if applied:
                 self._rebuild_scheduler()
@@ -426,13 +428,39 @@ class ClusterState(JobStore):
         statuses = (job.status for job in self.jobs.values())
         return max((at for s in statuses for at in (s.submitted_at, s.started_at, s.finished_at) if at), default=0.0)
 
-    def _recall_usage(self) -> None:
-        """Pass the projects' borrowing before this daemon's start to the scheduler, if it counts."""
+    def _write_past_use(self, change: Change) -> None:
+        """Store what the projects that the change concerns have used, if it counts. What they hold has just changed."""
         half_life_s = self._usage_half_life_s
-        if half_life_s is None:
+        if half_life_s is None or not (change.projects or change.workers or change.jobs):
             return
-        for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, self.clock(), half_life_s):
-            self.scheduler.apply(event)
+        uids = {*change.jobs, *(record.worker.job_uid for record in change.workers.values())}
+        jobs = [*map(self.jobs.get, uids), *change.jobs.values()]
+        concerned = {job.spec.project for job in jobs if job is not None}
+        now, queues = self.clock(), list(self.scheduler.ledger.queues.values())
+        if not change.projects:  # else departments and guarantees may be others
+            queues = list({above: None for queue in queues if queue.name in concerned for above in queue.path})
+        for name in [name for name, project in change.projects.items() if project is None]:
+            self._store.forget_past_use(name)
+        for queue in queues:
+            if queue.exists:
+                self._store.save_past_use(usage.noted(queue, now, half_life_s))
+
+    def _recall_usage(self) -> None:
+        """Pass what projects have used before this daemon's start to the scheduler, if it counts.
+
+        Where nothing is stored, because it did not count or an earlier version ran, it is computed from the history.
+        """
+        half_life_s, now = self._usage_half_life_s, self.clock()
+        stored = self._store.load_past_use()
+        if half_life_s is None:
+            if stored:  # what is held meanwhile is not counted
+                with self._store.transaction():
+                    self._store.forget_past_use()
+            return
+        history = () if stored else self._store.load_events(0, KEPT_EVENTS)
+        for event in stored or recalled(history, self.projects, now, half_life_s):
+            if event.project in self.projects:
+                self.scheduler.apply(msgspec.structs.replace(event, at=min(event.at, now)))
 
 
 def _behind(jobs: list[JobRecord], at: float, uid: str) -> list[JobRecord]:

@@ -24,6 +24,7 @@ from kfp_gpuquota.api.wire import Event
 from kfp_gpuquota.cluster.local.storage.database import config_in, open_database
 from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 from kfp_gpuquota.errors import StateFileError
+from kfp_gpuquota.scheduler import UsageRecalled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -165,6 +166,20 @@ class Store:
         return msgspec.json.decode(row[0], type=list[Node]) if row else []
 
     # Writing, inside a transaction
+
+    def load_past_use(self) -> list[UsageRecalled]:
+        """What projects and their users have used, each in a node pool."""
+        rows = self._db.execute("SELECT value FROM meta WHERE key GLOB 'past-use/*' ORDER BY key")
+        return [msgspec.json.decode(value, type=UsageRecalled) for (value,) in rows]
+
+    def save_past_use(self, used: UsageRecalled) -> None:
+        """Store what a project and its users have used in a node pool."""
+        key, body = f"past-use/{used.project}@{used.pool}", msgspec.json.encode(used).decode()
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, body))
+
+    def forget_past_use(self, project: str = "*") -> None:
+        """Delete what a project has used, or all of them."""
+        self._db.execute("DELETE FROM meta WHERE key GLOB ?", (f"past-use/{project}@*",))
 
     def save_policies(self, policies: Iterable[WorkloadPolicy]) -> None:
         """Replace all of them."""
