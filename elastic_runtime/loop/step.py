@@ -381,7 +381,10 @@ class GlobalStep:
 
     def _current(self, call: str) -> MicroBatch:
         if self.micro is None:
-            raise LoopError(f"{call} was called outside the prepared loader's loop; call it once per iteration")
+            raise LoopError(
+                f"{call} was called outside the prepared loader's loop; call it once per iteration, whose "
+                "batches of several loaders come side by side: zip(first, second)"
+            )
         if self.state not in OPEN and self.state is not StepState.REPEATED:
             raise LoopError(
                 f"{call} was called twice in one iteration; add the losses up and call it once, or, where an optimizer "

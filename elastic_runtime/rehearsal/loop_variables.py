@@ -1,15 +1,21 @@
 """Variables of the loop that a worker which joins has with other values: the best loss, a counter, kept weights.
 
 Those that exist when the training starts and have changed since, or exist when the loader's loop begins and have
-changed in it (a total that begins with 0 in each epoch), in the functions that were running then. Targets of `for`
-loops are left out: they are set in each iteration. Whether a variable matters cannot be seen. One that is only printed
-does not, a copy of the model's state does.
+changed in it (a total that begins with 0 in each epoch), in the functions that were running then. Whether a variable
+matters cannot be seen. One that is only printed does not, a copy of the model's state does.
+
+Targets of `for` loops are left out: they are set in each iteration. But a loop over the loader that counts its
+iterations (`enumerate`, `islice`) counts those of this worker, since it joined or resumed. That is found in its source:
+a count that is used for more than printing, as each hundredth loss is, is a variable like the others.
 """
 
 from __future__ import annotations
 
+import ast
 import dis
+import inspect
 import sys
+import textwrap
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +33,12 @@ _OURS = ("elastic_runtime.", "torch.", "lightning.", "accelerate.", "transformer
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KINDS = (type(None), int, float, torch.Tensor, dict, list, tuple, deque)
 _MOST, _LAST = 512, 8
+_SHOWS = (
+    {"print", "write", "report", "update", "flush", "save", "append", "format", "item"}
+    | {"log", "debug", "info", "warning", "log_metrics", "add_scalar", "add_scalars", "add_image", "on_report"}
+    | {"set_description", "set_postfix", "set_postfix_str", "set_description_str"}
+)
+"""Names of functions whose call as a statement is a log, a progress bar or a file."""
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 
 
@@ -37,6 +49,8 @@ class LoopVariables:
         self._models = models
         self._first: dict[CodeType, dict[str, Fingerprints]] = {}
         self._known: dict[CodeType, set[str]] = {}  # those that are not set in the loop
+        self._loops: dict[CodeType, list[tuple[ast.For, dict[str, int]]]] = {}
+        self._iterations = 0
 
     def start(self) -> None:
         """Look at the variables of the functions that are running, unless that was done."""
@@ -50,6 +64,21 @@ class LoopVariables:
             wanted = set(frame.f_locals) if known is None else known
             self._known.setdefault(frame.f_code, wanted - set(first))
             first |= dict(_values(frame, self._known[frame.f_code]))
+
+    def iterate(self) -> None:
+        """Note that an iteration of the loop over the loader has ended."""
+        self._iterations += 1
+
+    def counted(self) -> Fingerprints:
+        """Return counts of iterations that the running loops use, as "name (line N)"."""
+        found: Fingerprints = {}
+        for frame in _frames():
+            if frame.f_code not in self._loops:
+                self._loops[frame.f_code] = _counting_loops(frame)
+            for loop, uses in self._loops[frame.f_code]:
+                if loop.lineno <= frame.f_lineno <= (loop.iter.end_lineno or 0):  # it asks for the next batch
+                    found |= {f"{name} (line {line})": [float(self._iterations), 0.0] for name, line in uses.items()}
+        return found
 
     def changed(self) -> tuple[Fingerprints, list[str]]:
         """Return those that have changed since, and the names of those that hold a state of a model."""
@@ -104,6 +133,71 @@ def _holds(value: Any, names: set[str]) -> bool:
     if isinstance(value, dict):
         return names <= set(value) or any(_holds(each, names) for each in list(value.values())[:_LAST])
     return isinstance(value, list | tuple | deque) and any(_holds(each, names) for each in list(value)[-_LAST:])
+
+
+def _counting_loops(frame: FrameType) -> list[tuple[ast.For, dict[str, int]]]:
+    """Return loops of this function over something enumerated or cut, and the line that uses each count."""
+    try:
+        lines, first = inspect.getsourcelines(frame)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    ast.increment_lineno(tree, max(first, 1) - 1)
+    loops = [(node, _uses(node)) for node in ast.walk(tree) if isinstance(node, ast.For)]
+    return [(loop, uses) for loop, uses in loops if uses]
+
+
+def _uses(loop: ast.For) -> dict[str, int]:
+    """Return the counts of one loop that matter: by name, the line."""
+    called = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call)]
+    found = {name: loop.lineno for name in map(_name_of, called) if name == "islice"}
+    if any(_name_of(call) == "zip" and any(_is_range(each) for each in call.args) for call in called):
+        found["range"] = loop.lineno
+    if any(_name_of(call) == "enumerate" for call in called) and isinstance(loop.target, ast.Tuple):
+        count = loop.target.elts[0]
+        line = _line_of_use(loop.body, count.id) if isinstance(count, ast.Name) else 0
+        found |= {count.id: line} if line and isinstance(count, ast.Name) else {}
+    return found
+
+
+def _is_range(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _name_of(node) == "range"
+
+
+def _name_of(call: ast.Call) -> str:
+    function = call.func
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
+def _line_of_use(body: Sequence[ast.stmt], name: str) -> int:
+    """Return the first line that uses the name for more than to show something; 0: none does."""
+    for statement in body:
+        inner = [part for field in ("body", "orelse", "finalbody") for part in getattr(statement, field, [])]
+        if _shows(statement):
+            continue
+        own = [part for part in ast.iter_child_nodes(statement) if part not in inner]
+        if any(isinstance(node, ast.Name) and node.id == name for part in own for node in ast.walk(part)):
+            return statement.lineno
+        if line := _line_of_use(inner, name):
+            return line
+    return 0
+
+
+def _shows(statement: ast.stmt) -> bool:
+    """Whether it shows something, maybe under a condition and with variables that are set for it, and nothing else."""
+    if isinstance(statement, ast.If):
+        inner = [*statement.body, *statement.orelse]
+        return any(_shows(each) for each in inner) and all(_shows(each) or _sets(each) for each in inner)
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and _name_of(statement.value) in _SHOWS
+    )
+
+
+def _sets(statement: ast.stmt) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return bool(targets) and all(isinstance(each, ast.Name | ast.Tuple) for each in targets)
 
 
 def _targets(code: CodeType) -> set[str]:

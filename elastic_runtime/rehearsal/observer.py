@@ -8,7 +8,8 @@ tokens, weights of classes, a balance of experts.
 
 `model.eval()` is not used for this: models return other things then, as detectors and Hugging Face's do.
 
-It also finds state that a script keeps beside what `prepare` and `job.track` were given.
+It also finds state that a script keeps beside what `prepare` and `job.track` were given, and buffers that are filled
+from samples: those of rank 0's samples count for all workers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from elastic_runtime.errors import CollectiveError, ElasticError
+from elastic_runtime.reduction.buffers import MAX_NUMEL
 from elastic_runtime.rehearsal.loop_variables import LoopVariables
-from elastic_runtime.rehearsal.records import Fingerprints, fingerprint_of, fingerprints_of, flattened
+from elastic_runtime.rehearsal.records import Fingerprints, fingerprint_of, fingerprints_of, flattened, widened
 from elastic_runtime.rehearsal.timetable import FAILING, JOINED, LAST, SAVED, SECOND
 from elastic_runtime.state import checkpoint
-from elastic_runtime.torch_internals.modules import BatchStatistics, Dropout, inner_schedulers
+from elastic_runtime.torch_internals.modules import BatchStatistics, Dropout, inner_schedulers, own_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,6 +73,17 @@ def attributes_of(model: torch.nn.Module) -> Fingerprints:
             elif isinstance(value, int | float):
                 found[f"{path}.{name}".lstrip(".")] = [float(value), 0.0]
     return found
+
+
+def filled_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return buffers by name: of modules that are not torch's, whose statistics are those of rank 0 by intention."""
+    return {
+        f"{path}.{name}".lstrip("."): tensor.detach()
+        for path, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.") and not isinstance(module, BatchStatistics)
+        for name, tensor in own_buffers(module).items()
+        if tensor is not None and tensor.numel() <= MAX_NUMEL
+    }
 
 
 def _is_kind(value: object) -> bool:
@@ -161,6 +174,7 @@ class Observer:
         self._offset: int | None = None
         self._between = -1  # the step before which the state was recorded last
         self._streams: list[Any] = []
+        self._buffers: dict[str, torch.Tensor] = {}  # as the attempt begins
         self._variables = LoopVariables(self._models)
         self._coarse = any(p.dtype in _COARSE for _, p in state.parameters())
         self._exact = state.reduction != "reduction='fast'"
@@ -185,6 +199,7 @@ class Observer:
     def between_steps(self) -> None:
         """A step is about to begin, possibly for the second time."""
         step = self._step
+        self._variables.iterate()
         if step > self._between:
             self._between = step
             self._record_state(step)
@@ -199,6 +214,7 @@ class Observer:
         fails = self._attempts.get(step, 0) < FAILING.count(step)
         self._switched.set(off=step == JOINED and fails and not self._exact)
         self._streams = streams()
+        self._buffers = {name: value.clone() for name, value in filled_buffers(self._state.model).items()}
 
     def summed(self) -> None:
         """The gradients of the step, those of its last backward pass, are summed over all workers.
@@ -220,6 +236,7 @@ class Observer:
             precision=self._precision(),
             exact=self._exact,
             attributes=attributes_of(self._state.model),
+            buffers=self._changes_of_buffers(),
         )
         self._attempts[step] = attempt + 1
         if attempt < FAILING.count(step):
@@ -238,11 +255,22 @@ class Observer:
     def _gradients(self) -> Fingerprints:
         return fingerprints_of((name, p.grad) for name, p in self._state.parameters())
 
+    def _changes_of_buffers(self) -> Fingerprints:
+        """Return by how much each buffer has changed in this attempt, and as a last number its norm."""
+        found: Fingerprints = {}
+        for name, value in filled_buffers(self._state.model).items():
+            before = self._buffers.get(name)
+            if before is not None and before.shape == value.shape:
+                change = widened(value) - widened(before)
+                found[name] = [*fingerprint_of(change), fingerprint_of(value)[0]]
+        return found
+
     def _record_state(self, step: int) -> None:
         workers = self._workers()
         objects = objects_beside(self._state, self._models) if workers > 1 else []
         fingerprints = fingerprints_of(flattened(self._captured()))
         variables, kept = self._variables.changed() if workers > 1 else ({}, [])
+        variables |= self._variables.counted() if workers > 1 else {}
         self._records.write(
             "state",
             step=step,

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
@@ -24,6 +25,7 @@ from elastic_runtime.rehearsal.timetable import (
     FIRST,
     FIRST_EPOCH,
     JOINED,
+    JOINS_IN,
     LAST,
     LEADER_LOST,
     REPEATED,
@@ -124,6 +126,20 @@ SECOND_WORKER_S = 600.0
 """Seconds that the first worker waits for the exit of the second one."""
 
 
+def when_both_ask(directory: Path, worker: str, give: Callable[[], None], closed: Callable[[], bool]) -> None:
+    """Return once both workers have asked for the generation that the second one joins, after `give()`.
+
+    A worker builds a group within a limited time, and either may ask minutes before the other: the second one, which
+    starts as the first one does, while that computes slow steps; the first one, while the other loads its data.
+    """
+    (directory / f"asks-{worker}").touch()
+    while not all((directory / f"asks-{each}").exists() for each in (FIRST, SECOND)):
+        if closed():
+            return
+        time.sleep(0.05)
+    give()
+
+
 class RehearsedOrders:
     """Has the methods of `Coordinator`. `on_order` is called in the thread that reports an event.
 
@@ -154,12 +170,19 @@ class RehearsedOrders:
     def send(self, event: str, **fields: Any) -> None:
         """React to what this worker reports."""
         if event == "WorkerReady":
-            self._on_order(first_order(self.worker))
+            self._give(first_order(self.worker))
         elif event == "CollectiveFailed":
-            self._on_order(order_after_failure(self.worker, int(fields["generation"])))
+            self._give(order_after_failure(self.worker, int(fields["generation"])))
         elif event == "PreparationFailed":
             self.records.write("error", kind="PreparationFailed", message=str(fields.get("why")))
             self.release()
+
+    def _give(self, order: Order) -> None:
+        if order.generation != JOINS_IN:
+            self._on_order(order)
+            return
+        give, closed = partial(self._on_order, order), lambda: self._closed
+        self._in_thread(partial(when_both_ask, self.directory, self.worker, give, closed))
 
     def release(self) -> None:
         """End this worker's part."""
@@ -215,7 +238,7 @@ class RehearsedOrders:
                 return
             time.sleep(0.05)
 
-    def _in_thread(self, work: Callable[[], None]) -> None:
+    def _in_thread(self, work: Callable[[], object]) -> None:
         threading.Thread(target=work, name="elastic-rehearsal", daemon=True).start()
 
 

@@ -39,6 +39,11 @@ class Records:
         return [json.loads(line) for line in self._path.read_text().splitlines()]
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in double precision, of which differences can be computed."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def fingerprint_of(tensor: torch.Tensor) -> list[float]:
     """[norm, projection] of a tensor of any type; of a large one, of about 2**20 elements."""
     flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().resolve_conj()

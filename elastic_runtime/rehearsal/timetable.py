@@ -38,9 +38,13 @@ _MEMBERS = ((FIRST,), (FIRST,), (FIRST, SECOND), (FIRST, SECOND), (FIRST, SECOND
 """Of generation 1, and of those after each failure."""
 
 
+JOINS_IN = 2 + FAILING.index(JOINED)
+"""The generation in which the second worker begins."""
+
+
 def first_order(worker: str) -> Order:
     """The order that lets `worker` begin: alone, or as a joiner."""
-    return _recover(1 if worker == FIRST else 2 + FAILING.index(JOINED))
+    return _recover(1 if worker == FIRST else JOINS_IN)
 
 
 def order_after_failure(worker: str, generation: int) -> Order:

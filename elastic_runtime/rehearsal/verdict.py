@@ -24,6 +24,8 @@ may round float32 products as TF32, and where something is computed in 16 bits o
 """
 STATE_TOLERANCE = 1e-3
 """Of a tensor's own norm: two workers that apply the same gradients."""
+ROUNDING = 1e-5
+"""Of a buffer's own norm: sums over samples in another order."""
 _SHOWN = 4
 _HALF = (0.4, 0.6)
 _OF_A_JOINER = (
@@ -49,6 +51,8 @@ def findings_of(rows: Sequence[Row]) -> list[Finding]:
         _untrained,
         _repeated_steps,
         _changed_sizes,
+        _filled_buffers,
+        _buffers_filled_first,
         _states,
         _objects,
         _variables,
@@ -164,6 +168,53 @@ def _size_finding(before: Row, after: Row) -> Finding:
     )
 
 
+def _filled_buffers(rows: Sequence[Row]) -> Iterator[Finding]:
+    """With "exact" buffers are those of one part of the step at every size."""
+    for before, after in _attempts(rows):
+        if before["workers"] == after["workers"] or before["exact"]:
+            continue
+        names = _other_changes(before.get("buffers", {}), after.get("buffers", {}), limit_of(before))
+        if names:
+            what = f"buffers that step {before['step']} fills depend on the number of workers: {_listed(names)}"
+            yield Finding(what, *_FOLLOW_RANK_0)
+            return
+
+
+def _buffers_filled_first(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Statistics of a first epoch, of which no step is computed by two workers."""
+    found = [row for row in _of(rows, "gradients") if row["worker"] == FIRST and not row["exact"]]
+    filled = {name for row in found if row["step"] < JOINED for name in _changed_buffers(row)}
+    still = {name for row in found if row["step"] >= JOINED for name in _changed_buffers(row)}
+    names = sorted(filled - still)
+    if names and any(row["step"] >= JOINED for row in found):
+        what = f"buffers are filled before step {JOINED} only, where sizes are compared: {_listed(names)}"
+        yield Finding(what, *_FOLLOW_RANK_0, fails=False)
+
+
+def _changed_buffers(row: Row) -> list[str]:
+    return [name for name, (norm, *_) in row.get("buffers", {}).items() if norm]
+
+
+_FOLLOW_RANK_0 = (
+    "buffers follow rank 0, and what other workers write to them is lost: a memory bank, counts of classes or a "
+    "running mean are then of rank 0's samples only",
+    "fill them from rows of the whole batch, which job.gather_batch(rows) gives, or, after optimizer.step() and under "
+    "`if job.applied:`, from sums by job.all_reduce; a figure that nothing depends on may be an attribute",
+)
+
+
+def _other_changes(one: Fingerprints, other: Fingerprints, limit: float) -> list[str]:
+    """Names of buffers that two attempts have changed by other amounts, beyond rounding of the values themselves."""
+    found = []
+    for name in sorted(set(one) & set(other)):
+        *change, norm = one[name]
+        *again, _ = other[name]
+        largest = max((abs(value) for value in (*change, *again) if math.isfinite(value)), default=0.0)
+        if _distance(change, again) > max(STATE_TOLERANCE, limit) * largest + ROUNDING * norm:
+            found.append(name)
+    return found
+
+
 def _attempts(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     """Each step that a worker computed twice, with the same layers switched off: (first, second)."""
     computed = {(row["worker"], row["step"], row["attempt"]): row for row in _of(rows, "gradients")}
@@ -213,12 +264,14 @@ def _variables(rows: Sequence[Row]) -> Iterator[Finding]:
     unlike = sorted({re.split(r"[.\[]", path)[0] for path in paths})
     kept = {name for pair in pairs for row in pair for name in row.get("kept_states", ())}
     why = "a worker that joins, or a training that resumes, begins with their first values"
+    keep = "keep them in an object that job.track carries"
+    count = f"{keep}, and count iterations by job.step or job.position.index, unless they are only printed"
     for names, fails in (([n for n in unlike if n in kept], True), ([n for n in unlike if n not in kept], False)):
         if names:
             yield Finding(
                 f"variables of the loop have other values on the worker that joined: {_listed(names)}",
                 f"they hold states of the model, and {why}" if fails else why,
-                "keep them in an object that job.track carries" + ("" if fails else ", unless they are only printed"),
+                keep if fails else count,
                 fails=fails,
             )
 

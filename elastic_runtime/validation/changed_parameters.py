@@ -20,7 +20,7 @@ from elastic_runtime.torch_internals.modules import OPTIMIZER_ATTRIBUTES
 from elastic_runtime.validation.loop_watch import LoopWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 LOOKS_AT = 6
 _ELEMENTS = 8
@@ -102,7 +102,7 @@ COMPARED = 64
 
 
 class OptimizerAttributes(LoopWatch):
-    """Compares numbers in attributes of the script's own optimizers, which their state_dict leaves out.
+    """Compares numbers and tensors in attributes of the script's own optimizers, which their state_dict leaves out.
 
     A worker that resumes or joins begins with the attribute's first value, and applies other updates. UsageError for
     one that changes in the first iterations.
@@ -118,14 +118,15 @@ class OptimizerAttributes(LoopWatch):
         if not self._left:
             return
         self._left -= 1
-        now = [_numbers(each) for each in self._optimizers]
+        now = [_attributes(each) for each in self._optimizers]
         for optimizer, before, after in zip(self._optimizers, self._before, now, strict=False):
             changed = sorted(name for name, value in after.items() if before.get(name) != value)
             if changed:
                 raise UsageError(
-                    f"{type(optimizer).__name__} changes its attribute {changed[0]!r} in each step, which its "
-                    "state_dict leaves out: a worker that resumes or joins would begin with its first value; keep it "
-                    "in self.state[parameter] or in self.param_groups, or extend state_dict and load_state_dict"
+                    f"{type(optimizer).__name__} changes its attribute {changed[0]!r}, which its state_dict "
+                    "leaves out: a worker that resumes or joins would begin with its first value; keep it in "
+                    "self.state[parameter] or in self.param_groups, or extend state_dict and load_state_dict (tensors "
+                    "of intermediate results: let the name begin with '_')"
                 )
         self._before = now
 
@@ -134,12 +135,36 @@ class OptimizerAttributes(LoopWatch):
         self._left = 0
 
 
+_STATE = {*OPTIMIZER_ATTRIBUTES, "state", "param_groups", "defaults"}
+
+
 def _is_own(optimizer: torch.optim.Optimizer) -> bool:
     kind = type(optimizer)
     own = kind.state_dict is not torch.optim.Optimizer.state_dict
     return not own and not kind.__module__.startswith("torch.optim")
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    named = vars(optimizer).items()
-    return {name: value for name, value in named if type(value) in {int, float} and name not in OPTIMIZER_ATTRIBUTES}
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return numbers, and a few elements of tensors, alone or in lists and dictionaries, by the attribute's name."""
+    named = {name: value for name, value in vars(optimizer).items() if name not in _STATE}
+    saved = {id(each) for each in _tensors(list(optimizer.state.values()))}
+    found: dict[str, Any] = {name: value for name, value in named.items() if type(value) in {int, float}}
+    for name, value in named.items():
+        tensors = _tensors(value) if name[0] != "_" else ()
+        held = [each for each in tensors if not isinstance(each, torch.nn.Parameter) and id(each) not in saved]
+        if held:
+            found[name] = [_few(each) for each in held]
+    return found
+
+
+def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple) and depth:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each, depth - 1)
+
+
+def _few(tensor: torch.Tensor) -> list[float]:
+    flat = tensor.detach().flatten()
+    return [float(each) for each in flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS].to("cpu", torch.float64)]

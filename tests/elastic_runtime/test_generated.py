@@ -75,6 +75,7 @@ REFUSED = [
     ("layer_replaced_before", "stop:5", "refused: alone: parameter '2.weight' .* created after prepare"),
     ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
     ("set_from_first_batch", "stop:5", "refused: alone: .*an initialisation from the first batch"),
+    ("slow_weights_in_the_optimizer", "stop:5", "refused: alone: SlowSgd changes its attribute 'slow'"),
     ("embedding_max_norm", "stop:5", "refused: alone: table has max_norm"),
     ("embedding_scaled_by_frequency", "stop:5", "refused: alone: table has scale_grad_by_freq"),
     ("stream_with_a_buffer", "stop:5", "refused: alone: .*its state leaves something out"),
@@ -105,6 +106,9 @@ FOUND = [
     ("anchor_copied_before+every_fourth_step_skipped", "crash:6", "depend on the number of workers"),
     ("spectral_norm+in_pieces", "stop_before:1 join:8", "depend on the number of workers"),
     ("decay_by_the_mean_loss_after", "stop:6", "variables of the loop .*n, total"),
+    ("mean_of_the_samples_of_earlier_epochs", "join:6", "buffers that step 3 fills depend on the number of workers"),
+    ("epochs_of_three_iterations+adamw", "stop:4", "variables of the loop .*islice"),
+    ("every_third_iteration_weighs_more", "stop:5", "variables of the loop .*number"),
 ]
 
 

@@ -12,14 +12,14 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from elastic_runtime.rehearsal.loop_variables import LoopVariables
 from elastic_runtime.rehearsal.observer import SwitchedOff
-from elastic_runtime.rehearsal.orders import RehearsedOrders, lines
+from elastic_runtime.rehearsal.orders import RehearsedOrders, lines, when_both_ask
 from elastic_runtime.rehearsal.records import fingerprint_of, flattened
 from elastic_runtime.rehearsal.timetable import FAILING, FIRST, JOINED, SECOND, first_order, order_after_failure
 from elastic_runtime.rehearsal.verdict import findings_of
@@ -28,6 +28,9 @@ from tests.elastic_runtime.zoo.parts import SCRIPTS
 from tests.elastic_runtime.zoo.rehearsing import rehearse
 from tests.elastic_runtime.zoo.silent import Attending
 from tests.polling import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 QUICK = [
     ("perceptron", "fast"),
@@ -247,6 +250,42 @@ def test_variables_that_a_loop_changes_are_found_and_its_targets_are_not() -> No
     own = {re.split(r"[.\[]", path)[0] for path in changed} & {"x", "total", "seen", "best", "number"}
     assert (own, kept) == ({"total", "seen", "best"}, ["best"])
     assert number == 0
+
+
+def test_counts_of_a_loops_iterations_are_found_where_they_do_more_than_show_something() -> None:
+    variables = LoopVariables([])
+    batches, logged = [1.0, 2.0], 0.0
+
+    def counted() -> set[str]:
+        variables.iterate()
+        return {name.partition(" ")[0] for name in variables.counted()}
+
+    def each() -> Iterator[float]:
+        for batch in batches:
+            names.append(counted())
+            yield batch
+
+    names: list[set[str]] = []
+    for step, batch in enumerate(each()):
+        if step % 2 == 0:
+            logged = batch
+            print(step, logged)
+    for index, _ in enumerate(each()):
+        if index == 1:
+            break
+    for batch in itertools.islice(each(), 2):
+        logged += batch
+    for part, batch in enumerate(each()):
+        logged += part * batch
+    assert names == [set(), set(), {"index"}, {"index"}, {"islice"}, {"islice"}, {"part"}, {"part"}]
+
+
+def test_neither_worker_begins_to_build_the_group_of_both_before_both_ask_for_it(tmp_path: Path) -> None:
+    given: list[str] = []
+    when_both_ask(tmp_path, SECOND, lambda: given.append(SECOND), lambda: True)
+    assert given == []
+    when_both_ask(tmp_path, FIRST, lambda: given.append(FIRST), lambda: False)
+    assert given == [FIRST]
 
 
 def gathered(worker: str, step: int, workers: int, checksum: str) -> dict[str, Any]:

@@ -65,3 +65,37 @@ def supervised_contrast_of_labels(**init: Any) -> Any:
             optimizer.step()
             optimizer.zero_grad()
     return model
+
+
+class Prototypes(nn.Module):
+    """An encoder, and a moving mean of what it makes of each class, to which the rows of a batch are compared."""
+
+    means: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 4)
+        self.register_buffer("means", torch.eye(3, 4))
+
+    @torch.no_grad()
+    def add(self, rows: torch.Tensor, labels: torch.Tensor) -> None:
+        sums = torch.zeros_like(self.means).index_add_(0, labels, rows)
+        count = torch.bincount(labels, minlength=3).clamp(min=1)
+        self.means.lerp_(sums / count[:, None], 0.2)
+
+
+@script(modes=("fast",))
+def prototypes_of_the_whole_batch(**init: Any) -> Any:
+    """A buffer that is filled from samples: those of all workers."""
+    job = elastic_runtime.init(**init)
+    model = Prototypes()
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            rows = normalize(model.encoder(x))
+            loss = cross_entropy(rows @ model.means.clone().T, y)
+            model.add(job.gather_batch(rows.detach()), job.gather_batch(y))
+            job.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model

@@ -45,6 +45,9 @@ class Draft:
     scale_loss: Hook = field(default_factory=list)
     skips: Callable[[], bool] = lambda: False  # the iteration
     leaves: Callable[[], bool] = lambda: False  # the loader's loop, as an iteration begins
+    leaves_first: bool = False  # in the first one of a training that resumes there
+    batches: Callable[[], Iterator[Any]] | None = None  # of an epoch; None: the loader's
+    number: int = 0  # of the iteration, by the count of `batches`
     before_step: Hook = field(default_factory=list)  # ()
     after_step: Hook = field(default_factory=list)  # (loss)
     clear: Callable[[], object] | None = None  # the gradients; None: optimizer.zero_grad()
@@ -82,14 +85,14 @@ class Draft:
                     total, n = total + float(loss), n + 1
                     losses.append(float(loss))
             else:
-                for x, y in self.loader:
+                for x, y in self.batches() if self.batches else self.loader:
                     if self.leaves():
                         break
                     loss = self._backward(x, y)
                     self._apply(loss)
                     total, n = total + float(loss), n + 1
                     losses.append(float(loss))
-            for hook in self.counted:
+            for hook in self.counted if n or not self.leaves_first else ():
                 hook(total, n, losses)
             for hook in self.epilogue:
                 hook(epoch)

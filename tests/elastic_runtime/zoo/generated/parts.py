@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -206,6 +207,38 @@ def moving_buffers(s: Draft) -> None:
     s.model = Moving()
 
 
+class Centred(nn.Module):
+    """Subtracts a mean of former samples, a buffer to which each forward pass adds its own ones afterwards."""
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, uses: Callable[[], bool], adds: Callable[[], bool]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 3)
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("count", torch.ones((), dtype=torch.int64))
+        self._uses, self._adds = uses, adds
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.inner(x - self.total / self.count if self._uses() else x)
+        if self.training and self._adds():
+            self.total += x.detach().sum(0)
+            self.count += len(x)
+        return found
+
+
+@part("model", rehearsed="buffers that step 3 fills depend on the number of workers: count, total")
+def mean_of_former_samples(s: Draft) -> None:
+    s.model = Centred(lambda: True, lambda: True)
+
+
+@part("model", rehearsed="buffers that step 3 fills depend on the number of workers: count, total")
+def mean_of_the_samples_of_earlier_epochs(s: Draft) -> None:
+    """What a step of one worker and of two differ in has no effect before the next epoch."""
+    s.model = Centred(lambda: s.job.step >= 8, lambda: s.job.step < 8)
+
+
 class FromFirstBatch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -346,6 +379,29 @@ class CountingSgd(torch.optim.SGD):
 @part("optimizer", refused="changes its attribute 'count'")
 def counter_in_the_optimizer(s: Draft) -> None:
     s.make_optimizer = lambda model: CountingSgd(model.parameters(), lr=0.1)
+
+
+class SlowSgd(torch.optim.SGD):
+    """In each fourth step it goes half of the way back to slow weights, which are in a list of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.slow = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        (group,) = self.param_groups
+        group["steps"] = group.get("steps", 0) + 1
+        if group["steps"] % 4 == 0:
+            for slow, parameter in zip(self.slow, group["params"], strict=True):
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+
+@part("optimizer", refused="changes its attribute 'slow'")
+def slow_weights_in_the_optimizer(s: Draft) -> None:
+    s.make_optimizer = lambda model: SlowSgd(model.parameters())
 
 
 # Schedulers, and where they step
@@ -726,7 +782,35 @@ def by_global_steps(s: Draft) -> None:
 
 @part("cut")
 def epochs_of_three_steps(s: Draft) -> None:
-    s.leaves = lambda: s.job.position.index == 3
+    """Left as an iteration begins: a training that resumes there has none, so nothing is counted."""
+    s.leaves, s.leaves_first = lambda: s.job.position.index == 3, True
+
+
+def _cut_short(s: Draft) -> Iterator[Any]:
+    for batch in islice(s.loader, 3):  # noqa: UP028  (a worker that resumes counts from 0 again)
+        yield batch
+
+
+def _counted(s: Draft) -> Iterator[Any]:
+    for number, batch in enumerate(s.loader):
+        s.number = number
+        yield batch
+
+
+@part("cut", rehearsed="not at the same step", noted="islice", modes=("fast",))
+def epochs_of_three_iterations(s: Draft) -> None:
+    s.batches = lambda: _cut_short(s)
+
+
+@part("cut", rehearsed="not at the same step", noted="number", modes=("fast",))
+def left_after_three_iterations(s: Draft) -> None:
+    s.batches, s.leaves = lambda: _counted(s), lambda: s.number == 3
+
+
+@part("cut", rehearsed="depend on the number|other gradients", noted="number")
+def every_third_iteration_weighs_more(s: Draft) -> None:
+    s.batches = lambda: _counted(s)
+    s.scale_loss.append(lambda loss: loss * (3.0 if s.number % 3 == 2 else 1.0))
 
 
 @part("cut", modes=("exact",))
@@ -1015,7 +1099,8 @@ def group_added_before(s: Draft) -> None:
     def thaw(epoch: int) -> None:
         if epoch == 1:
             kept[0].requires_grad_(True)  # noqa: FBT003
-            s.optimizer.add_param_group({"params": kept})
+            others = {name: value for name, value in s.optimizer.param_groups[0].items() if name != "params"}
+            s.optimizer.add_param_group({"params": kept, **copy.deepcopy(others)})
 
     kept: list[Any] = []
     s.make_optimizer = make
@@ -1154,8 +1239,13 @@ def mean_loss_over_all_workers_after(s: Draft) -> None:
 @part("count_of_the_loop", noted="n, total")
 def decay_by_the_mean_loss_after(s: Draft) -> None:
     """Decides on what a worker that resumes in the middle of an epoch has only a part of."""
-    s.make_scheduler = lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    s.counted.append(lambda total, n, _: s.scheduler.step(s.job.mean(total / n, weight=float(n))))
+
+    def decay(total: float, n: int, _: list[float]) -> None:
+        loss = s.job.mean(total / n, weight=float(n))
+        for group in s.optimizer.param_groups:
+            group["lr"] *= 1 / (1 + loss)
+
+    s.counted.append(decay)
 
 
 @part("count_of_the_loop", noted="losses")
