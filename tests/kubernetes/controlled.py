@@ -194,8 +194,8 @@ class Controlled:
         return self.until(path, lambda job: job.get("status", {}).get("phase") == phase, seconds)
 
     def finish(self, path: str, exit_code: int = 0) -> None:
-        """Let a pod of a fake node end."""
-        pod = self.cluster.api.get(path)
+        """Let a pod of a fake node end, once its container has a status."""
+        pod = self.until(path, lambda one: one["status"].get("containerStatuses"))
         ended = {"terminated": {"exitCode": exit_code, "reason": "Completed" if exit_code == 0 else "Error"}}
         statuses = [{**s, "ready": False, "state": ended} for s in pod["status"]["containerStatuses"]]
         status = {"phase": "Failed" if exit_code else "Succeeded", "containerStatuses": statuses}
