@@ -10,4 +10,4 @@ from pathlib import Path
 
 for name in ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", "<string>"):
     for file in (name, str(Path.cwd() / name)):
-        inspect.modulesbyfile[file] = "importlib._bootstrap"  # type: ignore[attr-defined]
+        inspect.modulesbyfile[file] = "importlib._bootstrap"
