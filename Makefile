@@ -6,6 +6,8 @@ CASES ?=
 CORES ?= 0.3
 # A test waits for other processes half of its time: four tests at once keep two cores busy.
 PARALLEL ?= -n $(shell echo $$(( $$(nproc 2> /dev/null || echo 2) * 2 ))) --dist loadgroup
+# Of a few tests: each process more collects them, and starts a control plane of its own.
+FEW ?= -n 2 --dist loadgroup
 SEEDS ?= 0:200
 HISTORIES ?= 300
 KARPENTER ?= v1.13.0
@@ -15,7 +17,9 @@ REGISTRY ?= kfp-gpuquota
 TAG ?=
 IMAGES ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
-SOAKED := restarts group_liveness placement_oracle hostile_objects crds device_parts
+SOAKED := restarts group_liveness placement_oracle hostile_objects crds device_parts rough_days two_versions devcluster
+SOAKED_TESTS := dsl/test_examples elastic_runtime/test_bench_workers elastic_runtime/test_sharded_zoo \
+  security/test_training_under_attack
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 
@@ -56,11 +60,11 @@ newest: $(VENV)/.dev  ## The tests that use kfp or the client of Kubernetes, wit
 	rm -rf out/kfp out/kubernetes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target out/kfp $(KFP:%='%>=2.17,<3')
 	PYTHONPATH=out/kfp $(BIN)/python -c 'import kfp; print("kfp", kfp.__version__)'
-	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest $(PARALLEL) $(KFP_TESTS:%=tests/dsl/test_%.py)
+	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest $(FEW) $(KFP_TESTS:%=tests/dsl/test_%.py)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target out/kubernetes kubernetes
 	PYTHONPATH=out/kubernetes $(BIN)/python -c 'import kubernetes; print("kubernetes", kubernetes.__version__)'
 	$(BIN)/python -m tools.devcluster build
-	PYTHONPATH=$(CURDIR)/out/kubernetes $(BIN)/python -m pytest $(PARALLEL) $(CLIENT_TESTS:%=tests/kubernetes/test_%.py)
+	PYTHONPATH=$(CURDIR)/out/kubernetes $(BIN)/python -m pytest $(FEW) $(CLIENT_TESTS:%=tests/kubernetes/test_%.py)
 
 coverage: $(VENV)/.dev  ## Modules of which `make test` executes fewer lines than `make test-all`, by more than three points of 100
 	rm -rf out/coverage
@@ -75,10 +79,11 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 3600
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
 	CHURN_SECONDS=3600 CHURN_PER_SECOND=20 $(BIN)/python -m pytest -n 0 tests/kubernetes/test_churn.py
-	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' --timeout 7200 tests/api tests/membership tests/scheduler
+	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' --timeout 7200 tests/api tests/membership tests/scheduler \
+	  tests/kubernetes/test_plain_pods.py
 	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m slow --timeout 7200 tests/server/test_fuzz.py \
 	  $(SOAKED:%=tests/kubernetes/test_%.py)
-	SOAK=1 $(BIN)/python -m pytest -n 0 -m slow tests/test_release_images.py --timeout 3600
+	SOAK=1 $(BIN)/python -m pytest -n 0 -m slow --timeout 3600 tests/test_release_images.py $(SOAKED_TESTS:%=tests/%.py)
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 	ELASTIC_RECIPES=2000 $(BIN)/python -m pytest -n 2 -m slow tests/elastic_runtime/test_generated.py --timeout 7200
 	PIPELINES=200 $(BIN)/python -m pytest $(PARALLEL) -m slow tests/dsl/test_generated_pipelines.py --timeout 3600

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 SOAK = os.environ.get("SOAK") == "1"
+soaked = pytest.mark.skipif(not SOAK, reason="make soak runs it: CI has a test of the same paths")
 
 
 def effort(sample: int, soak: int) -> int:

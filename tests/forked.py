@@ -68,7 +68,7 @@ def _start_server(address: Path, pipe: Path, environment: dict[str, str]) -> Non
         listener.listen()
         reading = os.open(pipe, os.O_RDONLY)
         given = (listener.fileno(), reading)
-        code = "from multiprocessing.forkserver import main; "
+        code = "import gc; gc.disable(); from multiprocessing.forkserver import main; "
         code += f"main({given[0]}, {given[1]}, {[*_preloaded, LAST]!r}, sys_path={sys.path!r})"
         subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=given)
         os.close(reading)

@@ -27,7 +27,7 @@ def until(condition: Callable[[], Found | None], what: object = "", timeout_s: f
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what() if callable(what) else what}")
-        time.sleep(min(max(0.02, waited_s / 20), 0.1))
+        time.sleep(min(max(0.02, waited_s / 20), 0.3))
     return found
 
 

@@ -16,6 +16,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import Event, EventKind
 from tests.cli.conftest import PROGRAM
 from tests.conftest import kill_processes_of, processes_of
+from tests.effort import soaked
 from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def test_hugging_faces_libraries_fine_tune_while_the_size_changes(
 
 
 @pytest.mark.slow
+@soaked
 def test_the_digits_pipeline_trains_through_the_quota(embedded_cluster: EmbeddedCluster, tmp_path: Path) -> None:
     embedded_cluster.project("team-a", 2)
     command = [sys.executable, str(EXAMPLES / "digits_pipeline.py"), "--project=team-a", "--epochs=4"]
@@ -171,6 +173,7 @@ def test_four_pipelines_share_the_gpus_of_two_teams(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@soaked
 def test_interrupted_four_pipelines_leave_no_process_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-u", str(EXAMPLES / "four_pipelines.py")],

@@ -20,7 +20,7 @@ FIRST = int(os.environ.get("PIPELINES_SEED", "0"))
 GENERATED = ("executor_output.json", "command")
 """KFP's backend writes it for a container component, as the launcher does for kfp.local, which does not."""
 SAMPLE = range(8)
-SEEDS = range(FIRST, FIRST + int(os.environ.get("PIPELINES", "4")))
+SEEDS = range(FIRST, FIRST + int(os.environ.get("PIPELINES", "2")))
 
 
 @pytest.fixture

@@ -26,9 +26,12 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
+from tests.forked import preload
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+preload(__name__)
 
 
 class Staying:
@@ -135,8 +138,9 @@ def check_evaluations(directory: Path, alone: list[dict[str, Any]], *indices: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("place", "step"), [("before", 26), ("after", 26), ("before", 18), ("first", 17)])
+@pytest.mark.parametrize(
+    ("place", "step", "victim"), [("before", 26, 0), ("after", 26, 1), ("before", 18, 1), ("first", 17, 0)]
+)
 def test_nothing_is_lost_with_a_worker(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, Any]]], victim: int, place: str, step: int
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import soaked
 from tests.elastic_runtime.leftovers import processes_at
 from tests.polling import until
 
@@ -31,6 +32,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@soaked
 def test_no_worker_of_a_benchmark_outlives_a_signal_to_its_process_group(tmp_path: Path) -> None:
     """As from `timeout`, of one that stands still: the others end when they see the benchmark's flag."""
     program = tmp_path / "program.py"

@@ -18,7 +18,7 @@ from tests.elastic_runtime.zoo.generated.verdicts import HISTORIES, judge, judge
 if TYPE_CHECKING:
     from pathlib import Path
 
-SLOW_CASES, PARTS = 36, 4
+SLOW_CASES, PARTS = 16, 4
 SEED = int(os.environ.get("ELASTIC_RECIPES_SEED", "0"))
 CASES = int(os.environ.get("ELASTIC_RECIPES", str(SLOW_CASES)))
 

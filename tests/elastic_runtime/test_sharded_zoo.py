@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from elastic_runtime.sharded import files
+from tests.effort import soaked
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_zoo import train_zoo
 from tests.elastic_runtime.training import Plan, trained_alone
@@ -46,7 +47,7 @@ def grow_shrink_and_lose_one(cluster: Cluster) -> None:
         {"checkpointed": "called"},
         {"checkpointed": "called", "sharded": False},
         {"checkpointed": "wrapped"},
-        {"compiled": "whole"},
+        pytest.param({"compiled": "whole"}, marks=soaked),
         {"compiled": "blocks"},
     ],
     ids=["checkpointed", "checkpointed, replicated", "checkpoint wrappers", "compiled", "compiled blocks"],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
     from tools.devcluster import DevCluster
 
-SECONDS = float(os.environ.get("CHURN_SECONDS", "35"))
+SECONDS = float(os.environ.get("CHURN_SECONDS", "25"))
 PER_SECOND = float(os.environ.get("CHURN_PER_SECOND", "10"))
 KILLED_EVERY_S = 20.0
 OPERATOR_PAUSE_S = 0.3

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.effort import soaked
 from tests.kubernetes.conftest import REQUIRED, start_or_skip
 from tests.polling import TIMEOUT_S, until
 from tools.devcluster import Api, ApiError, DevCluster, Options, binaries, fake_nodes, image, processes
@@ -124,6 +125,7 @@ def test_kubectl_speaks_to_the_cluster(cluster: DevCluster, namespace: str) -> N
 
 
 @pytest.mark.slow
+@soaked
 def test_a_program_that_is_away_comes_back_with_its_state_and_a_killed_supervisor_takes_all_with_it(
     tmp_path: Path, cluster: DevCluster
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_program_that_is_away_comes_back_with_its_state_and_a_killed_superviso
 
 
 @pytest.mark.slow
+@soaked
 def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path, cluster: DevCluster) -> None:
     root = tmp_path / "cluster"
     starter = subprocess.Popen(

@@ -311,7 +311,7 @@ def test_the_plan_of_parts_agrees_with_kube_scheduler(world: Controlled, seed: i
 
 @pytest.mark.slow
 def test_the_plan_of_many_parts_agrees_with_kube_scheduler(world: Controlled) -> None:
-    for seed in range(2, effort(7, 60)):
+    for seed in range(2, effort(4, 60)):
         check_agreement(world, seed)
 
 

@@ -230,7 +230,7 @@ def test_each_constraint_of_the_workers_of_a_ray_cluster_is(ray_cluster: DevClus
 
 @pytest.mark.slow
 def test_random_constraints_together(ray_cluster: DevCluster, oracle: Oracle) -> None:
-    cases = (drawn_case(f"{CASE}-{seed}", seed) for seed in range(100, 100 + effort(5, 300)))
+    cases = (drawn_case(f"{CASE}-{seed}", seed) for seed in range(100, 100 + effort(3, 300)))
     oracle.check(cases, *KINDS, RAY_CLUSTER)
 
 

@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject, QuotaPolicySpec
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
+from tests.effort import effort
 
 GPUS = 6
 
@@ -147,7 +148,7 @@ class World(RuleBasedStateMachine):
             assert not self.state.jobs
 
 
-World.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+World.TestCase.settings = settings(max_examples=effort(60, 2000), stateful_step_count=40, deadline=None)
 TestAnyHistory = World.TestCase
 
 

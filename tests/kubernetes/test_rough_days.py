@@ -8,13 +8,14 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.definitions import custom_resource_definitions
+from tests.effort import effort
 from tests.kubernetes.conftest import install_crds
 from tests.kubernetes.controlled import LEASE, Controlled, pod_body
 from tests.kubernetes.installation import QUOTAS
 from tools.observer.watching import Watching
 
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-BURST = 1200
+BURST = effort(400, 1200)
 
 pytestmark = pytest.mark.slow
 

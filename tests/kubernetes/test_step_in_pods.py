@@ -267,19 +267,20 @@ def test_a_claim_that_one_pod_alone_may_use_is_the_workers(controlled: Controlle
     assert (folder / "model").read_text() == "kept"
 
 
-def launchers_image(controlled: Controlled) -> str:
-    """Load the image that images/launcher describes, and return its name."""
-    controlled.cluster.import_image(built_or_skip("launcher"))
+@pytest.fixture(scope="module")
+def launchers_image(kubelet_cluster: DevCluster) -> str:
+    """Load the image that images/launcher describes, half a gigabyte, and return its name."""
+    kubelet_cluster.import_image(built_or_skip("launcher"))
     return f"docker.io/kfp-gpuquota/launcher:{__version__}"
 
 
 def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_python_only(
-    controlled: Controlled,
+    controlled: Controlled, launchers_image: str
 ) -> None:
     controlled.cluster.import_image(built_or_skip("base"))
     image = built_images.base_name()
     seen = "import importlib.util; print('runtime', importlib.util.find_spec('elastic_runtime') is not None)"
-    steps = Steps(controlled, shout(seen, python="python3"), image, launchers_image(controlled))
+    steps = Steps(controlled, shout(seen, python="python3"), image, launchers_image)
     controlled.start()
     phase, log = steps.until_ended(steps.run())
     assert phase == "Succeeded", log
@@ -311,7 +312,7 @@ class RestrictedSteps(Steps):
     ids=["scratch", "busybox"],
 )
 def test_a_step_in_an_image_without_python_has_its_inputs_and_its_outputs(
-    controlled: Controlled, tmp_path: Path, read_only: bool, command: tuple[str, ...]
+    controlled: Controlled, launchers_image: str, tmp_path: Path, read_only: bool, command: tuple[str, ...]
 ) -> None:
     image = IMAGE
     if not read_only:
@@ -320,7 +321,7 @@ def test_a_step_in_an_image_without_python_has_its_inputs_and_its_outputs(
         image_archive.write(tmp_path / "scratch.tar", image, {"cp": program}, [])
         controlled.cluster.import_image(tmp_path / "scratch.tar")
     model = "{{$.outputs.artifacts['model'].path}}"
-    steps = RestrictedSteps(controlled, [*command, model], image, launchers_image(controlled))
+    steps = RestrictedSteps(controlled, [*command, model], image, launchers_image)
     steps.read_only = read_only
     controlled.start()
     phase, log = steps.until_ended(steps.run())

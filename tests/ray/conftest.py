@@ -52,7 +52,7 @@ class RayCluster:
 
     def start(self, *gpus: int, **head: Any) -> None:
         """Start the head with more arguments, and a raylet for each number of GPUs."""
-        self.cluster.add_node(**self._shape(0), **head)
+        self.cluster.add_node(**{**self._shape(0), **head})
         self.raylets = [self.cluster.add_node(wait=False, **self._shape(each)) for each in gpus]
         self.cluster.wait_for_nodes()
 
@@ -78,11 +78,11 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def ray_nodes(*gpus: int, port: int | None = None) -> Iterator[RayCluster]:
+def ray_nodes(*gpus: int, head_gpus: int = 0, port: int | None = None) -> Iterator[RayCluster]:
     """A Ray cluster whose raylets have these numbers of GPUs, and whose head listens on `port`."""
     cluster = RayCluster()
     try:
-        cluster.start(*gpus, **({} if port is None else {"gcs_server_port": port}))
+        cluster.start(*gpus, num_gpus=head_gpus, **({} if port is None else {"gcs_server_port": port}))
         yield cluster
     finally:
         cluster.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -30,21 +31,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 SERVE = """
 import sys
 from tests.ray.conftest import ray_nodes
-with ray_nodes(1) as nodes:
+with ray_nodes(head_gpus=1) as nodes:
     print(nodes.address, flush=True)
     sys.stdin.read()
 """
 
 
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    path = tmp_path / "token"
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ray") / "token"
     path.write_text(secrets.token_hex(32))
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def address(token_file: Path) -> Iterator[str]:
+    with serving(token_file) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(token_file: Path) -> Iterator[str]:
     """The address of a Ray cluster in a process of its own: Ray reads once for a process whether it authenticates."""
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
     pipe = subprocess.PIPE
@@ -68,19 +75,20 @@ def test_a_token_opens_a_ray_cluster_that_is_closed_without_it(address: str, tok
 
 
 def test_rays_own_token_is_used_for_the_cluster_that_is_found(
-    address: str, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text(
         token_file.read_text()
     )  # where `ray.init()` and `ray get-auth-token` store it
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_ADDRESS", address)
     nodes: Any = SimpleNamespace(address="auto")
-    with cluster_on(nodes) as cluster:
-        cluster.project("team-a", 1)
-        cluster.submit("hello", "true")
-        cluster.wait_for_phase("hello", "Succeeded")
+    with serving(token_file) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with cluster_on(nodes) as cluster:
+            cluster.project("team-a", 1)
+            cluster.submit("hello", "true")
+            cluster.wait_for_phase("hello", "Succeeded")
 
 
 READ = f"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,6 @@ from tests.ray.train_loops import (
     Seen,
     drawn,
     fail,
-    over_rows,
     over_stream,
     train,
 )
@@ -174,13 +174,15 @@ def fit_alone(function: Any, directory: Path, **options: Any) -> Any:
     return ElasticTorchTrainer(function, run_config=run, **options).fit()
 
 
-def test_an_error_of_the_loop_is_that_of_fit_and_the_next_attempt_begins_at_the_checkpoint(
+def test_an_error_of_the_loop_over_all_rows_is_that_of_fit_and_the_next_attempt_begins_at_the_checkpoint(
     raylets: Any, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
     once_more = {"failure_config": FailureConfig(max_failures=1), "callbacks": [Seen(seen)]}
-    with pytest.raises(WorkerGroupError, match=r"is broken; began at checkpoint_") as failed:
-        fit_alone(fail, tmp_path, train_loop_config={}, run=once_more)
+    dataset = ray.data.from_items([{"x": number} for number in range(20)])
+    words = rf"row {re.escape(str(list(range(20))))} is broken; began at checkpoint_"
+    with pytest.raises(WorkerGroupError, match=words) as failed:
+        fit_alone(fail, tmp_path, train_loop_config={}, run=once_more, datasets={"train": dataset})
     assert isinstance(failed.value.worker_failures[0], ValueError)
     failures = [line for line in seen.read_text().splitlines() if line.startswith("failed")]
     began = [line.partition("began at ")[2].partition("'")[0].partition("_")[0] for line in failures]
@@ -235,10 +237,3 @@ def limited(name: str, size: int) -> bool:
     except UsageError:
         return False
     return True
-
-
-@pytest.mark.slow
-def test_each_row_of_a_ray_dataset_is_trained_once_an_epoch(raylets: Any, tmp_path: Path) -> None:
-    dataset = ray.data.from_items([{"x": number} for number in range(20)])
-    result = fit_alone(over_rows, tmp_path, train_loop_config={}, datasets={"train": dataset})
-    assert result.return_value == list(range(20))

@@ -84,35 +84,23 @@ def report(epoch: int, model: torch.nn.Module) -> None:
 
 
 def fail(_config: dict[str, Any]) -> None:
-    """Fail in the first attempt after a checkpoint, and in the second one with what that began with."""
-    job = elastic.init(global_batch_size=BATCH)
-    model, optimizer, loader = job.prepare(*make())
-    before = ray.train.get_checkpoint()
-    for epoch in job.epochs(2):
-        for inputs, targets in loader:
-            job.backward(F.mse_loss(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        report(epoch, model)
-        raise ValueError(f"the data of epoch {epoch} is broken; began at {before and Path(before.path).name}")
-
-
-def over_rows(_config: dict[str, Any]) -> list[int]:
-    """Train on a Ray dataset; return which rows each epoch had."""
+    """Fail after a checkpoint, with the rows of the Ray dataset that were read and what the attempt began with."""
     rows = ray.train.get_dataset_shard("train")
     job = elastic.init(global_batch_size=4)
     model = torch.nn.Linear(1, 1)
     model, optimizer, loader = job.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(rows, batch_size=4, shuffle=True)
     )
+    before = ray.train.get_checkpoint()
     seen: list[int] = []
-    for _ in job.epochs(1):
+    for epoch in job.epochs(2):
         for batch in loader:
             seen += batch["x"].tolist()
             job.backward(model(batch["x"].float().unsqueeze(1)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    return sorted(seen)
+        report(epoch, model)
+        raise ValueError(f"row {sorted(seen)} is broken; began at {before and Path(before.path).name}")
 
 
 ROWS, STREAM_EPOCHS = 320, 4

@@ -72,7 +72,7 @@ NEEDS = st.fixed_dictionaries(
         "spread": st.booleans(),
     },
 )
-EXAMPLES = effort(20, 200)
+EXAMPLES = effort(12, 200)
 
 
 def victims(decided: Plan) -> Iterable[tuple[str, str]]:

@@ -18,7 +18,7 @@ WORST = (
 
 @pytest.mark.slow
 def test_no_attack_ends_the_service_or_costs_an_honest_job_a_step(tmp_path: Path) -> None:
-    found = coordinator_attack.measure(tmp_path, list(WORST), 2.0)
+    found = coordinator_attack.measure(tmp_path, list(WORST), 1.0)
     assert not found["ended"]
     assert found["lost_steps"] == 0
     assert found["steps"] > 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.effort import soaked
 from tests.polling import until
 from tests.security.other_user import as_root, open_to_everybody, run, start
 
@@ -76,7 +77,7 @@ def trains(job: Job) -> bool:
 
 @pytest.mark.slow
 @as_root
-@pytest.mark.parametrize(("connections", "open_files"), [(50, 0), (300, 128)])
+@pytest.mark.parametrize(("connections", "open_files"), [pytest.param(50, 0, marks=soaked), (300, 128)])
 def test_connections_of_another_user_neither_end_a_training_nor_change_its_result(
     embedded_cluster: EmbeddedCluster, tmp_path: Path, connections: int, open_files: int
 ) -> None:

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 from tests.conftest import EmbeddedCluster, running_cluster
-from tests.effort import effort
+from tests.effort import soaked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluste
         yield made
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(effort(8, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(200, marks=[pytest.mark.slow, soaked])])
 def test_no_request_breaks_the_server_or_gets_an_answer_that_is_not_described(
     cluster: EmbeddedCluster, examples: int
 ) -> None:

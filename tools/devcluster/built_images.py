@@ -99,6 +99,7 @@ def _build(name: str, archive: Path, folder: Path) -> None:
         if name == "launcher":  # this machine's Go, where the image has it
             given += [
                 f"--volume={_run('go', 'env', 'GOROOT').strip()}:/usr/local/go:ro",
+                f"--volume={_run('go', 'env', 'GOCACHE').strip()}:/root/.cache/go-build",  # it has the standard library
                 f"--build-arg=GO={base_name()}",
             ]
         dockerfile = REPOSITORY / "images" / name / "Dockerfile"
