@@ -19,8 +19,8 @@ TAG ?=
 IMAGES ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
 SOAKED := restarts group_liveness placement_oracle hostile_objects crds device_parts rough_days two_versions devcluster
-SOAKED_TESTS := dsl/test_examples elastic_runtime/test_bench_workers elastic_runtime/test_sharded_zoo \
-  security/test_training_under_attack
+SOAKED_TESTS := dsl/test_examples elastic_runtime/test_bench_workers elastic_runtime/test_rehearsal elastic_runtime/test_sharded_zoo \
+  ray/test_node_cut_off security/test_training_under_attack
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 

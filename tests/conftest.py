@@ -238,9 +238,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--plans", type=int, default=8, help="how often the Kubernetes controller is killed while it plans"
+        "--plans", type=int, default=5, help="how often the Kubernetes controller is killed while it plans"
     )
-    parser.addoption("--workers", type=int, default=20, help="simulated workers that outlive failovers")
+    parser.addoption("--workers", type=int, default=10, help="simulated workers that outlive failovers")
     parser.addoption("--failovers", type=int, default=7, help="how many kinds of failovers, of 7")
     parser.addoption("--away", type=float, default=8.0, help="seconds for which the API server is away")
     parser.addoption("--histories", default="0:60", help="seeds of the simulated histories, from:to")

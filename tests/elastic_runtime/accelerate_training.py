@@ -16,11 +16,14 @@ from torch.utils.data import DataLoader
 from elastic_runtime.errors import LoopError
 from elastic_runtime.integrations.accelerate import ElasticAccelerator
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, build
+from tests.forked import preload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from elastic_runtime.loop.job import Job
+
+preload(__name__)
 
 HELD_OUT = 37  # divided by no number of workers here
 

@@ -23,11 +23,15 @@ import elastic_runtime
 from elastic_runtime.sharded.transfer import Resharding
 from elastic_runtime.state.packing import pack
 from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, Record, backpropagate, digest
+from tests.forked import preload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
+
+SHARDED = ("agreed_saves", "collectives", "holdings", "mirror", "mode", "sharding", "shared_memory", "state", "wrap")
+preload(__name__, *(f"elastic_runtime.sharded.{name}" for name in SHARDED))
 
 WIDTH = 50  # divided by no number of workers here
 AT_CLIPPING = IN_THE_MIDDLE = 1 << 20  # reported by a worker instead of a step

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from tests.elastic_runtime.training import FEATURES, Points, Record
+from tests.forked import preload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tests.elastic_runtime.training import Gate, Plan
+
+preload(__name__)
 
 WIDTH, RANK = 30, 3
 UNFREEZES = 2  # the step after which the first layer is trained, too

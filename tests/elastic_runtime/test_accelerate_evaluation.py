@@ -26,9 +26,12 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
+from tests.forked import preload
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+preload(__name__)
 
 
 class Staying:

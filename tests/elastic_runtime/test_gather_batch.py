@@ -16,11 +16,14 @@ from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan
 from tests.elastic_runtime.zoo import driver
 from tests.elastic_runtime.zoo.parts import SCRIPTS, flat, vectors
+from tests.forked import preload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.elastic_runtime.training import Gate
+
+preload(__name__)
 
 
 def train_whole(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:

@@ -43,7 +43,7 @@ def asked() -> list[object]:
     """A history, or seeds of some."""
     if "ELASTIC_HISTORY" in os.environ:
         return [pytest.param(st.just(History.parse(os.environ["ELASTIC_HISTORY"])), 0, id="history")]
-    seeds = os.environ.get("ELASTIC_SEEDS", "0:3")
+    seeds = os.environ.get("ELASTIC_SEEDS", "0:2")
     numbers = list(range(*map(int, seeds.split(":"))) if ":" in seeds else map(int, seeds.split(",")))
     return [
         *(pytest.param(histories(), seed, id=str(seed)) for seed in numbers),

@@ -18,11 +18,14 @@ from elastic_runtime.errors import LoopError, UsageError
 from tests.elastic_runtime.adversarial import train_adversaries
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import FEATURES, Plan, Points, Record, trained_alone
+from tests.forked import preload
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+preload(__name__)
 
 PLAN = Plan(epochs=2, max_batch=None, body=train_adversaries)
 

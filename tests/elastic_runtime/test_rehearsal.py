@@ -24,6 +24,7 @@ from elastic_runtime.rehearsal.records import fingerprint_of, flattened
 from elastic_runtime.rehearsal.timetable import FAILING, FIRST, JOINED, SECOND, first_order, order_after_failure
 from elastic_runtime.rehearsal.verdict import findings_of
 from elastic_runtime.state.random_streams import RandomStreams
+from tests.effort import soaked
 from tests.elastic_runtime.zoo.parts import SCRIPTS
 from tests.elastic_runtime.zoo.rehearsing import rehearse
 from tests.elastic_runtime.zoo.silent import Attending
@@ -95,6 +96,7 @@ print("trained to its end")
 
 
 @pytest.mark.slow
+@soaked
 def test_a_language_model_with_dropout_and_masked_tokens_is_rehearsed_as_a_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "ELASTIC_REHEARSE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -28,11 +28,14 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
+from tests.forked import preload
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+preload(__name__)
 
 
 def evaluating(

@@ -28,6 +28,7 @@ from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import AT_CLIPPING, Clip, build, save_final, shard, stand_still, train
 from tests.elastic_runtime.test_sharded import Alone, check_equal, under_torchrun, undisturbed
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, backpropagate, trained_alone
+from tests.forked import preload
 from tests.polling import until
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
+
+preload(__name__)
 
 PLAN = Plan(body=train, epochs=2, options={"shard_size": 2})
 UNMIRRORED = {"ELASTIC_MIRROR": "off"}

@@ -19,10 +19,13 @@ from elastic_runtime.membership.coordinator_client import WARN_AFTER_S, Away
 from elastic_runtime.state.join_exchange import relay
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, train, trained_alone
+from tests.forked import preload
 from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+preload(__name__)
 
 
 def loader_for(plan: Plan, index: int) -> DataLoader[Any]:

@@ -21,10 +21,13 @@ from tests.elastic_runtime.sharded_training import AT_CLIPPING, Clip, train
 from tests.elastic_runtime.test_sharded import UNMIRRORED, undisturbed
 from tests.elastic_runtime.test_transfer import both
 from tests.elastic_runtime.training import Plan, Points
+from tests.forked import preload
 from tests.polling import until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+preload(__name__)
 
 
 @pytest.mark.parametrize(("norm_type", "sharded"), [(2.0, ""), (math.inf, ""), (math.inf, "plain"), (2.0, "two types")])

@@ -28,6 +28,7 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
+from tests.forked import preload
 from tests.polling import until
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from elastic_runtime.sharded.state import Parts
+
+preload(__name__)
 
 VICTIM, LAST = 1, 2
 

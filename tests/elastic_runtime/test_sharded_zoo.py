@@ -44,7 +44,7 @@ def grow_shrink_and_lose_one(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"checkpointed": "called"},
+        pytest.param({"checkpointed": "called"}, marks=soaked),
         {"checkpointed": "called", "sharded": False},
         {"checkpointed": "wrapped"},
         pytest.param({"compiled": "whole"}, marks=soaked),

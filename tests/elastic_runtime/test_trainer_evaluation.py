@@ -25,11 +25,14 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
+from tests.forked import preload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import EvalPrediction
+
+preload(__name__)
 
 BATCH = 4  # so the last one of the held-out samples has one
 HELD = DATA[:HELD_OUT]

@@ -21,7 +21,7 @@ from tests.forked import preload
 from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
 
-preload("elastic_runtime.integrations.transformers")
+preload("elastic_runtime.integrations.transformers", __name__)
 
 SCRIPT = """
 import os, pathlib, sys

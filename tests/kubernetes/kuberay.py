@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Object = dict[str, Any]
 RAY = "/apis/ray.io/v1"
-PAUSE_S = 0.05
+PAUSE_S = 0.2
 IN_TREE = "enableInTreeAutoscaling"
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SECONDS = float(os.environ.get("CHURN_SECONDS", "25"))
 PER_SECOND = float(os.environ.get("CHURN_PER_SECOND", "10"))
 KILLED_EVERY_S = 20.0
-OPERATOR_PAUSE_S = 0.3
+OPERATOR_PAUSE_S = 0.5
 STEADY_S = 300.0
 """From this length on no leader is killed in the last two thirds, and its memory is measured in the last third."""
 GROWTH = 1.1

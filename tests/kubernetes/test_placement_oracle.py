@@ -29,7 +29,7 @@ Object = dict[str, Any]
 ALONE, PODS, ELASTIC_JOB, RAY_CLUSTER = "alone", "pods", "elastic-job", "ray-cluster"
 KINDS = (PODS, ELASTIC_JOB)
 SETTLED_S = 40.0
-OPERATOR_PAUSE_S = 0.5  # there are many of them
+OPERATOR_PAUSE_S = 2.0  # there are many of them
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.effort import soaked
 from tests.polling import until
 from tests.ray.conftest import RayCluster, cluster_on, log_of
 from tests.ray.cut_off_training import check_result, is_alive, pids, workers_of
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import EmbeddedCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, soaked, pytest.mark.xdist_group("ray")]
 
 ROOT = str(Path(__file__).parents[2])
 SILENCE_S = 15.0
