@@ -470,7 +470,7 @@ def long_pod(test: Detached, field: str, name: str, gpus: int, **more: Any) -> s
     return test.pod("evil", name, gpus, **more)
 
 
-LONG = {
+LONG: dict[str, dict[str, Any]] = {
     "labels": {"metadata": {"labels": {f"k{n}": "v" for n in range(MANY)}}},
     "nodeSelector": {"nodeSelector": {f"k{n}": "v" for n in range(MANY)}},
     "nodeAffinity.required": terms(MANY, 1),
