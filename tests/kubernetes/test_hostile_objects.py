@@ -7,6 +7,7 @@ what keeps the controller alive.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,12 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import (
     LEADER_WORKER_LABEL,
     POD_GROUP_LABEL,
     VOLCANO_ANNOTATION,
+)
+from kfp_gpuquota.cluster.kubernetes.convert.pod_repulsion import (
+    ANY_NAMESPACE,
+    MOST_REPULSIONS,
+    PodRepulsions,
+    Repulsion,
 )
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES
 from kfp_gpuquota.cluster.kubernetes.managed_jobs.conversion import MANAGER
@@ -425,6 +432,106 @@ def test_a_pod_of_which_only_a_part_can_be_read_is_counted() -> None:
         assert not test.controller.quarantine.counts()
 
     run(scenario)
+
+
+MANY = 3000
+
+
+def terms(count: int, values: int) -> dict[str, Any]:
+    """A node affinity of this many terms, each with this many values."""
+    found = [
+        {"matchExpressions": [{"key": f"k{n}", "operator": "NotIn", "values": [f"v{one}" for one in range(values)]}]}
+        for n in range(count)
+    ]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": found}}
+    return {"affinity": {"nodeAffinity": required}}
+
+
+def keeping_away(count: int, values: int = 1) -> dict[str, Any]:
+    """An anti-affinity of this many terms to pods of all namespaces."""
+    found = [
+        {
+            "labelSelector": {
+                "matchExpressions": [{"key": f"k{n}", "operator": "In", "values": [f"v{v}" for v in range(values)]}]
+            },
+            "namespaceSelector": {},
+            "topologyKey": "zone",
+        }
+        for n in range(count)
+    ]
+    return {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": found}}}
+
+
+def long_pod(test: Detached, field: str, name: str, gpus: int, **more: Any) -> str:
+    more = {**more, **copy.deepcopy(LONG[field])}
+    if ports := more.pop("ports", []):
+        limits = {"limits": {labels.GPU_RESOURCE: str(gpus)}}
+        more["containers"] = [{"name": "main", "resources": limits, "ports": ports}]
+    return test.pod("evil", name, gpus, **more)
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "labels": {"metadata": {"labels": {f"k{n}": "v" for n in range(MANY)}}},
+    "nodeSelector": {"nodeSelector": {f"k{n}": "v" for n in range(MANY)}},
+    "nodeAffinity.required": terms(MANY, 1),
+    "nodeAffinity.required values": terms(1, MANY),
+    "tolerations": {"tolerations": [{"key": f"k{n}", "operator": "Exists"} for n in range(MANY)]},
+    "persistentVolumeClaim": {
+        "volumes": [{"name": f"v{n}", "persistentVolumeClaim": {"claimName": f"c{n}"}} for n in range(MANY)]
+    },
+    "resourceClaims": {"resourceClaims": [{"name": f"v{n}", "resourceClaimName": f"c{n}"} for n in range(MANY)]},
+    "resources and host ports": {
+        "ports": [{"hostPort": number, "protocol": "TCP", "hostIP": "10.0.0.1"} for number in range(1, MANY)]
+    },
+    "anti-affinity": keeping_away(MANY),
+    "anti-affinity values": keeping_away(1, MANY),
+}
+"""Pods such as a tenant may create by the thousand, by the field that is refused, or cut."""
+
+
+def leaves(kept: Any) -> int:
+    """Return the number of values in what is kept of an object."""
+    if isinstance(kept, msgspec.Struct):
+        kept = msgspec.structs.astuple(kept)
+    if isinstance(kept, dict):
+        return 2 * len(kept)
+    return sum(map(leaves, kept)) if isinstance(kept, list | tuple) else 1
+
+
+@pytest.mark.parametrize("field", LONG)
+def test_a_pod_with_a_long_list_of_anything_delays_no_other_and_is_counted(field: str) -> None:
+    async def scenario(test: Detached) -> None:
+        test.node()
+        test.team("team", 6)
+        test.team("evil")
+        long_pod(test, field, "runs", 1, node="node")
+        gated = long_pod(test, field, "waits", 1)
+        long_pod(test, field, "without", 0, node="node")
+        fits = test.pod("team", "fits", 6)
+        await test.start()
+        await planned(test, fits)
+        assert test.taken() == 7 + test.sent(gated)
+        if not field.startswith("anti-affinity"):
+            assert not test.sent(gated)
+            warnings = [body["message"] for _, path, body in test.connection.asked if path.endswith("/events")]
+            assert any(f"{field} is " in one and "of them is not planned" in one for one in warnings), warnings
+        assert all(leaves(pod) < 1500 for pod in test.controller.snapshot.pods.values())
+
+    run(scenario)
+
+
+def test_what_pods_keep_away_is_evaluated_as_far_as_that_delays_nothing() -> None:
+    """Each release of any team's pod compares it with these."""
+    found = PodRepulsions()
+    for number in range(MOST_REPULSIONS):
+        away = Repulsion((ANY_NAMESPACE,), (("app", "In", (str(number),)),))
+        found.put(f"pod{number}", (away,))
+    assert not found.keeps_away("team", {"app": "other"})
+    assert found.keeps_away("team", {"app": "7"})
+    found.put("more", (Repulsion((ANY_NAMESPACE,), (("app", "In", ("more",)),)),))
+    assert found.keeps_away("team", {"app": "other"})
+    found.drop("more")
+    assert not found.keeps_away("team", {"app": "other"})
 
 
 def test_an_object_that_can_no_longer_be_read_is_not_taken_for_gone() -> None:

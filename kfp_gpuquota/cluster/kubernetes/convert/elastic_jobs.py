@@ -9,7 +9,7 @@ import msgspec
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, CountedJobSpec, part_weights
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import constraints_of
-from kfp_gpuquota.cluster.kubernetes.convert.pods import claims_of, short_name
+from kfp_gpuquota.cluster.kubernetes.convert.pods import check_lengths, claims_of, short_name
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, resource_requests_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
@@ -72,8 +72,10 @@ def job_spec_of(
     """
     spec, template = job.spec, completed(template_of(job), requests or {})
     kept = () if spec.checkpoint is None else (spec.checkpoint.claim_name,)
-    constraints = constraints_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
+    claims = (*claims_of(template), *kept)
+    constraints = constraints_of(template).bounded().within(volume_terms(job.metadata.namespace, claims))
     needs = resource_requests_of(template)
+    check_lengths(job.metadata.labels, claims, template.resource_claims, needs)
     resources, weights = counted(job, template, needs.others)
     chosen = {
         **as_read(spec),

@@ -22,6 +22,7 @@ from kfp_gpuquota.api.affinity import (
     within,
 )
 from kfp_gpuquota.api.affinity import TolerationOperator as Tolerates
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import check_length
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import core_types
 
 
+MOST_VALUES: Final = 1024  # of all conditions of a pod on nodes together
 OUTSIDE_POOLS: Final = Requirement(labels.POOL, Operator.DOES_NOT_EXIST)
 
 
@@ -72,14 +74,27 @@ class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
         if not self.terms or not all(term.requirements and _is_pin(term.requirements[-1]) for term in self.terms):
             return self
         terms = tuple(NodeTerm(term.requirements[:-1]) for term in self.terms)
-        return _shared(NodeConstraints(self.selector, () if terms == (NodeTerm(()),) else terms, self.tolerations))
+        return NodeConstraints(self.selector, () if terms == (NodeTerm(()),) else terms, self.tolerations)
 
     def within_any_pool(self) -> NodeConstraints:
         """Return the constraints without the exclusion of pools, which the plan applies to all pods without a pool."""
         if not any(OUTSIDE_POOLS in term.requirements for term in self.terms):
             return self
         terms = tuple(NodeTerm(tuple(r for r in term.requirements if r != OUTSIDE_POOLS)) for term in self.terms)
-        return _shared(NodeConstraints(self.selector, () if NodeTerm(()) in terms else terms, self.tolerations))
+        return NodeConstraints(self.selector, () if NodeTerm(()) in terms else terms, self.tolerations)
+
+    def bounded(self) -> NodeConstraints:
+        """Return one object for equal constraints: thousands of pods have the same. Raises InvalidFieldError.
+
+        Each node is compared with each condition in each plan, so a tenant's pod of a megabyte would stop all plans.
+        """
+        requirements = [requirement for term in self.terms for requirement in term.requirements]
+        values = sum(len(one.values) for one in requirements)
+        check_length("nodeSelector", len(self.selector))
+        check_length("affinity.nodeAffinity.required", len(requirements))
+        check_length("affinity.nodeAffinity.required values", values, MOST_VALUES)
+        check_length("tolerations", len(self.tolerations))
+        return _shared(self)
 
     def within(self, terms: tuple[NodeTerm, ...]) -> NodeConstraints:
         """Return the constraints restricted to nodes that satisfy one of these terms as well."""
@@ -90,13 +105,13 @@ _OPERATORS = frozenset(Operator)
 
 
 def constraints_of(spec: core_types.PodSpec) -> NodeConstraints:
-    """Return the pod's constraints; pods of one template share one object. Raises InvalidFieldError."""
+    """Return the pod's constraints, of any size. Raises InvalidFieldError."""
     terms: tuple[NodeTerm, ...] = ()
     affinity = spec.affinity.node_affinity if spec.affinity else None
     if affinity is not None and affinity.required is not None:
         terms = terms_of(affinity.required)
     tolerations = tuple(t for t in map(_toleration, spec.tolerations) if t is not None)
-    return _shared(NodeConstraints(tuple(sorted(spec.node_selector.items())), terms, tolerations))
+    return NodeConstraints(tuple(sorted(spec.node_selector.items())), terms, tolerations)
 
 
 def _is_pin(last: Requirement) -> bool:
@@ -105,7 +120,6 @@ def _is_pin(last: Requirement) -> bool:
 
 @lru_cache(4096)
 def _shared(constraints: NodeConstraints) -> NodeConstraints:
-    """Return one object for equal constraints: thousands of pods have the same."""
     return constraints
 
 

@@ -83,6 +83,7 @@ def own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
 
     The pool that a label requests is left out at every stage: the plan considers only nodes of that pool anyway, and an
     admission to a stand-in adds it to the node selector, where it may have been before. So is the exclusion of pools.
+    Raises InvalidFieldError.
     """
     spec, annotations = pod.spec, pod.metadata.annotations or {}
     selector = spec.node_selector
@@ -92,7 +93,7 @@ def own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
     constraints = constraints_of(spec)
     not_pinned = labels.OPENED in annotations or labels.RESERVED_ON in annotations
     pinned = gate is None and labels.DEVICES in annotations and not not_pinned
-    return constraints.unpinned() if pinned else constraints.within_any_pool()
+    return (constraints.unpinned() if pinned else constraints.within_any_pool()).bounded()
 
 
 def opened_on(annotations: Mapping[str, str]) -> str:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import LabelSelector, PodAffinityTerm, PodSpec
 
 ANY_NAMESPACE: Final = "*"
+MOST_TERMS: Final = 64  # of one pod
+MOST_ENTRIES: Final = 256  # of one term: requirements, their values, namespaces
+MOST_REPULSIONS: Final = 4096  # different ones, of all pods in any namespace or in one
 
 Requirement = tuple[str, str, tuple[str, ...]]
 
@@ -33,12 +36,18 @@ class Repulsion(msgspec.Struct, frozen=True, gc=False):
         return all(_satisfied(labels.get(key), operator, values) for key, operator, values in self.requirements)
 
 
+EVERYTHING: Final = Repulsion((ANY_NAMESPACE,), ())
+"""Of a pod whose anti-affinity is longer than what is evaluated. What may be kept away is not pinned, which is safe."""
+
+
 def repulsions_of(spec: PodSpec, namespace: str) -> tuple[Repulsion, ...]:
     """Return what the pod's required anti-affinity keeps away; pods of one template share one object."""
     affinity = spec.affinity
     if affinity is None or affinity.pod_anti_affinity is None:
         return ()
     terms = affinity.pod_anti_affinity.required
+    if len(terms) > MOST_TERMS:
+        return (EVERYTHING,)
     return tuple(_shared(_repulsion(term, namespace, term.label_selector)) for term in terms if term.label_selector)
 
 
@@ -47,7 +56,9 @@ def _repulsion(term: PodAffinityTerm, namespace: str, selector: LabelSelector) -
     namespaces = (ANY_NAMESPACE,) if term.namespace_selector is not None else term.namespaces or (namespace,)
     labels = ((key, "In", (value,)) for key, value in selector.match_labels.items())
     more = ((one.key, one.operator, one.values) for one in selector.match_expressions)
-    return Repulsion(namespaces, tuple(sorted((*labels, *more))))
+    requirements = tuple(sorted((*labels, *more)))
+    entries = sum(1 + len(values) for _, _, values in requirements)
+    return EVERYTHING if entries + len(namespaces) > MOST_ENTRIES else Repulsion(namespaces, requirements)
 
 
 @lru_cache(4096)
@@ -90,6 +101,9 @@ class PodRepulsions:
                     del self._counts[namespace][repulsion]
 
     def keeps_away(self, namespace: str, labels: Mapping[str, str]) -> bool:
-        """Return whether any pod's anti-affinity applies to a pod with these labels."""
-        found = (repulsion for key in (namespace, ANY_NAMESPACE) for repulsion in self._counts.get(key, ()))
+        """Return whether any pod's anti-affinity applies to a pod with these labels, or too many may."""
+        given = [self._counts[key] for key in (namespace, ANY_NAMESPACE) if key in self._counts]
+        if sum(map(len, given)) > MOST_REPULSIONS:
+            return True
+        found = (repulsion for counts in given for repulsion in counts)
         return any(repulsion.applies_to(labels) for repulsion in found)

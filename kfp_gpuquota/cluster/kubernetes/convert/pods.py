@@ -45,9 +45,11 @@ from kfp_gpuquota.cluster.kubernetes.convert.pod_status import (
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import DeviceClaim, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
+    MOST_ENTRIES,
     NOTHING,
     ResourceRequests,
     bounded_number,
+    check_length,
     gpus_of,
     resource_requests_of,
     weights_in,
@@ -57,7 +59,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sized
 
     from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, OwnerReference, Pod, PodSpec
@@ -101,7 +103,7 @@ def _plain_view(pod: Pod, problem: str) -> PodView:
     node = spec.node_name or ("" if gate_of(pod) else sent_to(pod))
     stage = _stage(pod, node, None)
     needs, weights = (NOTHING, ()) if gpus or owner is not None else _plain_needs(pod)
-    device_claims = device_claims_of(pod)
+    device_claims = device_claims_of(pod)[:MOST_ENTRIES]
     counted = gpus or weights or owner is not None or device_claims
     return PodView(
         uid=meta.uid,
@@ -166,6 +168,8 @@ def pod_view(pod: Pod) -> PodView:
     device_claims = device_claims_of(pod)
     if not gpus and not weights and not device_claims:
         return _non_gpu_view(pod)
+    claims = claims_of(spec)
+    check_lengths(meta.labels, claims, device_claims, needs)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -192,7 +196,7 @@ def pod_view(pod: Pod) -> PodView:
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
         constraints=own_constraints(pod, gate),
-        claims=claims_of(spec),
+        claims=claims,
         needs=needs,
         device_claims=device_claims,
         claimed=_claimed(meta, gate),
@@ -212,6 +216,14 @@ def pod_view(pod: Pod) -> PodView:
         unhealthy_gpu=unhealthy_gpu(pod),
         **{**_options(meta.labels, meta.annotations or {}), **(_gang(pod) if gate is None and not elastic else {})},
     )
+
+
+def check_lengths(given: Sized, claims: Sized, device_claims: Sized, needs: ResourceRequests) -> None:
+    """Raise InvalidFieldError if a pod or a template has more of something than the plan considers."""
+    check_length("labels", len(given))
+    check_length("volumes.persistentVolumeClaim", len(claims))
+    check_length("resourceClaims", len(device_claims))
+    check_length("resources and host ports", len(needs.others))
 
 
 def _maker_kind(owner: OwnerReference, given: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ each init container with the sidecars started before it; plus the overhead of th
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import islice
 from math import ceil, floor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MILLI: Final = 1000
 MAX_WEIGHT: Final = 64  # GPUs that one unit of another resource may count as
 MAX_DEVICES: Final = 4096  # of one pod or node: more than any machine has, also in slices
+MOST_ENTRIES: Final = 256
+"""The longest list in a pod that is planned: of labels, conditions on nodes, resources and host ports, or claims."""
 CLAIM_TEMPLATE: Final = "ResourceClaimTemplate "
 """Before the name of a template whose devices count: no resource's name has a space."""
 _LONGEST: Final = 18  # digits: a number that a label or an annotation may hold
@@ -58,9 +61,13 @@ def resource_requests_of(spec: PodSpec) -> ResourceRequests:
 
 
 def ports_of(spec: PodSpec) -> Resources:
-    """Return the host ports of the pod's containers as amounts: see WHOLE_PORT. Init containers take none."""
+    """Return the host ports of the pod's containers as amounts: see WHOLE_PORT. Init containers take none.
+
+    Of a pod with more than MOST_ENTRIES the others are left out.
+    """
     amounts: dict[str, int] = {}
-    for port in (port for container in spec.containers for port in container.ports if port.host_port):
+    ports = (port for container in spec.containers for port in container.ports if port.host_port)
+    for port in islice(ports, MOST_ENTRIES + 1):
         name = f"{PORT_PREFIX}{port.protocol}/{port.host_port}"
         if port.host_ip in _ANY_ADDRESS:
             amounts[name] = WHOLE_PORT
@@ -120,6 +127,12 @@ def requests_any(spec: PodSpec, names: Container[str]) -> bool:
     if any(str(amount) != "0" for resources in given for name, amount in resources.items() if name in names):
         return True
     return any(f"{CLAIM_TEMPLATE}{one.resource_claim_template_name}" in names for one in spec.resource_claims)
+
+
+def check_length(field: str, length: int, most: int = MOST_ENTRIES) -> None:
+    """Raise InvalidFieldError for a list of a pod that is longer than the plan considers."""
+    if length > most:
+        raise InvalidFieldError(field, length, f"a pod with more than {most} of them is not planned")
 
 
 @lru_cache(4096)
