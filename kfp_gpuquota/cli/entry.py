@@ -15,6 +15,7 @@ HELP_WIDTH = 80
 
 def main() -> None:
     """Run the command line, if what it needs is installed."""
+    _open_closed_streams()
     if sys.argv[1:] in (["--help"], ["-h"]) and _shows_help():
         return
     import importlib.util  # noqa: PLC0415 (help needs none)
@@ -25,6 +26,18 @@ def main() -> None:
     from kfp_gpuquota.cli.main import main as run  # noqa: PLC0415
 
     run()
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for standard streams that the caller has closed, as some schedulers of commands do.
+
+    Otherwise the next file or socket that is opened gets the number of one of them, and what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            while (opened := os.open(os.devnull, os.O_RDWR)) < number:
+                pass
+            setattr(sys, name, open(opened, "w" if number else "r", encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def _shows_help() -> bool:

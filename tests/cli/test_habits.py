@@ -346,6 +346,13 @@ def test_output_that_cannot_be_written_is_one_sentence(team: Cli) -> None:
     assert (done.returncode, done.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
 
 
+def test_standard_streams_may_be_closed(team: Cli) -> None:
+    for closed in (">&-", "<&- >&- 2>&-"):
+        command = ["sh", "-c", f'exec "$0" list {closed}', PROGRAM]
+        done = subprocess.run(command, env=team.environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), closed
+
+
 def test_a_directory_that_cannot_be_is_one_sentence(team: Cli) -> None:
     bare = {name: value for name, value in team.environment.items() if name != "GPUQUOTA_HOME"}
     for changed, sentence in (

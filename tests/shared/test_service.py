@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from tests.polling import TIMEOUT_S
 from tests.shared.people import MARKS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.shared.conftest import Users
 
 pytestmark = MARKS
@@ -68,6 +71,15 @@ def test_words_are_quoted_for_systemd(word: str, written: str) -> None:
     assert f" {written}\n" in unit(["start", word])
 
 
+@contextmanager
+def ended_at_last(process: subprocess.Popen[str]) -> Iterator[None]:
+    """End the process after the block, also if it has failed; `Popen` alone would wait for its end."""
+    try:
+        yield
+    finally:
+        process.terminate()
+
+
 def test_the_service_reports_to_systemd_when_it_serves_and_runs_in_the_foreground(tmp_path: Path, users: Users) -> None:
     notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     notified.bind(str(tmp_path / "notify"))
@@ -78,7 +90,10 @@ def test_the_service_reports_to_systemd_when_it_serves_and_runs_in_the_foregroun
         "NOTIFY_SOCKET": str(tmp_path / "notify"), "INVOCATION_ID": "1",
     }  # fmt: skip
     words = ["cluster", "start", "--shared", "--gpus", "2", "--cpu-slots", "--foreground"]
-    with subprocess.Popen([GPUQUOTA, *words], env=environment, stderr=subprocess.PIPE, text=True) as service:
+    with (
+        subprocess.Popen([GPUQUOTA, *words], env=environment, stderr=subprocess.PIPE, text=True) as service,
+        ended_at_last(service),
+    ):
         assert notified.recv(100).decode() == f"READY=1\nMAINPID={service.pid}"
         assert connect({"GPUQUOTA_SHARED_SOCKET": str(path), "XDG_STATE_HOME": str(tmp_path)}).health().shared
         ((status, _),) = users.eve.ask(path, [("GET", "/v1/nodes", None)])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Phase, pipeline_labels
 from kfp_gpuquota.web.source import RunStep
-from kfp_gpuquota.web.views.pipelines import MOST_ON_PAGE, MOST_OTHERS, RUNS
+from kfp_gpuquota.web.views.pipelines import MOST_OF_RUN, MOST_ON_PAGE, RUNS
 from tests.web.listed import NOW, Cluster, job
 from tests.web.visitor import Tags
 
@@ -61,11 +61,26 @@ def test_a_run_of_thousands_of_pods_shows_those_that_are_not_fine_and_the_newest
     loads = [step(f"loop.{index}", "Succeeded", NOW - 9000 + index / 10) for index in range(10_000)]
     source.steps = (step("bad", "Failed", NOW - 9999), *loads, step("slow", "Running", NOW - 9990))
     ((*others,),) = rows(source).values()
-    assert len(others) == MOST_OTHERS + 1
+    assert len(others) == MOST_OF_RUN + 1
     assert [row.partition("no GPU")[0] for row in others[:3]] == ["bad", "slow", "loop.9802"]
     shown = source.show("/pipelines").lists["runs"]["run-0a1b"]
     assert "9802 more steps without a GPU, older ones, are not shown." in shown
     assert len(shown) < 200_000
+
+
+def test_a_run_of_thousands_of_jobs_shows_those_that_are_not_fine_and_the_newest() -> None:
+    labels = {pipeline_labels.RUN: "0a1b", pipeline_labels.TASK: "train"}
+    bad = job("bad", labels=labels, phase=Phase.FAILED, submitted_at=NOW - 9000)
+    done = [
+        job(f"t-{index}", labels=labels, phase=Phase.SUCCEEDED, submitted_at=NOW - 5000 + index)
+        for index in range(3000)
+    ]
+    source = Cluster([bad, *done])
+    shown = source.show("/pipelines").lists["runs"]["run-0a1b"]
+    assert shown.count("<tr>") == MOST_OF_RUN + 1
+    assert ">bad<" in shown
+    assert ">t-2999<" in shown
+    assert "2801 more jobs, older ones, are on the queue" in shown
 
 
 def test_many_runs_of_many_steps_are_a_page_of_a_bounded_size() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import pipeline_labels
+from kfp_gpuquota.api import Phase, pipeline_labels
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import render
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.web.source import RunStep, Source
 
 RUNS: Final = 100
-MOST_OTHERS: Final = 200
+MOST_OF_RUN: Final = 200
 MOST_ON_PAGE: Final = 2000
-"""How many steps without GPUs of a run are shown, and of all runs: a loop over data may have thousands of them."""
+"""How many steps that are jobs, and as many others, are shown of a run and of all: a loop may have thousands."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,23 @@ class Step:
     waited_s: float
     ran_s: float | None
 
+    @property
+    def submitted_at(self) -> float:
+        """Return when its job was submitted, in seconds since the epoch."""
+        return self.job.status.submitted_at
+
 
 @dataclass(frozen=True)
 class Run:
-    """A run's steps that are jobs of the cluster, and `others` that use no GPU; the first submitted first."""
+    """A run's steps that are jobs of the cluster, and `others` that use no GPU; the first submitted first.
+
+    At most `most` of each are shown: without older ones that have succeeded, then older ones.
+    """
 
     id: str
     steps: tuple[Step, ...]
     others: tuple[RunStep, ...] = ()
-    left_out: int = 0
+    most: int | None = None
 
     @property
     def name(self) -> str:
@@ -49,15 +57,18 @@ class Run:
 
     @property
     def rows(self) -> list[Step | RunStep]:
-        """Return all steps in the order in which they were submitted."""
-        submitted = [(step.job.status.submitted_at, step) for step in self.steps]
-        both: list[tuple[float, Step | RunStep]] = [*submitted, *((step.submitted_at, step) for step in self.others)]
-        return [step for _, step in sorted(both, key=lambda one: one[0])]
+        """Return the shown steps in the order in which they were submitted."""
+        jobs = sorted(self.steps, key=lambda step: (step.job.status.phase is Phase.SUCCEEDED, -step.submitted_at))
+        others = sorted(self.others, key=lambda step: (step.phase == "Succeeded", -step.submitted_at))
+        both: list[Step | RunStep] = [*jobs[: self.most], *others[: self.most]]
+        return sorted(both, key=lambda step: step.submitted_at)
 
-    def bounded(self, most: int) -> Run:
-        """Return the run with so many of the `others`: without older ones that have succeeded, then older ones."""
-        kept = sorted(self.others, key=lambda step: (step.phase == "Succeeded", -step.submitted_at))[:most]
-        return replace(self, others=tuple(kept), left_out=len(self.others) - len(kept))
+    @property
+    def left_out(self) -> tuple[int, int]:
+        """Return how many jobs and other steps are not shown."""
+        if self.most is None:
+            return 0, 0
+        return max(0, len(self.steps) - self.most), max(0, len(self.others) - self.most)
 
     @property
     def projects(self) -> tuple[str, ...]:
@@ -67,7 +78,7 @@ class Run:
     @property
     def began(self) -> float:
         """Return when its first step was submitted, in seconds since the epoch."""
-        return self.steps[0].job.status.submitted_at
+        return self.steps[0].submitted_at
 
 
 def runs(jobs: Iterable[Job], project: str, now: float, pods: Iterable[RunStep] = ()) -> list[Run]:
@@ -98,11 +109,11 @@ def elements(source: Source, site: SiteConfig, project: str) -> Elements:
     steps = source.run_steps()
     found = runs(source.jobs(), project, now, steps)
     shown = found[:RUNS]
-    most = min(MOST_OTHERS, MOST_ON_PAGE // max(1, len(shown)))
+    most = min(MOST_OF_RUN, MOST_ON_PAGE // max(1, len(shown)))
     counts = render("pipeline_counts.html", shown=len(shown), total=len(found), whole=bool(steps))
     rows = {
         f"run-{run.id}": render(
-            "pipeline_run.html", run=run.bounded(most), now=now, base=site.base, addresses=addresses(site, run)
+            "pipeline_run.html", run=replace(run, most=most), now=now, base=site.base, addresses=addresses(site, run)
         )
         for run in shown
     }
