@@ -16,18 +16,20 @@ TIMEOUT_S = 300.0
 Tests have no shorter patience of their own."""
 
 
-def until(condition: Callable[[], Found | None], what: object = "", timeout_s: float = TIMEOUT_S) -> Found:
+def until(
+    condition: Callable[[], Found | None], what: object = "", timeout_s: float = TIMEOUT_S, pause_s: float = 0.3
+) -> Found:
     """Return the result of `condition` as soon as it is true.
 
-    It is asked less often the longer it takes: a question to an API server costs both sides milliseconds. Raises
-    TimeoutError with `what`, or with its result if it is callable.
+    It is asked less often the longer it takes, down to each `pause_s`: a question to an API server costs both sides
+    milliseconds. Raises TimeoutError with `what`, or with its result if it is callable.
     """
     began = time.monotonic()
     while not (found := condition()):
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what() if callable(what) else what}")
-        time.sleep(min(max(0.02, waited_s / 20), 0.3))
+        time.sleep(min(max(0.02, waited_s / 20), pause_s))
     return found
 
 

@@ -29,6 +29,7 @@ Object = dict[str, Any]
 ALONE, PODS, ELASTIC_JOB, RAY_CLUSTER = "alone", "pods", "elastic-job", "ray-cluster"
 KINDS = (PODS, ELASTIC_JOB)
 SETTLED_S = 40.0
+PAUSE_S = 1.0  # each look lists hundreds of pods
 OPERATOR_PAUSE_S = 2.0  # there are many of them
 
 
@@ -68,9 +69,9 @@ class Oracle:
             self._create_environment(one, kind)
         for one, kind in sides:
             self._create_tested(one, kind)
-        until(lambda: self._settled_alone(cases))
+        until(lambda: self._settled_alone(cases), pause_s=PAUSE_S)
         with contextlib.suppress(TimeoutError):
-            until(lambda: not self._problems(cases, kinds), timeout_s=SETTLED_S)
+            until(lambda: not self._problems(cases, kinds), timeout_s=SETTLED_S, pause_s=PAUSE_S)
         return self._problems(cases, kinds)
 
     def _settled_alone(self, cases: list[Case]) -> bool:
