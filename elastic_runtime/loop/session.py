@@ -412,6 +412,7 @@ class Session(StepCalls):
         micro, counted, repeated = step.micro, step.state in COUNTED, step.state is StepState.REPEATED
         changed, self._moved = self._moved, False
         step.end()
+        self._state.in_iteration = False
         if self.reruns:
             self._end_rerun()
             return False
@@ -444,6 +445,7 @@ class Session(StepCalls):
         micro, counted = self._step.micro, self._step.state in COUNTED
         if micro is not None:
             self._step.pause()
+            self._state.in_iteration = True
             if not counted:
                 self._count(micro)
         if self._restored is not None:
@@ -480,6 +482,7 @@ class Session(StepCalls):
         if micro is not None:
             self.without_gradients = step.state in {StepState.COMPUTED, StepState.REPEATED}
         step.abandon()
+        self._state.in_iteration = False
         if counts and micro is not None:
             self._count(micro)
         if self.reruns:

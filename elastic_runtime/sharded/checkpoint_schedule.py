@@ -223,16 +223,15 @@ class Checkpoints:
             self._replicated.save_if_due(state.position, partial(self._capture, state))
 
     def now(self, state: TrainingState) -> None:
-        """Save before returning, unless the code after the loader's loop has changed parameters or moments."""
+        """Save before returning, unless a resume would leave out a part of an iteration, or run code again that has
+        changed parameters or moments.
+        """
         if self.sharding:
             self.sharding.saves.save_now()
         elif _is_intact(state):
             self._replicated.save_now(state.position, partial(self._capture, state))
         else:
-            _log.warning(
-                "the code after the loader's loop was interrupted, and has changed parameters or optimizer state: they "
-                "are not saved, and the steps since the last checkpoint are trained again"
-            )
+            _log.warning(_IN_ITERATION if state.in_iteration else _CHANGED_AFTER_LOOP)
 
     def in_time(self, state: TrainingState, mode: Mode, stable_state: StableState, *, leader: bool) -> bool:
         """From another thread: rank 0 saves the state of the beginning of a step that takes long. Whether that is all.
@@ -261,9 +260,19 @@ class Checkpoints:
         return _rewound(state, {**state.capture(), "streams": self._streams.capture()})
 
 
+_IN_ITERATION = (
+    "an iteration was interrupted after its step, in job.repeat or job.mean: its state is not saved, and the steps "
+    "since the last checkpoint are trained again"
+)
+_CHANGED_AFTER_LOOP = (
+    "the code after the loader's loop was interrupted, and has changed parameters or optimizer state: they are not "
+    "saved, and the steps since the last checkpoint are trained again"
+)
+
+
 def _is_intact(state: TrainingState) -> bool:
     """Return whether the state, or that of the end of the loader's loop, is the one to continue from."""
-    return state.between_loops is None or state.between_loops.is_intact()
+    return not state.in_iteration and (state.between_loops is None or state.between_loops.is_intact())
 
 
 def _rewound(state: TrainingState, captured: dict[str, Any]) -> dict[str, Any]:

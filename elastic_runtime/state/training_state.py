@@ -73,6 +73,7 @@ class TrainingState:
     noise: Stateful | None = None  # of the gradients; None: it is not measured
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
+    in_iteration: bool = False  # whose step counts already: the rest of it would be left out by a resume
     round_is_shared: bool = True  # and all others come to it, since the last loss of a sharded training
     awaited: bool = False  # others, the sender of the state among them, are in a round that this worker has not begun
     epoch_start: dict[str, Any] | None = None  # see EpochStart; None: nothing is kept

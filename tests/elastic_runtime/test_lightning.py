@@ -45,6 +45,8 @@ IN_SAMPLE = (
     "with:2 kill:5:0",
     "join:1 leave:6 join:13",
     "crash:6 join:9",
+    "evict_after:1",
+    "evict_left:2 with:2",
 )
 
 

@@ -190,10 +190,10 @@ def test_an_evicted_job_saves_one_copy_and_goes_on_with_any_layout(tmp_path: Pat
         cluster.wait_for_end(0, 1, 2, 3)
         assert [saved.ranks for saved in files.whole_ones(f"{tmp_path}/checkpoints")] == [2]
         assert len(list((tmp_path / "checkpoints").iterdir())) == 2
-        cluster.hold_at(15)
+        cluster.hold_at(25)  # the last step of the second epoch
         cluster.plan = replace(PLAN, options={})
         cluster.target(4, 5, 6)
-        cluster.wait_until_at(15, 4, 5, 6)
+        cluster.wait_until_at(25, 4, 5, 6)
         cluster.target()
         cluster.wait_until_prepared()
         cluster.let_go()

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from elastic_runtime.membership.torchrun import agree_on_round
+from tests.elastic_runtime.test_repeat import evaluating
 from tests.elastic_runtime.training import Plan, train
 from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
@@ -38,9 +39,31 @@ training.train(training.Plan(), rank, pathlib.Path(sys.argv[1]), Gate())
 """
 
 
-def torchrun(python: tuple[str, ...], folder: Path, nodes: int, workers: int) -> None:
+EVALUATING = """
+import os, pathlib, signal, sys
+from tests.elastic_runtime import test_repeat
+from tests.elastic_runtime.training import Plan
+
+rank, killed = int(os.environ["RANK"]), pathlib.Path(sys.argv[1], "killed")
+
+class Gate:
+    def pass_through(self, index, step):
+        pass
+
+def die(gate, index):
+    if not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+test_repeat.stay_until_killed = die
+plan = Plan(body=test_repeat.evaluating, options={"victim": 1, "when": "after", "step": 17})
+test_repeat.evaluating(plan, rank, pathlib.Path(sys.argv[1]), Gate())
+"""
+
+
+def torchrun(python: tuple[str, ...], folder: Path, nodes: int, workers: int, script: str = SCRIPT) -> None:
     """So many of torchrun, as on so many nodes; all end well. `python` runs it and the script."""
-    (folder / "script.py").write_text(SCRIPT)
+    (folder / "script.py").write_text(script)
     command = [*python, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={workers}"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     command += ["--no-python", *python, str(folder / "script.py"), str(folder)]
@@ -76,6 +99,24 @@ def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(
             torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5)
     rows = [json.loads(line) for line in (tmp_path / "report-0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["event"] == "restored"] == [17]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_in_an_evaluation_leaves_out_nothing_of_its_iteration(
+    forked_python: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A scheduler steps after it."""
+    torchrun(forked_python, tmp_path, nodes=1, workers=2, script=EVALUATING)
+    assert (tmp_path / "killed").exists()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    evaluating(Plan(), 0, alone, None)
+    expected = torch.load(alone / "final-0.pt")
+    for rank in range(2):
+        got = torch.load(tmp_path / f"final-{rank}.pt")
+        assert got["step"] == expected["step"]
+        for name, value in expected["model"].items():
+            torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5)
 
 
 WAITING = """
