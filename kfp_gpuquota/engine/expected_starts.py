@@ -101,7 +101,13 @@ class RunTimesOfWaiting:
                 ran.setdefault(key, []).append(_ran_s(job, at))
         several = {key: times[-MOST:] for key, times in ran.items() if len(times) >= FEWEST}
         known = {key: RunTime(tuple(sorted(times))).left(0.5) for key, times in several.items()}
-        return {uid: next((known[key] for key in _keys(self._book.jobs[uid]) if key in known), None) for uid in uids}
+        jobs = (self._book.jobs[uid] for uid in uids)
+        return {job.uid: next((known[key] for key in _closer_keys(job) if key in known), None) for job in jobs}
+
+
+def _closer_keys(job: JobRecord) -> Iterator[Key]:
+    """Yield the keys that say more about the job's run time than its own declared maximum does."""
+    return (key for key in _keys(job) if key[1] != "project" or job.spec.max_runtime_s is None)
 
 
 def _run_time(job: JobRecord, examples: Mapping[Key, tuple[float, ...]], now: float) -> RunTime:

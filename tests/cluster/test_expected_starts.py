@@ -80,12 +80,13 @@ def test_the_number_or_hash_at_the_end_of_a_name_does_not_count() -> None:
 
 def test_the_scheduler_gets_expected_run_times_where_the_shortest_job_is_first_once_until_another_has_ended() -> None:
     jobs = [record(f"a{i}", ended(seconds)) for i, seconds in enumerate((10, 20, 600))]
-    records = book(*jobs, record("a7", WAITING), record("other", WAITING, command="other"))
+    timed = record("timed", WAITING, command="timed", max_runtime_s=7200.0)
+    records = book(*jobs, record("a7", WAITING), record("other", WAITING, command="other"), timed)
     waiting = RunTimesOfWaiting(records)
     world = World()
     for order in (Order.FAIR, Order.SHORTEST):
         world.project("team", 1, order=order)
-        for name in ("a7", "other"):
+        for name in ("a7", "other", "timed"):
             if order is Order.FAIR:
                 world.submit(name, "team")
         found = {event.uid: event.seconds for event in waiting.changes(world.state)}

@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api import Order, Phase, ReasonCode
 from kfp_gpuquota.api.job_sentences import place_of
 from kfp_gpuquota.api.queue import Queued, queued
 
@@ -51,8 +51,9 @@ class Board:
         return self._facts
 
     def place(self, job: Job) -> str:
-        """Return the place of a waiting job in its project; "" for another one."""
-        return self.facts.place(job)
+        """Return the place of a waiting job in its project; "" for another one, and where it changes with time."""
+        shortest = {view.project.name for view in self.source.projects() if view.project.order is Order.SHORTEST}
+        return "" if job.spec.project in shortest else self.facts.place(job)
 
     def nodes(self) -> tuple[NodeView, ...]:
         """Return all nodes in the order of their names; one that is equal to what it was is the same object."""
