@@ -362,6 +362,29 @@ def test_an_elastic_job_takes_whole_gpus_of_a_divided_driver_only(world: Control
     remove_nodes(world, "whole-0")
 
 
+def test_parts_that_are_requested_without_a_claim_are_refused_by_name(world: Controlled) -> None:
+    """Kubernetes lets containers request a class's devices as a resource; no node has parts of GPUs as one."""
+    add_node(world, "named-0", *divided_gpu())
+    team, path = team_of(world, guaranteed=1)
+    limits = {"limits": {f"{CLASS_PREFIX}{MIG}": "1"}}
+    containers = [{"name": "main", "image": "none", "resources": limits}]
+    noted = {labels.GPU_WEIGHTS: f"{CLASS_PREFIX}{MIG}=1"}
+    gates = [{"name": labels.QUOTA_GATE}]
+    spec = {"containers": containers, "schedulingGates": gates}
+    world.cluster.api.create(path, {"metadata": {"name": "a", "annotations": noted}, "spec": spec})
+    why = f"is not known before it starts; claim one of DeviceClass {MIG} by a ResourceClaimTemplate instead"
+    world.wait(lambda: why in events(world, team), lambda: events(world, team))
+    job = world.job(team, "train", {"spec": {"containers": containers}}, gpus=1)
+    world.until(job, lambda one: why in one.get("status", {}).get("message", ""))
+    world.kill()
+    world.start()
+    create_template(world, team, "part", profile("3g"))
+    world.until_bound(pod_on(world, team, "b", "named", "part"))
+    assert world.waiting(team) == {"a"}
+    world.remove(team)
+    remove_nodes(world, "named-0")
+
+
 def test_the_policy_names_what_parts_count_by(world: Controlled) -> None:
     rows = [{"name": f"{CLASS_PREFIX}{MIG}", "countsAs": 1, "countsBy": "slices"}]
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}

@@ -397,7 +397,7 @@ class Controller:
 
     def _join(self, pod: PodView) -> None:
         """Process a pod whose claims are resolved, after its owner was read."""
-        if pod.device_claims and not pod.job_uid:
+        if self.claims.follows(pod.uid) and not pod.job_uid:
             self._uncounted.let_through(pod.uid)
             self._exchanged.stop(pod.uid)
             if self.claims.unknown_reason(pod.uid):

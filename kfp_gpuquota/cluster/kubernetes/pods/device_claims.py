@@ -8,6 +8,7 @@
 | a namespace with a label that allows it                     |                                                    |
 | requests any other class, or devices without a number       | waits, with the reason                             |
 | requests a class whose devices several nodes can reach      | waits, with the reason: none of them is planned    |
+| requests parts of GPUs by an extended resource, not a claim | waits, with the reason                             |
 | is shared, and another pod counts its devices               | counts nothing for it, once that pod has started   |
 | is shared by pods that start together                       | waits, with the reason: they can never start       |
 
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, part_weights
-from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import ClaimedDevices, claimed_devices
+from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import ClaimedDevices, Demand, claimed_devices
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import CLAIM_TEMPLATE
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api.resources import Resources as Amounts
-    from kfp_gpuquota.cluster.kubernetes.convert.claimed_devices import Demand
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import DeviceClaim, PodView
     from kfp_gpuquota.cluster.kubernetes.convert.published_devices import PublishedDevices
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, Namespace
@@ -141,7 +141,7 @@ class DeviceClaims:
 
     def put(self, pod: PodView) -> PodView | None:
         """Return the pod with its claimed devices; None before `start`."""
-        if not pod.device_claims:
+        if not pod.device_claims and not pod.gpu_weights:
             return pod
         before = self._pods.get(pod.uid)
         self._pods[pod.uid] = pod
@@ -154,6 +154,10 @@ class DeviceClaims:
             return None
         self._outdated.pop(pod.uid, None)
         return self._resolve(pod)
+
+    def follows(self, uid: str) -> bool:
+        """Return whether the pod has claims, or requests other resources that count, which devices may be."""
+        return uid in self._pods
 
     def drop(self, uid: str) -> None:
         """Remove a deleted pod."""
@@ -233,6 +237,8 @@ class DeviceClaims:
         for name, amount in found.amounts:
             amounts[name] = amounts.get(name, 0) + amount
         weights = tuple(row for row in self._rules.rules.gpu_weights if amounts.get(row[0]))
+        if why := self._divided_request(weights):
+            raise InvalidFieldError("resources.limits", weights[0][0], why)
         parts = part_weights(amounts)
         if divided := [name for name, _ in parts if amounts[name] % WHOLE_GPU]:
             raise InvalidFieldError(
@@ -365,16 +371,37 @@ class DeviceClaims:
 
     def _resolve(self, pod: PodView) -> PodView:
         found = Resolved() if pod.stage is Stage.ENDED else self._count(pod)
+        if not pod.job_uid:
+            found = found._replace(waits=found.waits or self._divided_request(pod.gpu_weights))
         if found.missing and pod.holds and (before := self._resolved.get(pod.uid)) is not None:
             stage = Stage.OUTSIDE if before.stage is Stage.OUTSIDE else pod.stage
             return msgspec.structs.replace(pod, needs=before.needs, gpu_weights=before.gpu_weights, stage=stage)
         self._waits.pop(pod.uid, None)
         if found.waits and not pod.holds:
             self._waits[pod.uid] = found.waits
-        if pod.stage is Stage.WAITING:
+        if pod.stage is Stage.WAITING and pod.device_claims:
             pod = msgspec.structs.replace(pod, claimed=found.classes)
         self._resolved[pod.uid] = view = _with(pod, found)
         return view
+
+    def _requested_of_classes(self, weights: Amounts) -> list[tuple[str, str]]:
+        """Return the DeviceClasses whose extended resource is requested, each after the resource."""
+        classes = {f"{CLASS_PREFIX}{name}": name for _, name in self._extended}
+        classes |= {extended: name for (_, name), extended in self._extended.items() if extended}
+        return [(name, classes[name]) for name, _ in weights if name in classes] if weights else []
+
+    def _divided_request(self, weights: Amounts) -> str:
+        """Return why a pod waits that requests parts of GPUs by an extended resource; "" if it need not.
+
+        Which part kube-scheduler would give it is known only afterwards.
+        """
+        for resource, device_class in self._requested_of_classes(weights):
+            if self._published.part_of(Demand(device_class), resource) is not None:
+                return (
+                    f"it requests {resource}, whose devices are parts of GPUs: how large a part it gets is not known "
+                    f"before it starts; claim one of DeviceClass {device_class} by a ResourceClaimTemplate instead"
+                )
+        return ""
 
     def _count(self, pod: PodView) -> Resolved:
         devices = (self._devices_of(pod, claim) for claim in _distinct(pod.device_claims))
