@@ -250,8 +250,10 @@ def test_a_pod_that_does_not_come_up_is_taken_away_and_its_owner_makes_another(c
 def test_a_pod_without_an_owner_that_does_not_come_up_gives_its_gpus_on(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
-    controlled.start("--workers-ready-timeout=1")
+    controlled.start()
     controlled.until_bound(controlled.pod(team, "alone", annotations=stuck()["metadata"]["annotations"]))
+    controlled.kill()
+    controlled.start("--workers-ready-timeout=1")
     controlled.wait(lambda: not controlled.pods(team))
     assert "NotReady: it did not start on node" in controlled.log()
 
