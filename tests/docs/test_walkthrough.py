@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -35,15 +34,10 @@ def commands_of(page: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
-def test_every_command_of_a_tutorial_succeeds(name: str, tmp_path: Path, forked_python: tuple[str, ...]) -> None:
+def test_every_command_of_a_tutorial_succeeds(name: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "tutorials" / f"{name}.md").read_text()
     home, typed, files = Home(tmp_path / "home"), commands_of(page), files_of(page)
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    rehearsed = f'[ "$ELASTIC_REHEARSE" ] && exec {sys.executable} "$@"'  # it starts other processes as it was started
-    python.write_text(f'#!/bin/sh\n{rehearsed}\nexec {shlex.join(forked_python)} "$@"\n')
-    python.chmod(0o755)
-    path = f"{python.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "GPUQUOTA_HOME": str(home.root), "PATH": path}
     for file, text in files.items():
         (tmp_path / file).write_text(text)

