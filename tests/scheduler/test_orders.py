@@ -166,6 +166,41 @@ def test_a_deferred_or_impossible_first_job_blocks_nobody() -> None:
     assert started(world.step()) == ["small"]
 
 
+def test_segments_that_no_node_label_could_hold_block_nobody() -> None:
+    world = World()
+    for number in range(3):
+        world.node(f"n{number}", 1, labels={"rack": f"r{number}"})
+    world.project("team", 3, order=Order.STRICT)
+    world.submit("apart", "team", 2, gpus_per_worker=1, segment=2, segment_topology="rack")
+    world.submit("small", "team", 1)
+    assert started(world.step()) == ["small"]
+
+
+def test_a_job_that_is_impossible_in_one_project_blocks_another_one() -> None:
+    world = world_of(4, one=0, two=0, other=0)
+    world.submit("runs", "other", 3)
+    world.settle()
+    world.project("one", 0, 1, order=Order.STRICT)
+    world.project("two", 0, 4, order=Order.STRICT)
+    for name in ("one", "two"):
+        world.submit(f"large-{name}", name, 2)
+    world.submit("small", "two", 1)
+    decided = world.step()
+    assert started(decided) == []
+    assert decided.waiting["small"].details["behind"] == "large-two"
+
+
+def test_the_next_plan_is_when_a_long_job_comes_before_shorter_ones() -> None:
+    world = ordered(Order.SHORTEST, 4, 4)
+    world.submit("runs", "team", 1)
+    world.settle()
+    for name, expected_s, later_s in (("long", 2000.0, 1000.0), ("short", 60.0, 0.0)):
+        world.submit(name, "team", 4)
+        world.state.apply(RunTimeExpected(name, expected_s))
+        world.now += later_s
+    assert world.plan().again_at == world.state.jobs["long"].submitted_at + 2048
+
+
 def test_an_order_that_is_changed_holds_for_jobs_that_wait() -> None:
     world = ordered(Order.FAIR, 4, 4)
     asks(world, [Asked(3, 50)])
