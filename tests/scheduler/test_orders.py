@@ -129,10 +129,16 @@ def test_what_waits_behind_the_first_job_of_a_strict_project_names_it() -> None:
     world.submit("small", "team", 1)
     decided = world.step()
     assert started(decided) == []
-    assert decided.waiting["small"].message.endswith(
-        "; and not before large, which is first in project team, whose order is strict"
+    assert decided.waiting["small"].message == (
+        "needs 1 GPU; as many are idle, but it starts after large, which is first in project team, whose order is strict"
     )
     assert "strict" not in decided.waiting["large"].message
+    world.submit("runs", "team", 1, priority=90)
+    world.settle()
+    assert world.plan().waiting["small"].message == (
+        "needs 1 GPU; 0 are idle, and project team holds 4 of its fair share of 4, so it starts when 1 more is released"
+        "; and not before large, which is first in project team, whose order is strict"
+    )
 
 
 def test_a_strict_project_starts_what_has_ended_before_the_first_job_can_start() -> None:
