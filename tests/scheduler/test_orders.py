@@ -130,7 +130,8 @@ def test_what_waits_behind_the_first_job_of_a_strict_project_names_it() -> None:
     decided = world.step()
     assert started(decided) == []
     assert decided.waiting["small"].message == (
-        "needs 1 GPU; as many are idle, but it starts after large, which is first in project team, whose order is strict"
+        "needs 1 GPU; as many are idle, but it starts after large, which is first in project team, whose order is "
+        "strict"
     )
     assert "strict" not in decided.waiting["large"].message
     world.submit("runs", "team", 1, priority=90)
