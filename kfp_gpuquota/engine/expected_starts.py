@@ -23,7 +23,7 @@ from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime, examples_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from kfp_gpuquota.api import ExpectedStart
+    from kfp_gpuquota.api import ExpectedStart, JobSpec
     from kfp_gpuquota.engine.job_book import JobBook
     from kfp_gpuquota.engine.records import JobRecord
     from kfp_gpuquota.scheduler import State
@@ -63,13 +63,15 @@ class RunTimesOfWaiting:
     """What the scheduler is told of the run times of waiting jobs, in projects that start the shortest one first.
 
     The median of jobs that have ended is what counts: those that run change it with every second. It follows from the
-    records alone, so that a restarted process has the same, and is computed again only once another job has ended.
+    records alone, so that a restarted process has the same, and is computed again only once another job has ended. What
+    the scheduler has is compared with it each time: a job that was submitted to it again has no run time any more.
     """
 
     def __init__(self, book: JobBook) -> None:
         self._book = book
         self._ended: list[tuple[float, str]] = []
-        self._expected: dict[str, float | None] = {}
+        self._medians: dict[Key, float] = {}
+        self._expected: dict[str, tuple[JobSpec, float | None]] = {}
 
     def changes(self, state: State) -> list[RunTimeExpected]:
         """Return the events for jobs whose expected run time is new or has changed."""
@@ -81,28 +83,28 @@ class RunTimesOfWaiting:
         jobs = (job for job in self._book.jobs.values() if job.spec.project in projects)
         ended = sorted((job.status.finished_at or 0.0, job.uid) for job in jobs if job.status.phase is Phase.SUCCEEDED)
         if ended != self._ended:
-            self._ended, self._expected = ended, {}
-        new = [uid for uid in waiting if uid not in self._expected and uid in self._book.jobs]
-        if new:
-            self._expected = {uid: expected for uid, expected in self._expected.items() if uid in waiting}
-            self._expected |= self._medians(new)
-        found = {uid: self._expected[uid] for uid in new}
+            self._ended, self._medians, self._expected = ended, self._medians_of(ended), {}
+        self._expected = {uid: self._expected_of(self._book.jobs[uid]) for uid in waiting if uid in self._book.jobs}
         return [
             RunTimeExpected(uid, expected)
-            for uid, expected in found.items()
+            for uid, (_, expected) in self._expected.items()
             if waiting[uid].expected_s != (inf if expected is None else expected)
         ]
 
-    def _medians(self, uids: Iterable[str]) -> dict[str, float | None]:
+    def _expected_of(self, job: JobRecord) -> tuple[JobSpec, float | None]:
+        before = self._expected.get(job.uid)
+        if before is not None and before[0] is job.spec:
+            return before
+        return job.spec, next((self._medians[key] for key in _closer_keys(job) if key in self._medians), None)
+
+    def _medians_of(self, ended: Iterable[tuple[float, str]]) -> dict[Key, float]:
         ran: dict[Key, list[float]] = {}
-        for at, uid in self._ended:
+        for at, uid in ended:
             job = self._book.jobs[uid]
             for key in _keys(job):
                 ran.setdefault(key, []).append(_ran_s(job, at))
         several = {key: times[-MOST:] for key, times in ran.items() if len(times) >= FEWEST}
-        known = {key: RunTime(tuple(sorted(times))).left(0.5) for key, times in several.items()}
-        jobs = (self._book.jobs[uid] for uid in uids)
-        return {job.uid: next((known[key] for key in _closer_keys(job) if key in known), None) for job in jobs}
+        return {key: RunTime(tuple(sorted(times))).left(0.5) for key, times in several.items()}
 
 
 def _closer_keys(job: JobRecord) -> Iterator[Key]:

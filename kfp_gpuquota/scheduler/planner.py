@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.actions.reservations import Reservation
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Shape
+    from kfp_gpuquota.scheduler.state.model import Amount, OrderKey, Queue, Shape
     from kfp_gpuquota.scheduler.state.state import State
 
 
@@ -113,9 +113,17 @@ def _why_not_larger(cycle: Cycle, job: Job) -> Reason:
     if idle and job.active >= job.wanted and not gains(job, worth(job, cycle.now, each, changes=False)):
         return sentences.trains_no_faster(job)
     reason = waits(ledger, job, tasks, _promised(cycle, ()))
-    if (before := cycle.blocked_by(job) or cycle.would_overtake(job, quota.total(ledger, tasks))) is not None:
-        reason = sentences.behind(reason, before)
-    return sentences.not_larger(job, reason)
+    if job.active >= job.wanted:  # what is lent is kept for no other job of the queue
+        return reason
+    return _behind(cycle, job, quota.total(ledger, tasks), reason)
+
+
+def _behind(cycle: Cycle, job: Job, amount: Amount, reason: Reason) -> Reason:
+    """Return the reason with the job of its queue that this one may not pass, if there is one."""
+    if (first := cycle.blocked_by(job)) is not None:
+        return sentences.behind_first(reason, job, first)
+    before = cycle.would_overtake(job, amount)
+    return reason if before is None else sentences.behind(reason, before)
 
 
 def _fits_now(ledger: Ledger, tasks: Sequence[Task]) -> bool:
@@ -289,11 +297,7 @@ def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence
                 continue
         following = next_tasks(jobs[0])
         reason = waits(cycle.ledger, jobs[0], following, promised, delay)
-        if cycle.lacking:
-            before = cycle.would_overtake(jobs[0], quota.total(cycle.ledger, following))
-            reason = reason if before is None else sentences.behind(reason, before)
-        if (ahead := cycle.blocked_by(jobs[0])) is not None:
-            reason = sentences.behind_first(reason, ahead)
+        reason = _behind(cycle, jobs[0], quota.total(cycle.ledger, following), reason)
         user, queue = "", jobs[0].queue
         if queue.order in _RANKED:
             if queue not in firsts:

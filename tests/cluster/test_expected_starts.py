@@ -13,6 +13,7 @@ from kfp_gpuquota.api.wire import Supposition
 from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting, note_expected, run_times
 from kfp_gpuquota.engine.job_book import JobBook
 from kfp_gpuquota.engine.records import JobRecord, with_status
+from kfp_gpuquota.scheduler import RunTimeExpected
 from kfp_gpuquota.scheduler.forecast import UNKNOWN
 from tests.scheduler.world import World
 
@@ -97,6 +98,20 @@ def test_the_scheduler_gets_expected_run_times_where_the_shortest_job_is_first_o
     for i in range(4):
         records.put_job(record(f"b{i}", ended(30), command="other"))
     assert {event.uid: event.seconds for event in waiting.changes(world.state)} == {"other": 30}
+
+
+def test_the_scheduler_gets_a_run_time_again_for_a_job_that_it_gets_again_or_that_is_another() -> None:
+    jobs = [record(f"a{i}", ended(20), command=f"c{i}") for i in range(3)]
+    records = book(*jobs, record("b", WAITING, command="other"))
+    waiting = RunTimesOfWaiting(records)
+    for _ in range(2):  # the second as after a change that was refused, from which the state was made again
+        world = World()
+        world.project("team", 1, order=Order.SHORTEST)
+        world.submit("b", "team")
+        assert [event.seconds for event in waiting.changes(world.state)] == [20]
+    world.state.apply(RunTimeExpected("b", 20))
+    records.put_job(record("b", WAITING, command="other", max_runtime_s=7200.0))
+    assert [event.seconds for event in waiting.changes(world.state)] == [None]
 
 
 def test_a_job_that_is_held_has_no_expected_start_from_then_on() -> None:

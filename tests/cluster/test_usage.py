@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from kfp_gpuquota.api import Order, Phase, Project
+from kfp_gpuquota.api import JobSpec, JobStatus, Order, Phase, Project, Worker, WorkerPhase
 from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.wire import Event, EventKind
-from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.storage.recalled_usage import recalled
-from kfp_gpuquota.scheduler.state.usage import key_of
+from kfp_gpuquota.cluster.local.storage.state import ClusterState
+from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.engine.job_book import Change
+from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
+from kfp_gpuquota.scheduler.state.usage import key_of, used_by
 from tests.conftest import EmbeddedCluster, running_cluster
 from tests.polling import TIMEOUT_S
 
@@ -26,6 +30,7 @@ PROJECTS = {
     "b": Project(name="b"),
 }
 LONG = 1e12
+HALF_LIFE_S = 3600.0
 
 
 def change(at: float, gpus: float, project: str = "a") -> Event:
@@ -121,3 +126,79 @@ def test_users_of_a_project_take_turns_also_after_the_daemon_was_killed(tmp_path
         cluster.client.delete_job("team-a", "a1")
         cluster.wait_for_phase("b1", "Running", "team-a")
         assert cluster.job("a2").status.phase is Phase.PENDING
+
+
+class Restarted:
+    """A store whose state is opened again as after a restart. Each job has one GPU, which its team borrows."""
+
+    def __init__(self, path: Path) -> None:
+        self.store, self.now = Store(path), 0.0
+        self.state = self.opened()
+        self.state.commit(Change(projects={name: Project(name=name) for name in ("a", "b")}))
+
+    def opened(self) -> ClusterState:
+        nodes = discover_nodes(ClusterConfig(gpus_per_node=8))
+        return ClusterState(self.store, nodes, HALF_LIFE_S, clock=lambda _: lambda: self.now)
+
+    def start(self, name: str, project: str, at: float) -> None:
+        """Start a job of the project."""
+        self.now = at
+        spec = JobSpec(name=name, project=project, command=("true",), gpus=1)
+        job = JobRecord(uid=name, spec=spec, request_id=name, status=JobStatus(phase=Phase.RUNNING), attempt=1)
+        node, device = next(iter(self.state.nodes)), len(self.state.workers)
+        worker = Worker(id=f"{name}-0", job_uid=name, index=0, node=node, devices=(device,), started_at=at)
+        record = WorkerRecord(worker=worker, attempt=1)
+        started = msgspec.structs.replace(change(at, 1, project), worker=worker.id)
+        self.state.commit(Change(jobs={name: job}, workers={worker.id: record}, events=[started]))
+
+    def end(self, name: str, at: float) -> None:
+        """End the job's worker."""
+        self.now = at
+        before = self.state.workers[f"{name}-0"]
+        worker = msgspec.structs.replace(before.worker, phase=WorkerPhase.GONE)
+        gone = msgspec.structs.replace(change(at, -1, self.state.jobs[name].spec.project), worker=worker.id)
+        records = {worker.id: msgspec.structs.replace(before, worker=worker)}
+        self.state.commit(Change(workers=records, events=[gone]))
+
+    def run(self, statement: str) -> None:
+        with self.store.transaction():
+            self.store._db.execute(statement)
+
+    def used(self, state: ClusterState) -> dict[str, float]:
+        queues = state.scheduler.ledger.queues
+        return {name: round(used_by(queues[name], self.now, HALF_LIFE_S), 3) for name in ("a", "b")}
+
+
+def test_after_an_upgrade_what_was_used_is_stored_of_one_project_and_computed_of_the_others(tmp_path: Path) -> None:
+    old = Restarted(tmp_path / "state.db")
+    old.start("a1", "a", 1000.0)
+    old.start("b1", "b", 1000.0)
+    old.end("b1", 1500.0)
+    old.run("DELETE FROM meta WHERE key GLOB 'past-use/*'")  # an earlier version stored nothing
+    old.now = 2000.0
+    old.state = old.opened()
+    before = old.used(old.state)
+    old.start("a2", "a", 2000.0)
+    assert old.used(old.opened()) == before
+
+
+def test_what_was_stored_before_an_earlier_version_ran_for_a_while_does_not_count(tmp_path: Path) -> None:
+    both = Restarted(tmp_path / "state.db")
+    both.start("a1", "a", 1000.0)
+    before = both.store.load_past_use()
+    both.start("a2", "a", 2000.0)
+    both.now = 3000.0
+    expected = both.used(both.state)
+    with both.store.transaction():
+        for event in before:  # as the earlier version left it
+            both.store.save_past_use(event)
+    assert both.used(both.opened()) == pytest.approx(expected, abs=1.0)
+
+
+def test_what_cannot_be_read_of_past_use_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Restarted(tmp_path / "state.db")
+    kept.start("a1", "a", 1000.0)
+    kept.now = 2000.0
+    kept.run("UPDATE meta SET value = '{' WHERE key GLOB 'past-use/a@'")
+    assert kept.used(kept.opened()) == pytest.approx(kept.used(kept.state), abs=1.0)
+    assert "past-use/a@ cannot be read" in caplog.text

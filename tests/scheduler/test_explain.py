@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kfp_gpuquota.api import ReasonCode, StopPolicy
+from kfp_gpuquota.api import Order, ReasonCode, StopPolicy
 from kfp_gpuquota.scheduler import why_not_larger
 from tests.scheduler import test_victims
 from tests.scheduler.test_growth import report
@@ -191,3 +191,14 @@ def test_a_job_that_does_not_grow_has_grown_recently_or_gains_nothing() -> None:
     assert not_larger(world, "elastic") == (
         "GPUs are idle, but by what it has measured it trains no faster with more than 4 GPUs"
     )
+
+
+def test_growth_beyond_the_request_does_not_wait_for_the_first_job_of_a_strict_project() -> None:
+    world = test_victims.world_of(2, team=2)
+    world.project("team", 2, order=Order.STRICT)
+    world.submit("elastic", "team", 1, 1, 4, cool_down_s=0.0)
+    world.submit("runs", "team", 1)
+    world.settle()
+    world.submit("large", "team", 2)
+    world.plan()
+    assert not_larger(world, "elastic") == "needs 1 GPU; 0 are idle, so it grows when 1 more is released"

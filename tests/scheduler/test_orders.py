@@ -129,10 +129,17 @@ def test_what_waits_behind_the_first_job_of_a_strict_project_names_it() -> None:
     world.submit("small", "team", 1)
     decided = world.step()
     assert started(decided) == []
-    assert decided.waiting["small"].message.endswith(
-        "; and not before large, which is first in project team, whose order is strict"
+    assert decided.waiting["small"].message == (
+        "needs 1 GPU; as many are idle, but it starts after large, which is first in project team, whose order is "
+        "strict"
     )
     assert "strict" not in decided.waiting["large"].message
+    world.submit("runs", "team", 1, priority=90)
+    world.settle()
+    assert world.plan().waiting["small"].message == (
+        "needs 1 GPU; 0 are idle, and project team holds 4 of its fair share of 4, so it starts when 1 more is released"
+        "; and not before large, which is first in project team, whose order is strict"
+    )
 
 
 def test_a_strict_project_starts_what_has_ended_before_the_first_job_can_start() -> None:
@@ -164,6 +171,41 @@ def test_a_deferred_or_impossible_first_job_blocks_nobody() -> None:
     world.session("session", "team", 5)
     world.submit("small", "team", 1)
     assert started(world.step()) == ["small"]
+
+
+def test_segments_that_no_node_label_could_hold_block_nobody() -> None:
+    world = World()
+    for number in range(3):
+        world.node(f"n{number}", 1, labels={"rack": f"r{number}"})
+    world.project("team", 3, order=Order.STRICT)
+    world.submit("apart", "team", 2, gpus_per_worker=1, segment=2, segment_topology="rack")
+    world.submit("small", "team", 1)
+    assert started(world.step()) == ["small"]
+
+
+def test_a_job_that_is_impossible_in_one_project_blocks_another_one() -> None:
+    world = world_of(4, one=0, two=0, other=0)
+    world.submit("runs", "other", 3)
+    world.settle()
+    world.project("one", 0, 1, order=Order.STRICT)
+    world.project("two", 0, 4, order=Order.STRICT)
+    for name in ("one", "two"):
+        world.submit(f"large-{name}", name, 2)
+    world.submit("small", "two", 1)
+    decided = world.step()
+    assert started(decided) == []
+    assert decided.waiting["small"].details["behind"] == "large-two"
+
+
+def test_the_next_plan_is_when_a_long_job_comes_before_shorter_ones() -> None:
+    world = ordered(Order.SHORTEST, 4, 4)
+    world.submit("runs", "team", 1)
+    world.settle()
+    for name, expected_s, later_s in (("long", 2000.0, 1000.0), ("short", 60.0, 0.0)):
+        world.submit(name, "team", 4)
+        world.state.apply(RunTimeExpected(name, expected_s))
+        world.now += later_s
+    assert world.plan().again_at == world.state.jobs["long"].submitted_at + 2048
 
 
 def test_an_order_that_is_changed_holds_for_jobs_that_wait() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Project
 from kfp_gpuquota.cli.main import application
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
@@ -89,6 +90,27 @@ def test_what_the_scheduler_refuses_is_not_stored_and_nothing_else_suffers(
 
 
 # What cannot be loaded
+
+
+@pytest.mark.parametrize("half_life_s", [None, 3600.0])
+def test_a_job_that_the_scheduler_refuses_is_set_aside_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half_life_s: float | None
+) -> None:
+    store = Store(tmp_path / "state.db")
+    state = ClusterState(store, (), half_life_s)
+    state.commit(Change(projects={"a": Project(name="a")}))
+    for name in ("refused", "whole"):
+        spec = JobSpec(name=name, project="a", command=("true",))
+        state.commit(Change(jobs={name: JobRecord(uid=name, spec=spec, request_id=name, status=JobStatus())}))
+    works = scheduler.State.apply
+
+    def apply(self: scheduler.State, event: scheduler.Event) -> None:
+        if isinstance(event, scheduler.JobSubmitted) and event.uid == "refused":
+            raise RecursionError("too deep")
+        works(self, event)
+
+    monkeypatch.setattr(scheduler.State, "apply", apply)
+    assert list(ClusterState(store, (), half_life_s).jobs) == ["whole"]
 
 
 def test_a_circle_that_is_stored_is_cut_and_said(embedded_cluster: EmbeddedCluster) -> None:

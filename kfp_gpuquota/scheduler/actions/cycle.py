@@ -110,7 +110,7 @@ class Cycle:
         self.known: Known = {}
         self.lacking: dict[Queue, Reservation] = {}
         self.blocking: dict[Queue, Job] = {}  # the first job of a strict queue, which waits, and so do the others
-        self._impossible: dict[Shape, bool] = {}
+        self._impossible: dict[tuple[Queue, Shape], bool] = {}
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
         self._keep(promised)
@@ -350,12 +350,12 @@ class Cycle:
         tasks = next_tasks(job)
         if not tasks or self._is_deferred(job) or not job.queue.exists:
             return True
-        shape = shape_of(job, tasks)
-        if shape not in self._impossible:
-            self._impossible[shape] = not (
+        alike = job.queue, shape_of(job, tasks)
+        if alike not in self._impossible:
+            self._impossible[alike] = not (
                 quota.can_be_within(job, quota.total(self.ledger, tasks)) and domains.fit_when_empty(self.ledger, tasks)
             )
-        return self._impossible[shape]
+        return self._impossible[alike]
 
     def _useful(self, action: str) -> Callable[[Queue], bool]:
         """Return a fast test of whether the action may serve a job of a queue; the action makes all other tests."""

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order
@@ -149,16 +149,13 @@ def overdue(
         if queue.order is Order.STRICT:
             considered = _first(queue, considered, rank_of, never)
         entitled = (shape for shape in considered if _is_entitled(ledger, queue, shape))
-        jobs: list[Job] = []
-        for _, job in sorted((queue.waiting[shape][0] for shape in entitled), key=partial(_order, rank_of)):
-            due = _due(ledger, job)
-            if due > now:
-                soonest = due if soonest is None else min(soonest, due)
-                break
-            jobs.append(job)
-            if len(jobs) == MOST_TRIES:
-                break
-        if jobs:
+        entries = sorted((queue.waiting[shape][0] for shape in entitled), key=partial(_order, rank_of))
+        due = {job: _due(ledger, job) for _, job in entries}
+        later = [at for at in due.values() if at > now]
+        if later:  # a longer job can come before shorter ones from then on
+            at = min(later) if queue.order is Order.SHORTEST else later[0]
+            soonest = at if soonest is None else min(soonest, at)
+        if jobs := [job for job, _ in islice(takewhile(lambda one: one[1] <= now, due.items()), MOST_TRIES)]:
             found.append(jobs)
     found.sort(key=lambda jobs: (-jobs[0].queue.priority, jobs[0].submitted_at, jobs[0].uid))
     return found, soonest

@@ -83,16 +83,20 @@ def moved(task: Task, to: str, cause: tuple[Job, str], lost_s: float) -> Reason:
     )
 
 
+def starts(job: Job) -> bool:
+    """Return whether what the job gets next starts it, and does not expand it."""
+    return below(job) or not job.tasks
+
+
 def nominated(job: Job, workers: Sequence[Task]) -> Reason:
     """Return why a nominated job does not start yet."""
     names = sorted({t.job.name for t in workers})
     of_jobs = f" of {', '.join(names)}" if names else ""
     noun = "worker" if len(workers) == 1 else "workers"
     verb = "is" if len(workers) == 1 else "are"
-    act = "starts" if below(job) or not job.tasks else "grows"
     return Reason(
         code=ReasonCode.WAITS_FOR_RELEASE,
-        message=f"{act} when {len(workers)} {noun}{of_jobs} {verb} gone",
+        message=f"{'starts' if starts(job) else 'grows'} when {len(workers)} {noun}{of_jobs} {verb} gone",
         project=job.queue.name,
     )
 
@@ -115,12 +119,6 @@ def trains_no_faster(job: Job) -> Reason:
     return Reason(code=ReasonCode.IDLE_GPUS, message=message, project=job.queue.name)
 
 
-def not_larger(job: Job, reason: Reason) -> Reason:
-    """Return why a job does not grow, from the reason why one like it would not start."""
-    message = reason.message.replace(", so it starts when ", ", so it grows when ", 1)
-    return msgspec.structs.replace(reason, message=message, project=job.queue.name)
-
-
 def _gpus_of(job: Job) -> str:
     return gpus(_gpus(job, job.active))
 
@@ -131,10 +129,16 @@ def behind(reason: Reason, before: Job) -> Reason:
     return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": before.name})
 
 
-def behind_first(reason: Reason, first: Job) -> Reason:
-    """Return the reason of a job that does not pass the first waiting one, in a project with strict order."""
+def behind_first(reason: Reason, job: Job, first: Job) -> Reason:
+    """Return the reason of a job that does not pass the first waiting one, in a project with strict order.
+
+    Where as many GPUs are idle as it needs, the other job alone is what it waits for.
+    """
     why = f"which is first in project {first.queue.label}, whose order is strict"
     message = f"{reason.message}; and not before {first.name}, {why}"
+    if float(reason.details.get("idle_gpus", -1)) >= float(reason.details.get("needed_gpus", 0)):
+        act = "starts" if starts(job) else "grows"
+        message = f"needs {size_needed(job)}; as many are idle, but it {act} after {first.name}, {why}"
     return msgspec.structs.replace(reason, message=message, details={**reason.details, "behind": first.name})
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.scheduler.explain import shortage
-from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, size_needed
+from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, size_needed, starts
 from kfp_gpuquota.scheduler.explain.shortage import Cause
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.model import GPU, MILLI, Amount, Job, Task
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.model import Queue
 
 STARTS_WHEN: Final = "so it starts when"
+GROWS_WHEN: Final = "so it grows when"
 
 _SHOW = (gpus, cpus, memory)
 _NAMES = ("GPUs", "CPUs", "bytes of memory")
@@ -43,7 +44,7 @@ class Promised(NamedTuple):
 def waits(
     ledger: Ledger, job: Job, tasks: Sequence[Task], promised: Promised, sheltered_s: float | None = None
 ) -> Reason:
-    """Return why this job, and every other job of its shape, cannot start.
+    """Return why this job, and every other job of its shape, cannot start, or does not grow if it runs.
 
     A promised amount is neither held nor idle, and named as what it is: all views of the cluster show it so.
 
@@ -58,7 +59,7 @@ def waits(
     cause = cause or _no_room(ledger, job, tasks, promised, sheltered_s)
     message = f"needs {size_needed(job)}; {cause.why}"
     if cause.helps:
-        message += f", {STARTS_WHEN} {cause.helps}"
+        message += f", {STARTS_WHEN if starts(job) else GROWS_WHEN} {cause.helps}"
     details: dict[str, str | int | float] = {"needed_gpus": amount.gpu / GPU, **dict(cause.details)}
     return Reason(code=cause.code, message=message, project=queue.name, details=details)
 

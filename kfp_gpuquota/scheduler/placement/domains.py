@@ -103,12 +103,20 @@ def fit_when_empty(ledger: Ledger, tasks: Sequence[Task]) -> bool:
     """Return whether the nodes could hold the tasks if nothing ran on them; those of several parts each by itself."""
     for request in dict.fromkeys(task.request for task in tasks):
         alike = [task for task in tasks if task.request == request]
-        found, usable = required(ledger, alike[0]), placement.usable(ledger, alike[0])
-        areas = [usable] if found is None else [[host for host in area if host in usable] for area in found.areas]
-        most = max((sum(placement.workers_on_empty(host, request) for host in area) for area in areas), default=0)
+        room = partial(_room_when_empty, alike[0])
+        if alike[0].job.segments is not None:
+            most: float = most_segments(ledger, alike[0], room) * alike[0].job.segment
+        else:
+            found = required(ledger, alike[0])
+            areas = [placement.usable(ledger, alike[0])] if found is None else found.areas
+            most = max((sum(map(room, area)) for area in areas), default=0)
         if most < len(alike):
             return False
     return True
+
+
+def _room_when_empty(task: Task, host: Host) -> float:
+    return placement.workers_on_empty(host, task.request) if placement.may_use(host, task, anywhere=True) else 0
 
 
 def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:

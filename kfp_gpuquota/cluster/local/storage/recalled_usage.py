@@ -42,6 +42,16 @@ def recalled(
         yield scheduler.UsageRecalled(name, used[name], now, users=users.get(name, {}))
 
 
+def changes_of(history: Iterable[Event], projects: Mapping[str, Project]) -> dict[str, float]:
+    """Return when each project and department last gained or lost a worker, in seconds since the epoch."""
+    found: dict[str, float] = {}
+    for event in history:
+        if event.kind in _CHANGES:
+            for name in _with_departments(event.project, projects):
+                found[name] = max(event.at, found.get(name, 0.0))
+    return found
+
+
 def _used_by_users(changes: Iterable[Event], now: float, half_life_s: float) -> dict[str, dict[str, float]]:
     """Return what users have used, by project and the key of their name.
 

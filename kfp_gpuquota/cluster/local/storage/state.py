@@ -26,7 +26,7 @@ from kfp_gpuquota.api.project import check_parents
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
 from kfp_gpuquota.cluster.local.storage.history import ReportHistory
-from kfp_gpuquota.cluster.local.storage.recalled_usage import recalled
+from kfp_gpuquota.cluster.local.storage.recalled_usage import changes_of, recalled
 from kfp_gpuquota.cluster.local.storage.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.engine.job_book import Change
@@ -83,6 +83,7 @@ class ClusterState(JobStore):
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
+        self.clock = clock(0.0)
         with collector_paused():
             self._load()
             gc.freeze()  # what was loaded stays: later passes need not look at it
@@ -247,10 +248,12 @@ class ClusterState(JobStore):
                 events = list(self.scheduler_events(change))
                 for event in events:
                     self.scheduler.apply(event)
-                self._write_past_use(change)
+                if change.projects or not all(isinstance(event, scheduler.ProgressReported) for event in events):
+                    self._write_past_use(change)
         except BaseException as error:
             if applied:
                 self._rebuild_scheduler()
+                self._recall_usage()
             if not isinstance(error, Exception) or isinstance(error, StateFileError):
                 raise
             log.exception("a change was refused, and is not stored")
@@ -421,7 +424,6 @@ class ClusterState(JobStore):
                 self.scheduler.apply(event)
         finally:
             self.jobs, self.workers = before
-        self._recall_usage()
 
     def _newest_record(self) -> float:
         """When the newest thing that is remembered happened, in seconds since the epoch."""
@@ -431,7 +433,7 @@ class ClusterState(JobStore):
     def _write_past_use(self, change: Change) -> None:
         """Store what the projects that the change concerns have used, if it counts. What they hold has just changed."""
         half_life_s = self._usage_half_life_s
-        if half_life_s is None or not (change.projects or change.workers or change.jobs):
+        if half_life_s is None:
             return
         uids = {*change.jobs, *(record.worker.job_uid for record in change.workers.values())}
         jobs = [*map(self.jobs.get, uids), *change.jobs.values()]
@@ -448,17 +450,22 @@ class ClusterState(JobStore):
     def _recall_usage(self) -> None:
         """Pass what projects have used before this daemon's start to the scheduler, if it counts.
 
-        Where nothing is stored, because it did not count or an earlier version ran, it is computed from the history.
+        Of a project of which nothing is stored since it changed last, because it did not count or an earlier version
+        ran, it is computed from the history.
         """
-        half_life_s, now = self._usage_half_life_s, self.clock()
+        half_life_s = self._usage_half_life_s
         stored = self._store.load_past_use()
         if half_life_s is None:
             if stored:  # what is held meanwhile is not counted
                 with self._store.transaction():
                     self._store.forget_past_use()
             return
-        history = () if stored else self._store.load_events(0, KEPT_EVENTS)
-        for event in stored or recalled(history, self.projects, now, half_life_s):
+        now, history = self.clock(), self._store.load_events(0, KEPT_EVENTS)
+        changed_at = changes_of(history, self.projects)
+        stored = [event for event in stored if event.at >= changed_at.get(event.project, 0.0)]
+        found = {event.project for event in stored}
+        computed = recalled(history, self.projects, now, half_life_s) if self.projects.keys() - found else ()
+        for event in (*stored, *(event for event in computed if event.project not in found)):
             if event.project in self.projects:
                 self.scheduler.apply(msgspec.structs.replace(event, at=min(event.at, now)))
 

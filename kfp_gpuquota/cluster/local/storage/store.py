@@ -165,12 +165,17 @@ class Store:
         row = self._db.execute("SELECT value FROM meta WHERE key = 'nodes'").fetchone()
         return msgspec.json.decode(row[0], type=list[Node]) if row else []
 
-    # Writing, inside a transaction
-
     def load_past_use(self) -> list[UsageRecalled]:
-        """What projects and their users have used, each in a node pool."""
-        rows = self._db.execute("SELECT value FROM meta WHERE key GLOB 'past-use/*' ORDER BY key")
-        return [msgspec.json.decode(value, type=UsageRecalled) for (value,) in rows]
+        """What projects and their users have used, each in a node pool. One that cannot be read is left out."""
+        found: list[UsageRecalled] = []
+        for key, value in self._db.execute("SELECT key, value FROM meta WHERE key GLOB 'past-use/*' ORDER BY key"):
+            try:
+                found.append(msgspec.json.decode(value, type=UsageRecalled))
+            except msgspec.DecodeError as error:
+                log.error("%s cannot be read (%s), and is computed from the history", key, error)
+        return found
+
+    # Writing, inside a transaction
 
     def save_past_use(self, used: UsageRecalled) -> None:
         """Store what a project and its users have used in a node pool."""
