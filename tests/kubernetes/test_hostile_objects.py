@@ -520,6 +520,37 @@ def test_a_pod_with_a_long_list_of_anything_delays_no_other_and_is_counted(field
     run(scenario)
 
 
+@pytest.mark.parametrize("field", ["labels", "tolerations"])
+def test_a_started_pod_to_which_its_user_adds_a_long_list_is_counted_as_before(field: str) -> None:
+    """Its labels and tolerations may change as long as it exists, so no view of it may depend on their number."""
+    admitted = {labels.DEVICES: "0", labels.RESERVED_ON: "node"}
+    pods: dict[str, dict[str, Any]] = {
+        "pool": {"gpus": 1, "node": "node", "metadata": {"labels": {labels.POOL: "big"}}},
+        "share": {"gpus": 0, "node": "node", "metadata": {"annotations": {labels.DEVICES: "0", "gpu-fraction": "0.5"}}},
+        "session": {"gpus": 1, "node": "node", "metadata": {"labels": {labels.KIND: "build"}}},
+        "sent": {"gpus": 1, "schedulingGates": [], "metadata": {"annotations": admitted}},
+    }
+
+    async def scenario(test: Detached) -> None:
+        for name, pod in pods.items():
+            test.pod("team", name, **copy.deepcopy(pod))
+        await test.start()
+        before = dict(test.controller.snapshot.pods)
+        for name, pod in pods.items():
+            longer = copy.deepcopy(pod)
+            more = copy.deepcopy(LONG[field])
+            given = {**longer["metadata"].get("labels", {}), **more.get("metadata", {}).get("labels", {})}
+            longer["metadata"]["labels"] = given
+            test.pod("team", name, **longer, **{key: more[key] for key in more if key != "metadata"})
+        for uid, earlier in before.items():
+            pod = test.controller.snapshot.pods[uid]
+            assert leaves(pod) < 1500
+            assert msgspec.structs.replace(pod, labels=earlier.labels, constraints=earlier.constraints) == earlier
+        assert not test.controller.quarantine.counts()
+
+    run(scenario)
+
+
 def test_what_pods_keep_away_is_evaluated_as_far_as_that_delays_nothing() -> None:
     """Each release of any team's pod compares it with these."""
     found = PodRepulsions()

@@ -168,8 +168,9 @@ def pod_view(pod: Pod) -> PodView:
     device_claims = device_claims_of(pod)
     if not gpus and not weights and not device_claims:
         return _non_gpu_view(pod)
-    claims = claims_of(spec)
-    check_lengths(meta.labels, claims, device_claims, needs)
+    claims, given = claims_of(spec), meta.labels if gate else kept_labels(meta.labels)
+    check_length("labels", len(given))
+    check_lengths(claims, device_claims, needs)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -210,7 +211,7 @@ def pod_view(pod: Pod) -> PodView:
         unmodelled=unmodelled_in(spec),
         reserved_on=reserved_on,
         repels=repulsions_of(spec, meta.namespace),
-        labels=meta.labels,
+        labels=given,
         other_gate=next((one.name for one in spec.scheduling_gates if one.name != labels.QUOTA_GATE), ""),
         scheduler="" if spec.scheduler_name == DEFAULT_SCHEDULER else spec.scheduler_name,
         unhealthy_gpu=unhealthy_gpu(pod),
@@ -218,9 +219,18 @@ def pod_view(pod: Pod) -> PodView:
     )
 
 
-def check_lengths(given: Sized, claims: Sized, device_claims: Sized, needs: ResourceRequests) -> None:
+def kept_labels(given: dict[str, str]) -> dict[str, str]:
+    """Return the labels of an object that has started: of too many those that its user cannot change.
+
+    Rejected: an error, since a running pod would count otherwise as soon as its user adds labels.
+    """
+    if len(given) <= MOST_ENTRIES:
+        return given
+    return {key: value for key, value in given.items() if key.startswith(f"{labels.GROUP}/")}
+
+
+def check_lengths(claims: Sized, device_claims: Sized, needs: ResourceRequests) -> None:
     """Raise InvalidFieldError if a pod or a template has more of something than the plan considers."""
-    check_length("labels", len(given))
     check_length("volumes.persistentVolumeClaim", len(claims))
     check_length("resourceClaims", len(device_claims))
     check_length("resources and host ports", len(needs.others))
