@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, CountedJobSpec, part_weights
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import constraints_of
@@ -87,7 +88,7 @@ def job_spec_of(
     named = {
         "name": short_name(job.metadata.name),
         "project": job.metadata.namespace,
-        "command": ("pod",),
+        "command": COMMAND_OF_PODS,
         "labels": kept_labels(job.metadata.labels),
     }
     try:

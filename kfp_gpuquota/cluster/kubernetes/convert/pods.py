@@ -19,6 +19,7 @@ import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.api.resources import Resources as Amounts
 from kfp_gpuquota.api.validation import MAX_PRIORITY
@@ -378,7 +379,7 @@ def _unnamed(
     return CountedJobSpec(
         name="pod",
         project=namespace,
-        command=("pod",),
+        command=COMMAND_OF_PODS,
         **(dict(share) if share else {"gpus": each * pods, "gpus_per_worker": each}),
         gpu_weights=weights,
         kind=kind,
