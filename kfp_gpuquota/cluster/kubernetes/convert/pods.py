@@ -260,7 +260,7 @@ def _non_gpu_view(pod: Pod) -> PodView:
         gpus=0,
         created=0.0,
         node=intern(pod.spec.node_name) if there else "",
-        needs=resource_requests_of(pod.spec),
+        needs=resource_requests_of(pod.spec) if there and pod.spec.node_name else NOTHING,
         repels=repulsions_of(pod.spec, meta.namespace) if there else (),
     )
 
