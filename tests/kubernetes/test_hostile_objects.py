@@ -543,9 +543,9 @@ def test_a_started_pod_to_which_its_user_adds_a_long_list_is_counted_as_before(f
             longer["metadata"]["labels"] = given
             test.pod("team", name, **longer, **{key: more[key] for key in more if key != "metadata"})
         for uid, earlier in before.items():
-            pod = test.controller.snapshot.pods[uid]
-            assert leaves(pod) < 1500
-            assert msgspec.structs.replace(pod, labels=earlier.labels, constraints=earlier.constraints) == earlier
+            view = test.controller.snapshot.pods[uid]
+            assert leaves(view) < 1500
+            assert msgspec.structs.replace(view, labels=earlier.labels, constraints=earlier.constraints) == earlier
         assert not test.controller.quarantine.counts()
 
     run(scenario)
