@@ -67,6 +67,7 @@ GpuTypes = Annotated[
 """The types of GPUs that a job accepts, values of the label GPU_PRODUCT, in the order of preference."""
 
 
+COMMAND_OF_PODS: Final = ("pod",)  # in the specification of what runs in pods: their own is in their template
 USER_LABEL: Final = "gpuquota.dev/user"
 """The label that names the user of a job, unless an administrator names another one."""
 

@@ -15,6 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order, Phase
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.pipeline_labels import TASK
 from kfp_gpuquota.engine.notifications import late_notification
 from kfp_gpuquota.scheduler import RunTimeExpected
@@ -128,7 +129,8 @@ def _keys(job: JobRecord) -> Iterator[Key]:
     if task := spec.labels.get(TASK):
         yield spec.project, "step", task
     yield spec.project, "name", _NUMBER.sub("", spec.name)
-    yield spec.project, "command", "\0".join(spec.command)
+    if spec.command != COMMAND_OF_PODS:
+        yield spec.project, "command", "\0".join(spec.command)
     yield spec.project, "project", ""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kfp_gpuquota.api import ExpectedStart, JobSpec, JobStatus, Order, Phase, Progress, Reason, ReasonCode
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.pipeline_labels import TASK
 from kfp_gpuquota.api.wire import Supposition
 from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting, note_expected, run_times
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
 
 NOW = 10_000.0
+(OF_PODS,) = COMMAND_OF_PODS
 
 
 def record(name: str, status: JobStatus, *, command: str = "train", **spec: object) -> JobRecord:
@@ -64,6 +66,19 @@ def test_the_closest_of_the_jobs_that_have_ended_are_the_examples_of_a_run_time(
     assert found("x").examples == (10, 11, 12)
     assert found("mine").examples == (1000, 1001, 1002)
     assert len(found("new").examples) == 9
+
+
+def test_the_command_of_a_pod_says_nothing_of_its_run_time() -> None:
+    """On Kubernetes it is in the job's template, so that it is the same in the records of all jobs."""
+    others = [record(f"other{i}", ended(600), command=OF_PODS) for i in range(3)]
+    timed = record("timed", WAITING, command=OF_PODS, max_runtime_s=7200.0)
+    records = book(*others, timed, record("new", WAITING, command=OF_PODS))
+    assert run_times(records, NOW)("new").examples == (600, 600, 600)  # the project's
+    world = World()
+    world.project("team", 1, order=Order.SHORTEST)
+    world.submit("timed", "team")
+    world.submit("new", "team")
+    assert {one.uid: one.seconds for one in RunTimesOfWaiting(records).changes(world.state)} == {"new": 600}
 
 
 def test_jobs_that_still_run_lengthen_the_examples() -> None:

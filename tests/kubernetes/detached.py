@@ -84,6 +84,7 @@ class Detached:
             metadata = {**body.get("metadata", {}), "resourceVersion": str(next(self._versions))}
             body = msgspec.json.encode({**body, "metadata": metadata})
         self._reflectors[path]._take(WatchLine(event, msgspec.Raw(body)))
+        self._reflectors[path].catch_up()
 
     async def start(self) -> None:
         """All was listed."""

@@ -95,6 +95,19 @@ def test_a_child_that_cannot_even_log_its_failure_ends_and_never_goes_on_as_its_
     assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
+def test_a_child_logs_nothing_after_the_process_that_asked_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(forked.log, "exception", lambda *_: (tmp_path / "logged").touch())
+    read, answer = os.pipe()
+    os.close(read)
+    if (child := os.fork()) == 0:
+        forked._compute(lambda: b"answer", answer, TIMEOUT_S, MEMORY)
+    os.close(answer)
+    os.waitpid(child, 0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_child_that_needs_too_much_memory_fails() -> None:
     with pytest.raises(ClusterUnavailableError, match="the computation failed"):
         asyncio.run(computed(lambda: b"x" * (2 * MEMORY), TIMEOUT_S))

@@ -520,6 +520,69 @@ def test_a_pod_with_a_long_list_of_anything_delays_no_other_and_is_counted(field
     run(scenario)
 
 
+@pytest.mark.parametrize("field", ["labels", "tolerations"])
+def test_a_started_pod_to_which_its_user_adds_a_long_list_is_counted_as_before(field: str) -> None:
+    """Its labels and tolerations may change as long as it exists, so no view of it may depend on their number."""
+    admitted = {labels.DEVICES: "0", labels.RESERVED_ON: "node"}
+    pods: dict[str, dict[str, Any]] = {
+        "pool": {"gpus": 1, "node": "node", "metadata": {"labels": {labels.POOL: "big"}}},
+        "share": {"gpus": 0, "node": "node", "metadata": {"annotations": {labels.DEVICES: "0", "gpu-fraction": "0.5"}}},
+        "session": {"gpus": 1, "node": "node", "metadata": {"labels": {labels.KIND: "build"}}},
+        "sent": {"gpus": 1, "schedulingGates": [], "metadata": {"annotations": admitted}},
+    }
+
+    async def scenario(test: Detached) -> None:
+        for name, pod in pods.items():
+            test.pod("team", name, **copy.deepcopy(pod))
+        await test.start()
+        before = dict(test.controller.snapshot.pods)
+        for name, pod in pods.items():
+            longer = copy.deepcopy(pod)
+            more = copy.deepcopy(LONG[field])
+            given = {**longer["metadata"].get("labels", {}), **more.get("metadata", {}).get("labels", {})}
+            longer["metadata"]["labels"] = given
+            test.pod("team", name, **longer, **{key: more[key] for key in more if key != "metadata"})
+        for uid, earlier in before.items():
+            view = test.controller.snapshot.pods[uid]
+            assert leaves(view) < 1500
+            assert msgspec.structs.replace(view, labels=earlier.labels, constraints=earlier.constraints) == earlier
+        assert not test.controller.quarantine.counts()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", ["first", "worker"])
+def test_a_pod_of_another_namespace_is_no_worker_of_a_job(name: str) -> None:
+    """Whatever the namespace, its user may write any owner reference where no policy of ours applies."""
+
+    async def scenario(test: Detached) -> None:
+        test.node()
+        test.team("team", 2)
+        test.see(QUOTAS, {"metadata": {"name": "evil", "uid": "evil"}, "spec": {"guaranteed": 2, "limit": 2}})
+        spec = {"gpus": 1, "template": {"spec": {"containers": [{"name": "main", "image": "x"}]}}}
+        status = {"phase": "Running", "workers": 1}
+        test.see(JOBS, {"metadata": {"name": "j", "namespace": "team", "uid": "j"}, "spec": spec, "status": status})
+        owner = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": "j", "uid": "j", "controller": True}
+        notes = {"annotations": {labels.DEVICES: "4,5"}, "ownerReferences": [owner]}
+        worker = {"annotations": {labels.DEVICES: "0"}, "labels": {labels.WORKER: "0"}, "ownerReferences": [owner]}
+        pods = {"evil": (name, 2, notes), "team": ("worker", 1, worker)}
+        for team in sorted(pods, reverse=name == "worker"):
+            of_team, gpus, metadata = pods[team]
+            test.pod(team, of_team, gpus, node="node", metadata=metadata)
+        more = test.pod("evil", "more", 1)
+        fits = test.pod("team", "fits", 1)
+        await test.start()
+        await planned(test, fits)
+        book = test.controller.elastic.book
+        (record,) = book.alive_of("j")
+        assert record.worker.devices == (0,)
+        assert not test.sent(more)
+        test.see(PODS, next(pod for pod in test.pods if pod["metadata"]["namespace"] == "evil"), "DELETED")
+        assert book.alive_of("j") == [record]
+
+    run(scenario)
+
+
 def test_what_pods_keep_away_is_evaluated_as_far_as_that_delays_nothing() -> None:
     """Each release of any team's pod compares it with these."""
     found = PodRepulsions()

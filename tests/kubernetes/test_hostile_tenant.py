@@ -350,4 +350,10 @@ def test_an_elastic_jobs_worker_is_not_made_by_hand_nor_taken_from_it(tenant: Ap
     assert sentence in denied(tenant.create, pods, pod(labels={labels.JOB: "j", labels.WORKER: "0"}))
     status = f"/apis/gpuquota.dev/v1alpha1/namespaces/{namespace}/elasticjobs"
     tenant.create(status, job("mine"))
+    created = tenant.create(pods, pod())
+    owner = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": "theirs", "uid": "7", "controller": True}
+    owned = {"metadata": {"ownerReferences": [owner]}}
+    assert "becomes the owner of no pod" in denied(tenant.patch, f"{pods}/{created['metadata']['name']}", owned)
+    other = {**owner, "apiVersion": "v1", "kind": "ConfigMap"}
+    tenant.patch(f"{pods}/{created['metadata']['name']}", {"metadata": {"ownerReferences": [other]}})
     assert denied(tenant.patch, f"{status}/mine/status", {"status": {"generationReserved": 10**9}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.resources import CountedJobSpec
+from kfp_gpuquota.cluster.kubernetes.convert import resource_requests
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage, NonGpuPods
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     ResourceRequests,
     millicores,
+    requested,
     resource_requests_of,
+    total,
     whole_bytes,
 )
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, PodSpec
@@ -24,7 +27,11 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObje
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import rules_of
 from kfp_gpuquota.scheduler.state.intake import request_of
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 GI = 1 << 30
+MANY = 10_000
 
 
 def asks(cpu: str = "", limit: str = "", **more: Any) -> dict[str, Any]:
@@ -113,6 +120,48 @@ def test_what_is_taken_is_what_those_who_are_there_take(moves: list[tuple[int, s
         for name in "ab":
             here = [cpu for at, cpu in there.values() if at == name]
             assert books.on(name) == NodeUsage(sum(here), 2 * sum(here), len(here))
+
+
+CONTAINERS = st.lists(
+    st.tuples(
+        st.booleans(),
+        st.dictionaries(st.sampled_from("abc"), st.integers(0, 5), max_size=2),
+        st.dictionaries(st.sampled_from("abc"), st.integers(0, 5), max_size=2),
+    ),
+    max_size=4,
+)
+
+
+@given(CONTAINERS, CONTAINERS, st.dictionaries(st.sampled_from("ab"), st.sampled_from(["0", "0m", "7"])))
+def test_each_resource_is_counted_as_if_it_were_the_only_one(first: Any, then: Any, whole: dict[str, str]) -> None:
+    init = [
+        {"resources": {"requests": requests, "limits": limits}, "restartPolicy": "Always" if stays else ""}
+        for stays, requests, limits in first
+    ]
+    containers = [{"resources": {"requests": requests, "limits": limits}} for _, requests, limits in then]
+    given = {"containers": containers, "initContainers": init, "resources": {"requests": whole}}
+    spec = msgspec.convert({**given, "overhead": {"c": "1"}}, PodSpec)
+    found = dict(resource_requests_of(spec).others)
+    for name in "abc":
+        plain = total(spec, lambda one: int(one.resources.requests.get(name) or one.resources.limits.get(name) or 0))  # noqa: B023
+        expected = {"7": 7, "0m": 0}.get(whole.get(name, ""), plain) + (name == "c")
+        assert found.get(name, 0) == expected
+
+
+@pytest.mark.parametrize("containers", ["containers", "initContainers"])
+def test_ten_thousand_resources_of_a_pod_are_each_read_once(containers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant may create such a pod: compared with each container, its resources took minutes."""
+    read = list[str]()
+
+    def counting(requests: Mapping[str, Any], limits: Mapping[str, Any], name: str) -> str:
+        read.append(name)
+        assert len(read) <= 2 * MANY
+        return requested(requests, limits, name)
+
+    monkeypatch.setattr(resource_requests, "requested", counting)
+    many = [{"resources": {"limits": {f"example.com/r{number}": "1"}}} for number in range(MANY)]
+    found = resource_requests_of(msgspec.convert({containers: many}, PodSpec))
+    assert len(found.others) == MANY
 
 
 def test_an_amount_that_cannot_be_read_or_is_negative_counts_for_nothing() -> None:

@@ -11,8 +11,8 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials, from_file
-from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile
+from kfp_gpuquota.cluster.kubernetes.client.reflector import LARGE_BYTES, Reflector
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile, WatchLine
 from tests.kubernetes.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:
@@ -257,3 +257,34 @@ def test_a_watch_that_ends_at_once_is_opened_again_after_growing_pauses(monkeypa
     grown = [pause for pause in pauses if pause]
     assert min(grown) >= 0.1
     assert grown[-1] > 5 * grown[0]
+
+
+def test_large_objects_that_change_in_a_loop_delay_no_other() -> None:
+    """Of each the newest version is processed, in a tenth of the time; a deleted one never comes back."""
+
+    def line(event: str, uid: str, version: int, *, large: bool = True) -> WatchLine:
+        metadata = {"uid": uid, "name": uid, "resourceVersion": str(version), "labels": {}}
+        if large:
+            metadata["labels"] = {"more": "x" * LARGE_BYTES}
+        return WatchLine(event, msgspec.Raw(msgspec.json.encode({"metadata": metadata})))
+
+    async def scenario() -> None:
+        seen = Seen()
+        nowhere = Connection(Credentials(server="https://nowhere.invalid"))
+        reflector = Reflector(nowhere, "/x", Namespace, changed=seen.changed, deleted=seen.gone)
+        for version in range(1, 100):
+            reflector._take(line("MODIFIED", "a", version))
+            reflector._take(line("MODIFIED", "b", 1000 + version))
+        reflector._take(line("ADDED", "small", 2000, large=False))
+        assert seen.versions == {"small": "2000"}
+        reflector._take(line("ADDED", "gone", 2001))
+        reflector._take(line("DELETED", "gone", 2002))
+        reflector._take(line("MODIFIED", "b", 2003, large=False))
+        await seen.until(lambda: "a" in seen.versions)
+        assert (seen.versions, seen.reported) == ({"a": "99", "b": "2003", "small": "2000"}, 3)
+        reflector._take(line("MODIFIED", "a", 2004))
+        reflector._take(line("DELETED", "small", 2005))
+        await seen.until(lambda: seen.versions == {"a": "2004", "b": "2003"})
+        assert reflector._version == "2005"
+
+    asyncio.run(scenario())

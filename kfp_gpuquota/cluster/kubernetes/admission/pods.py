@@ -27,6 +27,7 @@ import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
 from kfp_gpuquota.cluster.kubernetes.admission import device_visibility, shares
@@ -284,7 +285,7 @@ def _check_request(
     spec = JobSpec(
         name="pod",
         project=project,
-        command=("pod",),
+        command=COMMAND_OF_PODS,
         kind=Kind(kind),
         priority=_whole(written, labels.PRIORITY),
         preemptible=None if preemptible is None else preemptible == "true",

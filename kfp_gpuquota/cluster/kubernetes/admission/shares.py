@@ -12,6 +12,7 @@ import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import FRACTION_LIMIT, MEMORY_LIMIT, PREFIX
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.policy import admit
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.share import limit_text
@@ -117,7 +118,7 @@ def _spec_of(job: SharingJob, namespace: str) -> JobSpec | None:
         return JobSpec(
             name="job",
             project=namespace,
-            command=("pod",),
+            command=COMMAND_OF_PODS,
             kind=Kind(requested.kind),
             gpu_fraction=requested.gpu_fraction,
             gpu_fraction_limit=requested.gpu_fraction_limit,

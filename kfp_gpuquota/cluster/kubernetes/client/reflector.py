@@ -35,6 +35,8 @@ WATCH_S: Final = 300
 NOT_INSTALLED_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 5.0
+LARGE_BYTES: Final = 64 << 10
+LARGE_PART: Final = 0.1  # of the time of this process: most that is spent with objects of LARGE_BYTES or more
 DELETED_UIDS_KEPT: Final = 1024  # a write's response may arrive after the watch has reported the object's deletion
 
 _JITTER: Final = random.Random()  # noqa: S311 - not a secret
@@ -57,6 +59,17 @@ class _Identified(msgspec.Struct, frozen=True):
     """The metadata of an object that cannot be decoded as its kind."""
 
     metadata: Metadata
+
+
+class _Key(msgspec.Struct, frozen=True, rename="camel"):
+    """What identifies a version of an object: to read more of a megabyte takes ten times as long."""
+
+    uid: str
+    resource_version: str
+
+
+class _Keyed(msgspec.Struct, frozen=True):
+    metadata: _Key
 
 
 class _Bookmark(msgspec.Struct, frozen=True):
@@ -86,6 +99,9 @@ class Reflector(Generic[O]):
     An object that cannot be decoded as `kind`, or for which `changed` raises, is passed to
     `quarantined(metadata, problem)`, and the watch continues. `recover(raw, problem)` returns the readable part of an
     object that cannot be decoded.
+
+    A tenant may change pods of a megabyte in a loop. The newest version of each large object is processed when there
+    is time for it, the one that waits longest first, so that the changes of all others are not delayed.
     """
 
     def __init__(
@@ -112,6 +128,9 @@ class Reflector(Generic[O]):
         self._one = msgspec.json.Decoder(kind)
         self._versions: dict[str, int] = {}  # uid -> newest version seen
         self._deleted_uids: deque[str] = deque(maxlen=DELETED_UIDS_KEPT)
+        self._large: dict[str, msgspec.Raw] = {}  # uid -> newest version that waits
+        self._large_at = 0.0  # when the next one may be processed
+        self._large_timer: asyncio.TimerHandle | None = None
         self._version = ""
         self._received = False
         self.synced = asyncio.Event()
@@ -185,6 +204,7 @@ class Reflector(Generic[O]):
         if self.installed:
             log.info("%s is not installed; retrying every %g s", self._path, self._not_installed_s)
         self.installed, self._version = False, ""
+        self._large.clear()
         for uid in list(self._versions):
             self._forget(uid)
         self.synced.set()
@@ -199,6 +219,7 @@ class Reflector(Generic[O]):
                     if (found := self._read(raw)) is not None:
                         seen.add(found.metadata.uid)
                         self._put(found)
+        self._large.clear()  # the list has a newer version, or the object does not exist
         self._version, self.installed = page.metadata.resource_version, True
         self._drop_missing(seen, int(self._version) if self._version.isdecimal() else 0)
         self.lists += 1
@@ -260,6 +281,8 @@ class Reflector(Generic[O]):
         if line.type == "BOOKMARK":
             self._version = msgspec.json.decode(line.object, type=_Bookmark).metadata.resource_version
             return
+        if len(memoryview(line.object)) >= LARGE_BYTES and self._takes_large(line):
+            return
         found = self._read(line.object)
         if found is None:
             return
@@ -267,7 +290,44 @@ class Reflector(Generic[O]):
         if line.type == "DELETED":
             self._forget(found.metadata.uid)
         else:
+            self._large.pop(found.metadata.uid, None)
             self._put(found)
+
+    def _takes_large(self, line: WatchLine) -> bool:
+        """Keep a large object until there is time for it, or drop it; return False if it cannot be read at all."""
+        try:
+            key = msgspec.json.decode(line.object, type=_Keyed).metadata
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            return False
+        self._version = key.resource_version
+        if line.type == "DELETED":
+            self._forget(key.uid)
+        else:
+            self._large[key.uid] = line.object
+            self._process_large_later()
+        return True
+
+    def _process_large_later(self) -> None:
+        if self._large and self._large_timer is None:
+            loop = asyncio.get_running_loop()
+            self._large_timer = loop.call_at(max(self._large_at, loop.time()), self._process_large)
+
+    def _process_large(self) -> None:
+        """Process the large object that waits longest, then pause in proportion."""
+        began, self._large_timer = asyncio.get_running_loop().time(), None
+        self._put_large()
+        now = asyncio.get_running_loop().time()
+        self._large_at = now + (now - began) / LARGE_PART
+        self._process_large_later()
+
+    def _put_large(self) -> None:
+        if self._large and (found := self._read(self._large.pop(next(iter(self._large))))) is not None:
+            self._put(found)
+
+    def catch_up(self) -> None:
+        """Process all large objects that wait."""
+        while self._large:
+            self._put_large()
 
     def _put(self, found: O | _Identified) -> None:
         """Report an object; one that cannot be decoded stays tracked, so that a list does not count it as deleted."""
@@ -307,6 +367,7 @@ class Reflector(Generic[O]):
             self._quarantined(found.metadata, f"the object could not be handled: {type(error).__name__}: {error}")
 
     def _forget(self, uid: str) -> None:
+        self._large.pop(uid, None)
         if self._versions.pop(uid, None) is not None:
             self._deleted_uids.append(uid)
             try:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, CountedJobSpec, part_weights
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import constraints_of
-from kfp_gpuquota.cluster.kubernetes.convert.pods import check_lengths, claims_of, short_name
+from kfp_gpuquota.cluster.kubernetes.convert.pods import check_lengths, claims_of, kept_labels, short_name
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of, resource_requests_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
@@ -75,7 +76,7 @@ def job_spec_of(
     claims = (*claims_of(template), *kept)
     constraints = constraints_of(template).bounded().within(volume_terms(job.metadata.namespace, claims))
     needs = resource_requests_of(template)
-    check_lengths(job.metadata.labels, claims, template.resource_claims, needs)
+    check_lengths(claims, template.resource_claims, needs)
     resources, weights = counted(job, template, needs.others)
     chosen = {
         **as_read(spec),
@@ -87,8 +88,8 @@ def job_spec_of(
     named = {
         "name": short_name(job.metadata.name),
         "project": job.metadata.namespace,
-        "command": ("pod",),
-        "labels": job.metadata.labels,
+        "command": COMMAND_OF_PODS,
+        "labels": kept_labels(job.metadata.labels),
     }
     try:
         found = msgspec.convert({**named, **chosen}, CountedJobSpec, strict=False)

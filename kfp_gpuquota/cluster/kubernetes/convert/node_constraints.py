@@ -93,7 +93,6 @@ class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
         check_length("nodeSelector", len(self.selector))
         check_length("affinity.nodeAffinity.required", len(requirements))
         check_length("affinity.nodeAffinity.required values", values, MOST_VALUES)
-        check_length("tolerations", len(self.tolerations))
         return _shared(self)
 
     def within(self, terms: tuple[NodeTerm, ...]) -> NodeConstraints:
@@ -105,7 +104,8 @@ _OPERATORS = frozenset(Operator)
 
 
 def constraints_of(spec: core_types.PodSpec) -> NodeConstraints:
-    """Return the pod's constraints, of any size. Raises InvalidFieldError."""
+    """Return the pod's constraints; of all but tolerations any number. Raises InvalidFieldError."""
+    check_length("tolerations", len(spec.tolerations))  # first: these are what takes longest
     terms: tuple[NodeTerm, ...] = ()
     affinity = spec.affinity.node_affinity if spec.affinity else None
     if affinity is not None and affinity.required is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints, constraints_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MOST_ENTRIES
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
@@ -82,14 +83,17 @@ def own_constraints(pod: Pod, gate: GateShape | None) -> NodeConstraints:
     """Return the constraints that the pod was created with, without those of its admission.
 
     The pool that a label requests is left out at every stage: the plan considers only nodes of that pool anyway, and an
-    admission to a stand-in adds it to the node selector, where it may have been before. So is the exclusion of pools.
-    Raises InvalidFieldError.
+    admission to a stand-in adds it to the node selector, where it may have been before. So is the exclusion of pools,
+    and so are too many tolerations of a pod that was released, to which its user may add more. Raises
+    InvalidFieldError.
     """
     spec, annotations = pod.spec, pod.metadata.annotations or {}
     selector = spec.node_selector
     if selector.get(labels.POOL) and selector[labels.POOL] == pod.metadata.labels.get(labels.POOL):
         selector = {key: value for key, value in selector.items() if key != labels.POOL}
         spec = msgspec.structs.replace(spec, node_selector=selector)
+    if gate is None and len(spec.tolerations) > MOST_ENTRIES:
+        spec = msgspec.structs.replace(spec, tolerations=spec.tolerations[:MOST_ENTRIES])
     constraints = constraints_of(spec)
     not_pinned = labels.OPENED in annotations or labels.RESERVED_ON in annotations
     pinned = gate is None and labels.DEVICES in annotations and not not_pinned

@@ -19,6 +19,7 @@ import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.job import COMMAND_OF_PODS
 from kfp_gpuquota.api.resources import CountedJobSpec
 from kfp_gpuquota.api.resources import Resources as Amounts
 from kfp_gpuquota.api.validation import MAX_PRIORITY
@@ -168,8 +169,9 @@ def pod_view(pod: Pod) -> PodView:
     device_claims = device_claims_of(pod)
     if not gpus and not weights and not device_claims:
         return _non_gpu_view(pod)
-    claims = claims_of(spec)
-    check_lengths(meta.labels, claims, device_claims, needs)
+    claims, given = claims_of(spec), meta.labels if gate else kept_labels(meta.labels)
+    check_length("labels", len(given))
+    check_lengths(claims, device_claims, needs)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -210,7 +212,7 @@ def pod_view(pod: Pod) -> PodView:
         unmodelled=unmodelled_in(spec),
         reserved_on=reserved_on,
         repels=repulsions_of(spec, meta.namespace),
-        labels=meta.labels,
+        labels=given,
         other_gate=next((one.name for one in spec.scheduling_gates if one.name != labels.QUOTA_GATE), ""),
         scheduler="" if spec.scheduler_name == DEFAULT_SCHEDULER else spec.scheduler_name,
         unhealthy_gpu=unhealthy_gpu(pod),
@@ -218,9 +220,18 @@ def pod_view(pod: Pod) -> PodView:
     )
 
 
-def check_lengths(given: Sized, claims: Sized, device_claims: Sized, needs: ResourceRequests) -> None:
+def kept_labels(given: dict[str, str]) -> dict[str, str]:
+    """Return the labels of an object that has started: of too many those that its user cannot change.
+
+    Rejected: an error, since a running pod would count otherwise as soon as its user adds labels.
+    """
+    if len(given) <= MOST_ENTRIES:
+        return given
+    return {key: value for key, value in given.items() if key.startswith(f"{labels.GROUP}/")}
+
+
+def check_lengths(claims: Sized, device_claims: Sized, needs: ResourceRequests) -> None:
     """Raise InvalidFieldError if a pod or a template has more of something than the plan considers."""
-    check_length("labels", len(given))
     check_length("volumes.persistentVolumeClaim", len(claims))
     check_length("resourceClaims", len(device_claims))
     check_length("resources and host ports", len(needs.others))
@@ -249,7 +260,7 @@ def _non_gpu_view(pod: Pod) -> PodView:
         gpus=0,
         created=0.0,
         node=intern(pod.spec.node_name) if there else "",
-        needs=resource_requests_of(pod.spec),
+        needs=resource_requests_of(pod.spec) if there and pod.spec.node_name else NOTHING,
         repels=repulsions_of(pod.spec, meta.namespace) if there else (),
     )
 
@@ -368,7 +379,7 @@ def _unnamed(
     return CountedJobSpec(
         name="pod",
         project=namespace,
-        command=("pod",),
+        command=COMMAND_OF_PODS,
         **(dict(share) if share else {"gpus": each * pods, "gpus_per_worker": each}),
         gpu_weights=weights,
         kind=kind,

@@ -19,11 +19,12 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container as PodContainer
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Resources as ContainerResources
 
 MILLI: Final = 1000
 MAX_WEIGHT: Final = 64  # GPUs that one unit of another resource may count as
@@ -50,14 +51,11 @@ class ResourceRequests(NamedTuple):
 
 def resource_requests_of(spec: PodSpec) -> ResourceRequests:
     """Return what kube-scheduler reserves for the pod on its node."""
-    names = _named(spec)
-    ports = ports_of(spec)
-    if not names and not ports:
+    needed, ports = _needed(spec), ports_of(spec)
+    if not needed and not ports:
         return NOTHING
-    others = ((name, _needed(spec, name, whole_number)) for name in names - SEPARATE)
-    counted = (*((name, amount) for name, amount in others if amount), *ports)
-    cpu, memory = _needed(spec, "cpu", millicores), _needed(spec, "memory", whole_bytes)
-    return ResourceRequests(cpu, memory, tuple(sorted(counted)))
+    others = ((name, amount) for name, amount in needed.items() if amount and name not in SEPARATE)
+    return ResourceRequests(needed.get("cpu", 0), needed.get("memory", 0), tuple(sorted((*others, *ports))))
 
 
 def ports_of(spec: PodSpec) -> Resources:
@@ -82,14 +80,6 @@ def allocatable_of(allocatable: Mapping[str, str], taken: Mapping[str, int]) -> 
     amounts = {name: whole_number(amount) for name, amount in allocatable.items() if name not in SEPARATE}
     amounts |= {name: WHOLE_PORT for name in taken if name.startswith(PORT_PREFIX)}
     return tuple(sorted((name, max(0, amount - taken.get(name, 0))) for name, amount in amounts.items()))
-
-
-def _named(spec: PodSpec) -> set[str]:
-    """Return the names of all resources in the spec."""
-    names = {*spec.overhead}
-    for resources in (spec.resources, *(container.resources for container in _containers(spec))):
-        names |= resources.requests.keys() | resources.limits.keys()
-    return names
 
 
 NOTHING: Final = ResourceRequests()
@@ -167,12 +157,41 @@ def _containers(spec: PodSpec) -> tuple[PodContainer, ...]:
     return (*spec.containers, *spec.init_containers)
 
 
-def _needed(spec: PodSpec, resource: str, read: Callable[[str], int]) -> int:
-    whole = requested(spec.resources.requests, spec.resources.limits, resource)
-    needed = total(
-        spec, lambda container: read(requested(container.resources.requests, container.resources.limits, resource))
-    )
-    return (read(whole) if whole != "0" else needed) + read(str(spec.overhead.get(resource, 0)))
+def _needed(spec: PodSpec) -> dict[str, int]:
+    """Return the amounts of all resources, each read once: a pod of a megabyte has ten thousand of them."""
+    sidecars, largest, together = dict[str, int](), dict[str, int](), dict[str, int]()
+    for container in spec.init_containers:
+        for name, amount in _amounts(container.resources):
+            most = sidecars.get(name, 0) + amount
+            largest[name] = max(largest.get(name, 0), most)
+            if container.restart_policy == "Always":
+                sidecars[name] = most
+    for container in spec.containers:
+        for name, amount in _amounts(container.resources):
+            together[name] = together.get(name, sidecars.get(name, 0)) + amount
+    needed = {name: max(together.get(name, 0), largest.get(name, 0)) for name in (*together, *largest)}
+    for name in _names(spec.resources):
+        if (whole := requested(spec.resources.requests, spec.resources.limits, name)) != "0":
+            needed[name] = _read(name, whole)
+    for name, quantity in spec.overhead.items():
+        needed[name] = needed.get(name, 0) + _read(name, str(quantity))
+    return needed
+
+
+def _names(resources: ContainerResources) -> set[str]:
+    return resources.requests.keys() | resources.limits.keys()
+
+
+def _amounts(resources: ContainerResources) -> Iterator[tuple[str, int]]:
+    """Yield what a container requests of each resource."""
+    for name in _names(resources):
+        yield name, _read(name, requested(resources.requests, resources.limits, name))
+
+
+def _read(name: str, quantity: str) -> int:
+    if name == "cpu":
+        return millicores(quantity)
+    return whole_bytes(quantity) if name == "memory" else whole_number(quantity)
 
 
 def requested(requests: Mapping[str, Any], limits: Mapping[str, Any], resource: str) -> str:

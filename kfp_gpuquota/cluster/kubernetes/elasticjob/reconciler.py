@@ -179,8 +179,9 @@ class ElasticJobs:
             self._follow_user(uid)
 
     def owns(self, pod: PodView) -> bool:
-        """Return whether the pod is a worker of a tracked job."""
-        return pod.job_uid in self.book.jobs
+        """Return whether the pod is a worker of a tracked job, which only one of the job's namespace can be."""
+        job = self.book.jobs.get(pod.job_uid)
+        return job is not None and job.spec.project == pod.namespace
 
     def stop_unowned(self, pod: PodView) -> None:
         """Delete a worker with claims whose job was refused since it started: nobody counts what its claims request."""

@@ -136,6 +136,8 @@ def _compute(compute: Callable[[], bytes], answer: int, limit_s: float, allowed:
         while content:
             content = content[os.write(answer, content) :]
         code = 0
+    except BrokenPipeError:  # the process that asked has ended
+        pass
     except BaseException:
         log.exception("a computation in a child process failed")  # without memory, this may fail too
     finally:
