@@ -198,6 +198,10 @@ class Member:
         """Whether a coordinator decides which workers are its peers."""
         return self._coordinator is not None
 
+    def seed_of(self, step: int, stream: int) -> int:
+        """Return the seed of one of the random streams of a step."""
+        return mix_seed(self._seed, step, stream)
+
     def check_state(self, state: TrainingState) -> None:
         """Raise StateError, at the start, for a state that would be sent or saved and cannot be pickled."""
         if self.sharding is None and (self._environment.checkpoint_dir or self._coordinator):
@@ -209,6 +213,8 @@ class Member:
         """Note that the loop works for a step whose reduction comes next: others wait for it there."""
         if self.group is not None and self.group.size > 1:
             self._stall_watch.begin(step, self.group)
+            if not self.sharding:  # its steps wait in other groups
+                self.group.work_on(step)
 
     def end_work(self, *, reduced: bool = False) -> None:
         """Note that others do not wait for this worker's loop; `reduced`: since the step's reduction is complete."""
@@ -216,6 +222,8 @@ class Member:
             self._stall_watch.reduced()
         else:
             self._stall_watch.pause()
+        if self.group is not None:
+            self.group.work_on(None)
 
     @property
     def must_recover(self) -> bool:
@@ -337,15 +345,21 @@ class Member:
             _log.warning("generation %d was ended at step %d; recovering", self.generation, state.position.step)
         self._settle(state, self._next(after=self.generation), "recovered")
 
-    def meet(self) -> None:
-        """Wait for all members. CollectiveError where one was lost."""
-        if self.group is not None and self.group.size > 1:
+    def meet(self, kind: str, state: TrainingState) -> None:
+        """Wait for all members at a place of the script outside of steps. CollectiveError where one was lost, LoopError
+        where one is at another place.
+        """
+        if self.group is None or self.group.size == 1:
+            return
+        if self.sharding:
             self.group.barrier()
+        else:
+            self.group.meet(kind, state.position.step)
 
     def all_here(self, state: TrainingState, agreement: Agreement) -> bool:
         """Wait for all members, and compare what they have trained; False where one was lost."""
         try:
-            self.meet()
+            self.meet("the end of the training", state)
             if self.group is not None and self.group.size > 1:
                 agreement.check_all(self.group)
         except CollectiveError as error:
@@ -439,7 +453,7 @@ class Member:
         self._stall_watch.restart()
         self._stopped_peers.watch(self.group if self.group is not None and self.group.size > 1 else None)
         if received and not self._holds_state:
-            self.streams.reseed(mix_seed(self._seed, state.position.step, self.rank_and_size[0]))
+            self.streams.reseed(self.seed_of(state.position.step, self.rank_and_size[0]))
         self._holds_state = True
 
     def _give_up(self, generation: Generation, state: TrainingState, error: CollectiveError) -> None:

@@ -14,6 +14,7 @@ import copyreg
 import functools
 import types
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,11 +41,13 @@ def guard_method(
     may_act: Callable[[], bool],
     around: Callable[[], AbstractContextManager[None]] | None,
     evaluate: Callable[[Callable[..., Any], Callable[[], Any]], Any],
+    draws: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Make `target.method(...)` do nothing and return None unless `may_act()`; it acts within `around()`, if given.
 
     For optimizers: the replacement is a bound method of the instance like the one that LRScheduler puts there, which
-    looks at `optimizer.step.__func__` and at its own mark on it. With a closure, `evaluate(act, closure)` decides.
+    looks at `optimizer.step.__func__` and at its own mark on it. With a closure, `evaluate(act, closure)` decides;
+    without, it acts within `draws()`, in which all workers draw the same random numbers.
     """
     original = getattr(target, method)
 
@@ -60,7 +63,10 @@ def guard_method(
         if closures:
             return evaluate(act, closures[0])
         _check_scaler(stepping_scaler())
-        return act(*args, **kwargs) if may_act() else None
+        if not may_act():
+            return None
+        with draws():
+            return act(*args, **kwargs)
 
     setattr(target, method, types.MethodType(guarded, target))
 

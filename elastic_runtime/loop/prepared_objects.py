@@ -5,6 +5,7 @@ for what would train another model with more workers.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,10 @@ class PreparedObjects:
         self, session: Session, around: Callable[[torch.optim.Optimizer], AbstractContextManager[None]] | None
     ) -> None:
         """Let them act where a step is complete only. `around`: the context in which an optimizer steps."""
-        for each in self.optimizers:
+        for number, each in enumerate(self.optimizers):
             within = partial(around, each) if around else None
-            guard_method(each, "step", session.may_step, within, session.closure_steps.step)
+            draws = nullcontext if _is_of_torch(each) else partial(session.drawing_alike, number)
+            guard_method(each, "step", session.may_step, within, session.closure_steps.step, draws)
         for part in self.schedulers:
             guard_class(part, ("step",), session.schedule_steps)
         if self.scaler is not None:
@@ -60,6 +62,11 @@ class PreparedObjects:
         if all(each is uncompiled(each) for each in self.models):
             session.watches.append(CarriedState(self.models))
         session.watches.append(ChangedParameters(self.models))
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it draws no random numbers, as none of torch's does."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def take_schedulers(session: Session, state: TrainingState) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,7 @@ from elastic_runtime.loop.synchronized_calls import SynchronizedCalls
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -237,6 +238,22 @@ class Session(StepCalls):
         if self._keeps_epochs:
             self._member.stable_state.end()
             self._epoch_start.begin()
+
+    @contextmanager
+    def drawing_alike(self, number: int) -> Iterator[None]:
+        """Let optimizer `number` draw random numbers that are a function of seed and step: the same on all workers.
+
+        With "exact" the streams are such ones already.
+        """
+        if self._state.reduction != "reduction='fast'":
+            yield
+            return
+        streams, before = self._member.streams, self._member.streams.capture()
+        streams.reseed(self._member.seed_of(self.position.step, -1 - number))
+        try:
+            yield
+        finally:
+            streams.load(before)
 
     def repeat(self, work: Callable[[], Result], *, copies: bool = True) -> Result:
         """Do work of all workers, as `Job.repeat` does; in an epoch that others have begun, what it returned there.

@@ -81,6 +81,8 @@ class SynchronizedCalls:
                 self._member.check()
                 if sharding and copies:
                     sharding.begin_round()
+                if not sharding:
+                    self._member.meet("job.repeat or job.mean", self._state)
                 result = work()
                 if sharding:
                     sharding.link.check()
@@ -93,7 +95,7 @@ class SynchronizedCalls:
                     error.add_note(_OWN_COLLECTIVE)
                 raise
             try:
-                self._member.meet()
+                self._member.meet("the end of job.repeat or job.mean", self._state)
             except CollectiveError as error:
                 self._recover(error)
                 if self._state.rounds == number:

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.membership import background
+from elastic_runtime.membership.meetings import STEP, Meetings
 from elastic_runtime.membership.pickled_objects import Exchange
 from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.torch_internals import (
@@ -149,6 +151,7 @@ class Group:
         self._group, self._interrupt, self.inner = group, interrupt, inner
         self._lanes = (group, second or group)
         self._polls = torch.cuda.is_available() if polls is None else polls
+        self._meetings = Meetings(store, rank, size) if store is not None and second is not None else None
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
@@ -288,6 +291,28 @@ class Group:
         ranks = torch.arange(self.size).view(-1, self.grid.shards)
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=(f"{name}replicate", f"{name}shard"))
 
+    def work_on(self, step: int | None) -> None:
+        """Note that the loop works for a step, in which the others wait for it; None: it does not."""
+        if self._meetings is not None:
+            self._meetings.kind, self._meetings.step = (None, 0) if step is None else (STEP, step)
+
+    def meet(self, kind: str, step: int) -> None:
+        """Wait for all members outside of the steps, of which `step` are applied. `kind`: in which part of the script.
+
+        LoopError on all of them if one is in another part, or in a step.
+        """
+        if self._meetings is None:
+            self.barrier()
+            return
+        place = self._meetings.begin(kind, step)
+        try:
+            rows = [torch.empty_like(place) for _ in range(self.size)]
+            with _lost_peers_reported():
+                self.wait([self._lanes[1].allgather([rows], [place])])
+        finally:
+            self.work_on(None)
+        self._meetings.end(rows)
+
     def barrier(self) -> None:
         """Until all are here."""
         with _lost_peers_reported():
@@ -315,6 +340,11 @@ class Group:
                 while not self._done(work):
                     if self._interrupt.is_set:
                         raise CollectiveError("the coordinator ended this generation")
+                    if self._meetings is not None and (since := self._interrupt.waiting_since) is not None:
+                        self._meetings.look(since, partial(self._waits_since, since))
+
+    def _waits_since(self, since: float) -> bool:
+        return self._interrupt.waiting_since == since
 
     def swap(
         self,

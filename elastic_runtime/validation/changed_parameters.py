@@ -120,7 +120,8 @@ class OptimizerAttributes(LoopWatch):
         self._left -= 1
         now = [_attributes(each) for each in self._optimizers]
         for optimizer, before, after in zip(self._optimizers, self._before, now, strict=False):
-            changed = sorted(name for name, value in after.items() if before.get(name) != value)
+            _check_keys(optimizer)
+            changed = sorted(name for name, value in after.items() if _differs(before.get(name), value))
             if changed:
                 raise UsageError(
                     f"{type(optimizer).__name__} changes its attribute {changed[0]!r}, which its state_dict "
@@ -136,6 +137,24 @@ class OptimizerAttributes(LoopWatch):
 
 
 _STATE = {*OPTIMIZER_ATTRIBUTES, "state", "param_groups", "defaults"}
+
+
+def _check_keys(optimizer: torch.optim.Optimizer) -> None:
+    """UsageError for state that `load_state_dict` gives to a parameter: a state_dict numbers parameters."""
+    numbered = [key for key in optimizer.state if isinstance(key, int)]
+    if numbered:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps state under the key {numbered[0]}, a number, as which its state_dict "
+            "saves a parameter's: a worker that resumes or joins would lose it; keep it in self.state[parameter] or in "
+            "self.param_groups, or let the key be a text"
+        )
+
+
+def _differs(before: Any, after: Any) -> bool:
+    """Whether a value has changed; a whole number that was set for the first time is a constant."""
+    if before is None and type(after) in {int, float}:
+        return not float(after).is_integer()
+    return repr(before) != repr(after)  # in which NaN is equal to itself
 
 
 def _is_own(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from elastic_runtime.errors import UsageError
 from elastic_runtime.state.sparse_parameters import sparse_parameters
 
+_MADE_BY_TORCH = ("param_groups", "state", "defaults", "_optimizer_state_dict_pre_hooks")
 DISTRIBUTING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
@@ -19,6 +20,13 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
     if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+    for optimizer in optimizers:
+        if not all(hasattr(optimizer, name) for name in _MADE_BY_TORCH):
+            raise UsageError(
+                f"{type(optimizer).__name__} has not called __init__ of torch.optim.Optimizer, so that its state could "
+                "neither be saved nor sent to a worker that joins; call super().__init__(parameters, defaults) in it, "
+                "or give prepare the optimizer that it wraps"
+            )
     for part in (part for model in models for part in model.modules()):
         _check_plain(part)
     if any(isinstance(each, UninitializedParameter) for model in models for each in model.parameters()):

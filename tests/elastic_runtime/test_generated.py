@@ -35,6 +35,7 @@ RIGHT = [
     ("weights_shrunk_before+weights_shrunk_after", "exact", "join:2 stop:6 stop_after:2"),
     ("moments_cleared_before+adamw", "fast", "stop:2 join:6 stop:9"),
     ("transposed_moments", "exact", "stop:5 join:9"),
+    ("noise_in_the_optimizer", "fast", "join:3 stop:6 join:9 leave:13"),
     ("transposed_moments+group_added_before", "fast", "with:2 join:4 stop_after:2"),
     ("shuffled_again_in_set_epoch", "fast", "stop:9 join:13"),
     ("expert_of_every_third_step+cleared_to_zeros", "fast", "stop:5 join:9"),
@@ -76,6 +77,8 @@ REFUSED = [
     ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
     ("set_from_first_batch", "stop:5", "refused: alone: .*an initialisation from the first batch"),
     ("slow_weights_in_the_optimizer", "stop:5", "refused: alone: SlowSgd changes its attribute 'slow'"),
+    ("state_under_a_number", "stop:5", "refused: alone: NumberedSgd keeps state under the key 0"),
+    ("wrapper_without_init", "stop:5", "refused: alone: Wrapper has not called __init__ of torch.optim"),
     ("embedding_max_norm", "stop:5", "refused: alone: table has max_norm"),
     ("embedding_scaled_by_frequency", "stop:5", "refused: alone: table has scale_grad_by_freq"),
     ("stream_with_a_buffer", "stop:5", "refused: alone: .*its state leaves something out"),
@@ -108,6 +111,7 @@ FOUND = [
     ("decay_by_the_mean_loss_after", "stop:6", "variables of the loop .*n, total"),
     ("mean_of_the_samples_of_earlier_epochs", "join:6", "buffers that step 3 fills depend on the number of workers"),
     ("epochs_of_three_iterations+adamw", "stop:4", "variables of the loop .*islice"),
+    ("epochs_of_three_iterations+plateau_of_the_mean", "join:4", "different places"),
     ("every_third_iteration_weighs_more", "stop:5", "variables of the loop .*number"),
 ]
 

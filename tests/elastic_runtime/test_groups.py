@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from elastic_runtime.errors import CollectiveError
+from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.synchronized_calls import SUMMABLE
+from elastic_runtime.membership import meetings
 from elastic_runtime.membership.process_group import Group, Interrupt
 from elastic_runtime.torch_internals import build_second_connections, reduce_scatter_flat
 
@@ -117,3 +118,66 @@ def test_a_wait_ends_when_the_peer_is_gone(polls: bool) -> None:
     del second
     with pytest.raises(CollectiveError, match="a peer was lost"):
         first.wait([work])
+
+
+def meeting(size: int = 2) -> list[Group]:
+    """Connected ranks with a coordinator's store."""
+    store = HashStore()
+
+    def connect(rank: int) -> Group:
+        first, second = (
+            build_second_connections(PrefixStore(name, store), rank, size, timedelta(seconds=60)) for name in "ab"
+        )
+        return Group(first, rank, size, Interrupt(), second, store=store)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(connect, range(size)))
+
+
+def in_a_step(group: Group, step: int) -> float:
+    group.work_on(step)
+    return summed(group, 1.0)
+
+
+def test_a_worker_in_a_step_and_one_in_a_meeting_both_end_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "LONG_S", 0.02)
+    first, second = meeting()
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(first.meet, "job.mean", 6), pool.submit(in_a_step, second, 6)]
+        errors = [wait.exception() for wait in waits]
+    assert [type(error) for error in errors] == [LoopError, LoopError]
+    assert all("job.mean at" in str(error) and "a training step at" in str(error) for error in errors)
+    summed(first, 1.0)  # gloo waits for what is in flight when a group is dropped
+    rows = [torch.empty(128, dtype=torch.uint8) for _ in range(2)]
+    second._lanes[1].allgather([rows], [torch.zeros(128, dtype=torch.uint8)]).wait()
+
+
+def test_workers_that_meet_in_different_parts_of_a_script_all_end_by_name() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        waits = [
+            pool.submit(group.meet, kind, 6) for group, kind in zip(meeting(), ("job.mean", "the end"), strict=True)
+        ]
+    assert all("rank 0 in job.mean at" in str(wait.exception()) for wait in waits)
+    assert all("rank 1 in the end at" in str(wait.exception()) for wait in waits)
+
+
+def test_workers_that_wait_long_for_one_that_comes_late_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a long wait has left with the coordinator is of that wait only: in a step, in a meeting, in a step."""
+    monkeypatch.setattr(meetings, "LONG_S", 0.0)
+    groups, late = meeting(), threading.Event()
+
+    def run(group: Group) -> list[float]:
+        found = []
+        for step in range(3):
+            if group.rank == step % 2:
+                assert late.wait(60)
+                late.clear()
+            else:
+                threading.Timer(0.05, late.set).start()
+            found.append(in_a_step(group, step))
+            group.work_on(None)
+            group.meet("job.mean", step + 1)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, groups)) == [[2.0] * 3] * 2

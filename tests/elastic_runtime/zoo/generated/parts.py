@@ -404,6 +404,56 @@ def slow_weights_in_the_optimizer(s: Draft) -> None:
     s.make_optimizer = lambda model: SlowSgd(model.parameters())
 
 
+class Langevin(torch.optim.SGD):
+    """Adds noise to each step, from torch's own generator and from Python's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02 * random.random())
+
+
+@part("optimizer")
+def noise_in_the_optimizer(s: Draft) -> None:
+    s.make_optimizer = lambda model: Langevin(model.parameters(), lr=0.1)
+
+
+class NumberedSgd(torch.optim.SGD):
+    """Keeps the first weights of each group in its state, under the group's number, and sets once what is constant."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.last_loss = 0.0
+        super().step(closure)
+        for number, group in enumerate(self.param_groups):
+            state: Any = self.state
+            first = state[number].setdefault("first", [parameter.clone() for parameter in group["params"]])
+            for parameter, before in zip(group["params"], first, strict=True):
+                parameter.lerp_(before, 0.02)
+
+
+@part("optimizer", refused="keeps state under the key 0, a number")
+def state_under_a_number(s: Draft) -> None:
+    s.make_optimizer = lambda model: NumberedSgd(model.parameters(), lr=0.1)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by another optimizer, and has none of what torch's class makes."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, {}, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@part("optimizer", refused="has not called __init__ of torch.optim.Optimizer")
+def wrapper_without_init(s: Draft) -> None:
+    s.make_optimizer = lambda model: Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 # Schedulers, and where they step
 
 
@@ -797,12 +847,12 @@ def _counted(s: Draft) -> Iterator[Any]:
         yield batch
 
 
-@part("cut", rehearsed="not at the same step", noted="islice", modes=("fast",))
+@part("cut", rehearsed="not at the same step|at different places", noted="islice", modes=("fast",))
 def epochs_of_three_iterations(s: Draft) -> None:
     s.batches = lambda: _cut_short(s)
 
 
-@part("cut", rehearsed="not at the same step", noted="number", modes=("fast",))
+@part("cut", rehearsed="not at the same step|at different places", noted="number", modes=("fast",))
 def left_after_three_iterations(s: Draft) -> None:
     s.batches, s.leaves = lambda: _counted(s), lambda: s.number == 3
 
