@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
     from elastic_runtime.torch_internals import Store
 
-LONG_S: Final = 2.0
+LONG_S: Final = 5.0
 """Seconds of waiting after which a worker looks for others."""
-LOOK_EVERY_S: Final = 0.5
-_FOUND_S: Final = 5.0
+_PAUSES_S: Final = (0.25, 10.0)
+"""Between two looks: the first one, and the longest; each is twice the one before, for hundreds of workers may wait."""
+_FOUND_S: Final = 2 * _PAUSES_S[1]
 """Seconds within which all find it."""
 _LENGTH: Final = 128
 """Bytes of a place."""
@@ -91,20 +92,30 @@ class Meetings:
         other = f"at/{not meets}/{step}/{met}"
         with suppress(RuntimeError, OSError):  # the coordinator is away
             self._store.set(f"at/{meets}/{step}/{met}", at)
-            while waits() and not self._store.check([other]):
-                time.sleep(LOOK_EVERY_S)
+            self._await([other], lambda: not waits())
             if not waits():
+                self._store.delete_key(f"at/{meets}/{step}/{met}")
                 return
             there = self._store.get(other).decode()
             self._store.set(f"apart/{self._rank}", "")
             until = time.monotonic() + _FOUND_S
-            everyone = [f"apart/{rank}" for rank in range(self._size)]
-            while time.monotonic() < until and not self._store.check(everyone):
-                time.sleep(LOOK_EVERY_S / 10)
+            self._await([f"apart/{rank}" for rank in range(self._size)], lambda: time.monotonic() > until)
             self._found = (
                 f"the workers are at different places after step {step}: this one in {at}, another one in {there}; "
                 f"{_REMEDY}"
             )
+
+    def _await(self, keys: list[str], ended: Callable[[], bool]) -> None:
+        """Return once the keys are there, or `ended()`."""
+        pause_s, longest_s = _PAUSES_S
+        look_at = 0.0
+        while not ended():
+            now = time.monotonic()
+            if now >= look_at:
+                if self._store.check(keys):
+                    return
+                look_at, pause_s = now + pause_s, min(2 * pause_s, longest_s)
+            time.sleep(0.05)
 
 
 def _kind(place: str) -> str:

@@ -141,7 +141,8 @@ _STATE = {*OPTIMIZER_ATTRIBUTES, "state", "param_groups", "defaults"}
 
 def _check_keys(optimizer: torch.optim.Optimizer) -> None:
     """UsageError for state that `load_state_dict` gives to a parameter: a state_dict numbers parameters."""
-    numbered = [key for key in optimizer.state if isinstance(key, int)]
+    state: dict[Any, Any] = optimizer.state
+    numbered = [key for key in state if isinstance(key, int)]
     if numbered:
         raise UsageError(
             f"{type(optimizer).__name__} keeps state under the key {numbered[0]}, a number, as which its state_dict "

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 1e-5
 """Of numbers that two kinds of machines may round differently."""
+_ATTRIBUTE = "attribute "
 _MOST = 251
 """Elements of a tensor that are compared."""
 
@@ -56,13 +57,17 @@ def named_numbers(
     for part in (*optimizers, *schedulers):
         for name, value in vars(part).items():
             if type(value) in _PLAIN and not name.startswith("_"):
-                yield f"attribute {name!r} of {type(part).__name__}", value
+                yield f"{_ATTRIBUTE}{name!r} of {type(part).__name__}", value
 
 
 def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return the first name whose values differ; "" where none do."""
+    """Return the first name whose values differ; "" where none do.
+
+    An attribute that one worker has not set yet, since it has made no step, is compared from its next step on.
+    """
     for name in [*other, *(name for name in one if name not in other)]:
-        if not _alike(one.get(name), other.get(name)):
+        unset = name.startswith(_ATTRIBUTE) and not (name in one and name in other)
+        if not unset and not _alike(one.get(name), other.get(name)):
             return name
     return ""
 

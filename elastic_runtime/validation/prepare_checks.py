@@ -10,7 +10,6 @@ from torch.nn.parameter import UninitializedParameter
 from elastic_runtime.errors import UsageError
 from elastic_runtime.state.sparse_parameters import sparse_parameters
 
-_MADE_BY_TORCH = ("param_groups", "state", "defaults", "_optimizer_state_dict_pre_hooks")
 DISTRIBUTING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
@@ -21,7 +20,7 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
     if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
     for optimizer in optimizers:
-        if not all(hasattr(optimizer, name) for name in _MADE_BY_TORCH):
+        if not _is_initialized(optimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} has not called __init__ of torch.optim.Optimizer, so that its state could "
                 "neither be saved nor sent to a worker that joins; call super().__init__(parameters, defaults) in it, "
@@ -34,6 +33,13 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
             "the model has layers whose shapes are undetermined (LazyLinear and the like), of which no gradient could "
             "be summed and no optimizer made; compute one batch with it before prepare"
         )
+
+
+def _is_initialized(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it has what is read of it. One that wraps another may have a state_dict of its own."""
+    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    needed = ("param_groups", "state", "defaults", *(() if own else ("_optimizer_state_dict_pre_hooks",)))
+    return all(hasattr(optimizer, name) for name in needed)
 
 
 def check_synchronized(models: list[Any], *, exact: bool, sharded: bool) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def test_a_worker_in_a_step_and_one_in_a_meeting_both_end_by_name(monkeypatch: p
     monkeypatch.setattr(meetings, "LONG_S", 0.02)
     first, second = meeting()
     with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(first.meet, "job.mean", 6), pool.submit(in_a_step, second, 6)]
+        waits: list[Future[Any]] = [pool.submit(first.meet, "job.mean", 6), pool.submit(in_a_step, second, 6)]
         errors = [wait.exception() for wait in waits]
     assert [type(error) for error in errors] == [LoopError, LoopError]
     assert all("job.mean at" in str(error) and "a training step at" in str(error) for error in errors)

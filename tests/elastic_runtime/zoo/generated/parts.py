@@ -405,11 +405,12 @@ def slow_weights_in_the_optimizer(s: Draft) -> None:
 
 
 class Langevin(torch.optim.SGD):
-    """Adds noise to each step, from torch's own generator and from Python's."""
+    """Adds noise to each step, from torch's own generator and from Python's. Its first step sets a constant."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
+        self.last_loss = 0.0
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.add_(torch.randn_like(parameter), alpha=0.02 * random.random())
@@ -421,11 +422,10 @@ def noise_in_the_optimizer(s: Draft) -> None:
 
 
 class NumberedSgd(torch.optim.SGD):
-    """Keeps the first weights of each group in its state, under the group's number, and sets once what is constant."""
+    """Keeps the first weights of each group in its state, under the group's number."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.last_loss = 0.0
         super().step(closure)
         for number, group in enumerate(self.param_groups):
             state: Any = self.state
