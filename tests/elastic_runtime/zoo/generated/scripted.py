@@ -51,6 +51,11 @@ class ScriptedCoordinator:
         """Return the members of a generation of the list."""
         return self.first if generation == 1 else self.changes[generation - 2].members
 
+    @property
+    def _waits(self) -> Path:
+        """The file that says that this worker waits for others."""
+        return self.directory / f"waits-{self.worker}"
+
     def start(self) -> None:
         """Do nothing: there is no connection."""
 
@@ -63,9 +68,13 @@ class ScriptedCoordinator:
             generations = range(1, len(self.changes) + 2)
             number = next(n for n in generations if self.worker in self.members(n))
             kind = "Recover" if number == 1 else "Propose"
+            if number > 1:  # until the others come to that step, which they may not
+                self._waits.touch()
             self._on_order(Order(kind, number, self.members(number), base=number - 1))
-        elif event == "GenerationAdopted" and self.worker not in fields["members"]:
-            self._on_order(Order("Release"))
+        elif event == "GenerationAdopted":
+            self._waits.unlink(missing_ok=True)
+            if self.worker not in fields["members"]:
+                self._on_order(Order("Release"))
         elif event == "CollectiveFailed":
             self._recover(int(fields["generation"]), tuple(fields["members"]))
 
