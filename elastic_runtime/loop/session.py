@@ -20,7 +20,7 @@ from elastic_runtime.loop.passes import ClosureSteps
 from elastic_runtime.loop.step_calls import StepCalls
 from elastic_runtime.loop.step_states import ACTING, BETWEEN, COMPLETE, COUNTED, UNCOUNTED, StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
-from elastic_runtime.loop.synchronized_calls import SynchronizedCalls
+from elastic_runtime.loop.synchronized_calls import SynchronizedCalls, nothing
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 
 if TYPE_CHECKING:
@@ -255,16 +255,18 @@ class Session(StepCalls):
         finally:
             streams.load(before)
 
-    def repeat(self, work: Callable[[], Result], *, copies: bool = True) -> Result:
+    def repeat(
+        self, work: Callable[[], Result], *, copies: bool = True, before: Callable[[], object] = nothing
+    ) -> Result:
         """Do work of all workers, as `Job.repeat` does; in an epoch that others have begun, what it returned there.
 
-        `copies`: as for `SynchronizedCalls.run`.
+        `copies`, `before`: as for `SynchronizedCalls.run`.
         """
         found: Result = self._epoch_start.next_result()
         if found is not NOTHING:
             return found
         self.pause()
-        result = self.synchronized_calls.run(work, copies=copies)
+        result = self.synchronized_calls.run(work, copies=copies, before=before)
         self._epoch_start.note(result)
         return result
 

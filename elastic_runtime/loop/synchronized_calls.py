@@ -47,6 +47,10 @@ _OWN_COLLECTIVE = (
 )
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class SynchronizedCalls:
     """Runs work that all workers share. `recover(error)` continues with the workers that are left. `results`: of the
     code before the loader's loop, for workers that run it later, when the others are in their steps.
@@ -61,24 +65,26 @@ class SynchronizedCalls:
     ) -> None:
         self._state, self._member, self._recover, self._results = state, member, recover, results
 
-    def run(self, work: Callable[[], Result], *, copies: bool = True) -> Result:
+    def run(self, work: Callable[[], Result], *, copies: bool = True, before: Callable[[], object] = nothing) -> Result:
         """Return the result of `work` after all workers completed it with the same peers.
 
-        `copies`: it takes long enough that shards are copied before it.
+        `copies`: it takes long enough that shards are copied before it. `before` is called each time that it begins,
+        before this worker waits for the others: it may raise instead.
         """
         self._state.in_round = True
         try:
-            return self._run(work, copies=copies)
+            return self._run(work, copies=copies, before=before)
         finally:
             self._state.in_round = False
             if self._member.sharding:
                 self._member.sharding.end_round()
 
-    def _run(self, work: Callable[[], Result], *, copies: bool) -> Result:
+    def _run(self, work: Callable[[], Result], *, copies: bool, before: Callable[[], object]) -> Result:
         number, sharding = self._state.rounds, self._member.sharding
         while True:
             try:
                 self._member.check()
+                before()
                 if sharding and copies:
                     sharding.begin_round()
                 if not sharding:

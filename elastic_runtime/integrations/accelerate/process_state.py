@@ -13,6 +13,7 @@ from accelerate.utils import recursively_apply
 
 from elastic_runtime.errors import CollectiveError, LoopError, UsageError
 from elastic_runtime.integrations.accelerate import collectives
+from elastic_runtime.loop.synchronized_calls import nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,21 +219,28 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             )
         return self._survived(name, work, alone, again=not self._divided)
 
-    def _meet(self, name: str, before: Callable[[], None] | None = None) -> None:
+    def _meet(self, name: str, before: Callable[[], object] = nothing) -> None:
         """Wait for all others that are left; `before` is called each time that the wait begins."""
 
         def met() -> None:
-            if before:
-                before()
+            before()
             self.job.all_reduce(torch.zeros(1))
 
-        self._survived(name, met, None)
+        self._survived(name, met, None, before=before)
 
     def _unless_rank_0(self) -> None:
         if self.is_main_process:
             raise _OwnTurn
 
-    def _survived(self, name: str, work: Callable[[], Result], alone: Result, *, again: bool = True) -> Result:
+    def _survived(
+        self,
+        name: str,
+        work: Callable[[], Result],
+        alone: Result,
+        *,
+        again: bool = True,
+        before: Callable[[], object] = nothing,
+    ) -> Result:
         """`work()`, and again where a worker is lost in it, if that may be, and the place is one for it.
 
         Outside of an iteration one worker's `alone` is a result of `job.repeat`, too: a worker that joins within the
@@ -245,7 +253,7 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
             return self.job.repeat(lambda: alone)
         acted = not self.iterating or any(each.acted for each in self._optimizers)
         if again and acted and self.live and not self.repeating:
-            return self.job.repeat(work)
+            return self.job._prepared.repeat(work, before=before)  # noqa: SLF001
         try:
             return work() if again or self.iterating or not self.live or self.repeating else self._once(work)
         except CollectiveError as error:
