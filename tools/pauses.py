@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "GPUQUOTA_PAUSES"
+NOT_STOPPED = {"ELASTIC_STOPPED_S": "60"}  # else a training kills a worker that a signal has stopped for half a second
 LOOKS_EVERY_S = 0.05
 LONGEST_S = 4.0
 
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     mark = uuid.uuid4().hex
     drawn = random.Random(options.seed)  # noqa: S311
     pauses = Pauses(f"{MARK}={mark}".encode(), drawn, options.every, options.pause, options.only)
-    with subprocess.Popen(command, env={**os.environ, MARK: mark}) as process:
+    with subprocess.Popen(command, env={**os.environ, **NOT_STOPPED, MARK: mark}) as process:
         try:
             while process.poll() is None:
                 pauses.look(time.monotonic())
