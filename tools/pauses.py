@@ -1,9 +1,9 @@
 """Runs a command while random processes of it are stopped for moments, as on a busy machine: `make paused CASES=...`.
 
 A machine that many share does not make everything slower alike: one program waits for its turn while another goes on.
-So a test that asserts what is only soon true after what it waited for fails here, and whoever has a time limit that
-is too short. Each process of the command, and of what it starts in the background, is stopped by SIGSTOP at times of a
-Poisson process; what was stopped by somebody else is left alone.
+So a test fails here that asserts what is only soon true after what it waited for, or that has too short a time
+limit. Each process of the command, and of what it starts in the background, is stopped by SIGSTOP at times of a Poisson
+process; what was stopped by somebody else is left alone.
 """
 
 from __future__ import annotations

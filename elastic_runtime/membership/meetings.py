@@ -8,7 +8,8 @@ Outside of steps the workers therefore meet first, on connections that steps do 
 One that waits for long, there or in a step, leaves with the coordinator what it waits in, and looks whether another one
 waits in the other. Invariant: a place is named by the numbers of steps and of meetings that this worker has completed.
 Two that wait with equal numbers, one in a step and one in a meeting, wait for each other; what is left from an earlier
-wait has other numbers. Whoever finds it raises once all have found it: the end of the first one would be a lost peer.
+wait has other numbers. The worker that finds it raises once all have found it: the end of the first one would be a
+lost peer.
 
 Rejected: a collective before each step that shows where all are. It costs a message in each step.
 """

@@ -79,8 +79,10 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the JSON of a notification."""
         message: dict[str, Any] = {"text": _escaped(one.text[:LONGEST_TEXT])}
         if self.fields:
-            parts = {k: v for k, v in one._asdict().items() if k not in {"what", "test"} or (k == "test" and v)}
-            message["gpuquota"] = {"event": one.what, **parts}
+            parts = one._asdict()
+            message["gpuquota"] = {"event": parts.pop("what"), **parts}
+            if not one.test:
+                del message["gpuquota"]["test"]
         return message
 
     async def attempt(self, session: aiohttp.ClientSession, one: Notification, timeout_s: float) -> tuple[str, bool]:

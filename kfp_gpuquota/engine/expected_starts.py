@@ -22,7 +22,7 @@ from kfp_gpuquota.scheduler import RunTimeExpected
 from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime, examples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kfp_gpuquota.api import ExpectedStart, JobSpec
     from kfp_gpuquota.engine.job_book import JobBook
@@ -61,7 +61,7 @@ def run_times(book: JobBook, now: float) -> Callable[[str], RunTime]:
 
 
 class RunTimesOfWaiting:
-    """What the scheduler is told of the run times of waiting jobs, in projects that start the shortest one first.
+    """Passes the expected run times of waiting jobs to the scheduler, in projects that start the shortest one first.
 
     The median of jobs that have ended is what counts: those that run change it with every second. It follows from the
     records alone, so that a restarted process has the same, and is computed again only once another job has ended. What
@@ -70,7 +70,7 @@ class RunTimesOfWaiting:
 
     def __init__(self, book: JobBook) -> None:
         self._book = book
-        self._ended: list[tuple[float, str]] = []
+        self._ended: dict[str, float] = {}
         self._medians: dict[Key, float] = {}
         self._expected: dict[str, tuple[JobSpec, float | None]] = {}
 
@@ -82,7 +82,7 @@ class RunTimesOfWaiting:
         waiting = {job.uid: job for queue in queues for entries in queue.waiting.values() for _, job in entries}
         projects = {queue.name for queue in queues}
         jobs = (job for job in self._book.jobs.values() if job.spec.project in projects)
-        ended = sorted((job.status.finished_at or 0.0, job.uid) for job in jobs if job.status.phase is Phase.SUCCEEDED)
+        ended = {job.uid: job.status.finished_at or 0.0 for job in jobs if job.status.phase is Phase.SUCCEEDED}
         if ended != self._ended:
             self._ended, self._medians, self._expected = ended, self._medians_of(ended), {}
         self._expected = {uid: self._expected_of(self._book.jobs[uid]) for uid in waiting if uid in self._book.jobs}
@@ -98,9 +98,9 @@ class RunTimesOfWaiting:
             return before
         return job.spec, next((self._medians[key] for key in _closer_keys(job) if key in self._medians), None)
 
-    def _medians_of(self, ended: Iterable[tuple[float, str]]) -> dict[Key, float]:
+    def _medians_of(self, ended: Mapping[str, float]) -> dict[Key, float]:
         ran: dict[Key, list[float]] = {}
-        for at, uid in ended:
+        for at, uid in sorted((at, uid) for uid, at in ended.items()):
             job = self._book.jobs[uid]
             for key in _keys(job):
                 ran.setdefault(key, []).append(_ran_s(job, at))

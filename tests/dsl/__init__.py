@@ -2,7 +2,7 @@
 
 kfp asks `inspect` for the whole stack at each setting of a step. While a test module is imported, the stack has frames
 of the import machinery, for each of which `inspect` searches all modules: thousands, once torch is imported. It does
-not for files that it knows.
+not for files that are in its table.
 """
 
 import inspect

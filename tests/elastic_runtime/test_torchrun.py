@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from tests.elastic_runtime.test_repeat import evaluating
 from tests.elastic_runtime.training import Plan, train
 from tests.polling import TIMEOUT_S
 from tools.devcluster.layout import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -83,20 +87,25 @@ def torchrun(python: tuple[str, ...], folder: Path, nodes: int, workers: int, sc
     assert not any(codes), "\n".join((folder / f"node-{n}.log").read_text()[-3000:] for n in range(nodes))
 
 
+def check_as_alone(folder: Path, body: Callable[[Plan, int, Path, None], None]) -> None:
+    """Both workers' models are that of one process which trains by itself."""
+    alone = folder / "alone"
+    alone.mkdir()
+    body(Plan(), 0, alone, None)
+    expected = torch.load(alone / "final-0.pt")
+    for rank in range(2):
+        got = torch.load(folder / f"final-{rank}.pt")
+        assert got["step"] == expected["step"]
+        for name, value in expected["model"].items():
+            torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(
     forked_python: tuple[str, ...], tmp_path: Path, nodes: int
 ) -> None:
     torchrun(forked_python, tmp_path, nodes, workers=2 // nodes)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    train(Plan(), 0, alone, None)
-    expected = torch.load(alone / "final-0.pt")
-    for rank in range(2):
-        got = torch.load(tmp_path / f"final-{rank}.pt")
-        assert got["step"] == expected["step"]
-        for name, value in expected["model"].items():
-            torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5)
+    check_as_alone(tmp_path, train)
     rows = [json.loads(line) for line in (tmp_path / "report-0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["event"] == "restored"] == [17]
 
@@ -108,15 +117,7 @@ def test_a_worker_that_is_lost_in_an_evaluation_leaves_out_nothing_of_its_iterat
     """A scheduler steps after it."""
     torchrun(forked_python, tmp_path, nodes=1, workers=2, script=EVALUATING)
     assert (tmp_path / "killed").exists()
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    evaluating(Plan(), 0, alone, None)
-    expected = torch.load(alone / "final-0.pt")
-    for rank in range(2):
-        got = torch.load(tmp_path / f"final-{rank}.pt")
-        assert got["step"] == expected["step"]
-        for name, value in expected["model"].items():
-            torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5)
+    check_as_alone(tmp_path, evaluating)
 
 
 WAITING = """

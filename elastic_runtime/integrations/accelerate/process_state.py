@@ -223,7 +223,6 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         """Wait for all others that are left; `before` is called each time that the wait begins."""
 
         def met() -> None:
-            before()
             self.job.all_reduce(torch.zeros(1))
 
         self._survived(name, met, None, before=before)
@@ -254,6 +253,7 @@ class JobStateAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has 
         acted = not self.iterating or any(each.acted for each in self._optimizers)
         if again and acted and self.live and not self.repeating:
             return self.job._prepared.repeat(work, before=before)  # noqa: SLF001
+        before()
         try:
             return work() if again or self.iterating or not self.live or self.repeating else self._once(work)
         except CollectiveError as error:

@@ -16,7 +16,7 @@ from kfp_gpuquota.api.job_sentences import place_of
 from kfp_gpuquota.api.queue import Queued, queued
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import NodeView
@@ -52,8 +52,12 @@ class Board:
 
     def place(self, job: Job) -> str:
         """Return the place of a waiting job in its project; "" for another one, and where it changes with time."""
+        return self.places()(job)
+
+    def places(self) -> Callable[[Job], str]:
+        """Return `place` for many jobs, for which the projects are read once."""
         shortest = {view.project.name for view in self.source.projects() if view.project.order is Order.SHORTEST}
-        return "" if job.spec.project in shortest else self.facts.place(job)
+        return lambda job: "" if job.spec.project in shortest else self.facts.place(job)
 
     def nodes(self) -> tuple[NodeView, ...]:
         """Return all nodes in the order of their names; one that is equal to what it was is the same object."""

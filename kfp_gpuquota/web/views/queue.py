@@ -164,7 +164,7 @@ def elements(board: Board, wanted: Filter, rows: Rows) -> Elements:
     total = len(board.facts.jobs)
     counts = render("job_counts.html", part=part, jobs=len(shown), total=total, waiting=waiting, chosen=wanted)
     pager = render("pager.html", part=part, chosen=wanted, sizes=SIZES, things="jobs")
-    listed = rows.of(groups[part.begin : part.end], board.place, wanted)
+    listed = rows.of(groups[part.begin : part.end], board.places(), wanted)
     return Elements({"counts": counts, "pager": pager}, {"jobs": listed})
 
 

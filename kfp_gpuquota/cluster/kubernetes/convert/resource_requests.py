@@ -19,7 +19,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api.resources import Resources
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container as PodContainer
@@ -89,8 +89,9 @@ _ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - not bound
 
 def gpus_of(spec: PodSpec) -> int:
     """Return the number of devices that the pod's containers request, at most MAX_DEVICES."""
-    asked = total(spec, lambda container: device_count(str(container.resources.limits.get(labels.GPU_RESOURCE, 0))))
-    return min(asked, MAX_DEVICES)
+    name = labels.GPU_RESOURCE
+    asked = total(spec, lambda container: [(name, device_count(str(container.resources.limits.get(name, 0))))])
+    return min(asked.get(name, 0), MAX_DEVICES)
 
 
 def weights_text(weights: Resources) -> str:
@@ -141,16 +142,19 @@ def bounded_number(text: str, largest: int = MAX_COUNT) -> int | None:
     return number if (number := int(text)) <= largest else None
 
 
-def total(spec: PodSpec, amount: Callable[[PodContainer], int]) -> int:
-    """Return the maximum amount that the pod's containers use at the same time."""
-    sidecars = largest = 0
+def total(spec: PodSpec, amounts: Callable[[PodContainer], Iterable[tuple[str, int]]]) -> dict[str, int]:
+    """Return the maximum amounts that the pod's containers use at the same time, each by its name."""
+    sidecars, largest, together = dict[str, int](), dict[str, int](), dict[str, int]()
     for container in spec.init_containers:
-        if container.restart_policy == "Always":
-            sidecars += amount(container)
-            largest = max(largest, sidecars)
-        else:
-            largest = max(largest, sidecars + amount(container))
-    return max(sidecars + sum(map(amount, spec.containers)), largest)
+        for name, amount in amounts(container):
+            most = sidecars.get(name, 0) + amount
+            largest[name] = max(largest.get(name, 0), most)
+            if container.restart_policy == "Always":
+                sidecars[name] = most
+    for container in spec.containers:
+        for name, amount in amounts(container):
+            together[name] = together.get(name, sidecars.get(name, 0)) + amount
+    return {name: max(together.get(name, 0), largest.get(name, 0)) for name in (*together, *largest)}
 
 
 def _containers(spec: PodSpec) -> tuple[PodContainer, ...]:
@@ -159,17 +163,7 @@ def _containers(spec: PodSpec) -> tuple[PodContainer, ...]:
 
 def _needed(spec: PodSpec) -> dict[str, int]:
     """Return the amounts of all resources, each read once: a pod of a megabyte has ten thousand of them."""
-    sidecars, largest, together = dict[str, int](), dict[str, int](), dict[str, int]()
-    for container in spec.init_containers:
-        for name, amount in _amounts(container.resources):
-            most = sidecars.get(name, 0) + amount
-            largest[name] = max(largest.get(name, 0), most)
-            if container.restart_policy == "Always":
-                sidecars[name] = most
-    for container in spec.containers:
-        for name, amount in _amounts(container.resources):
-            together[name] = together.get(name, sidecars.get(name, 0)) + amount
-    needed = {name: max(together.get(name, 0), largest.get(name, 0)) for name in (*together, *largest)}
+    needed = total(spec, lambda container: _amounts(container.resources))
     for name in _names(spec.resources):
         if (whole := requested(spec.resources.requests, spec.resources.limits, name)) != "0":
             needed[name] = _read(name, whole)
