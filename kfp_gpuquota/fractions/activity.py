@@ -19,9 +19,12 @@ SIMULATED_FILE = "used_percent"
 
 
 class GpuUse(NamedTuple):
-    """What one device did since the last call: whether anything, in which part of the time, and its memory now."""
+    """What one device did since the last call: whether anything, in which part of the time, and its memory now.
 
-    busy: bool
+    `busy` is None if the figures may be those of another device of the same kind.
+    """
+
+    busy: bool | None
     percent: float
     used_mib: int | None = None
 
@@ -74,6 +77,13 @@ class NvmlActivity:
         """Return the UUIDs of all GPUs of this machine, in the order of its bus."""
         return tuple(self._handles)
 
+    @property
+    def alike(self) -> bool:
+        """Return whether all GPUs of this machine are of one model."""
+        with suppress(self._nvml.NVMLError):
+            return len({_text(self._nvml.nvmlDeviceGetName(handle)) for handle in self._handles.values()}) == 1
+        return False
+
     def measure(self) -> dict[str, GpuUse]:
         """Return of each measured GPU whether a kernel ran or memory was read or written, and for how long kernels."""
         found: dict[str, GpuUse] = {}
@@ -101,8 +111,8 @@ class NvmlActivity:
 
 
 def busy(measured: Mapping[str, GpuUse]) -> dict[str, bool]:
-    """Return of each measured device whether it was used."""
-    return {name: use.busy for name, use in measured.items()}
+    """Return of each measured device whether it was used, if that is certain."""
+    return {name: use.busy for name, use in measured.items() if use.busy is not None}
 
 
 def use_of(visible: str, devices: Sequence[str], used: Mapping[str, bool], *, bus_order: bool) -> bool | None:
@@ -113,14 +123,20 @@ def use_of(visible: str, devices: Sequence[str], used: Mapping[str, bool], *, bu
     """
     if devices and all(used.get(device) is False for device in devices):
         return False if visible else None
-    found: list[bool | None] = []
+    found = [used.get(name) for name in devices_of(visible, devices, bus_order=bus_order)]
+    return None if not found or None in found else any(found)
+
+
+def devices_of(visible: str, devices: Sequence[str], *, bus_order: bool) -> list[str]:
+    """Return which of `devices` the parts of CUDA_VISIBLE_DEVICES name, "" for one that is not known."""
+    found: list[str] = []
     for part in filter(None, visible.split(",")):
         if part.isdecimal():
             named = devices[int(part) : int(part) + 1] if bus_order else ()
         else:
             named = [device for device in devices if device.startswith(part)]
-        found.append(used.get(named[0]) if len(named) == 1 else None)
-    return None if not found or None in found else any(found)
+        found.append(named[0] if len(named) == 1 else "")
+    return found
 
 
 def _is_number(text: str) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "gpu-operator-test"
 SERVICE = "nvidia-dcgm-exporter"
+USED_MIB = 512
 
 
 def own_address() -> str:
@@ -53,6 +54,7 @@ class GpuExporter:
                 labels += f',container="main",namespace="{namespace}",pod="{pod}"'
                 lines.append(f"DCGM_FI_DEV_GPU_UTIL{{{labels}}} {value}")
                 lines.append(f"DCGM_FI_DEV_MEM_COPY_UTIL{{{labels}}} 0")
+                lines.append(f"DCGM_FI_DEV_FB_USED{{{labels}}} {USED_MIB}")
                 lines.append(f"DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{{{labels}}} {energy}")
         return "\n".join([*lines, ""]).encode() + self.more
 

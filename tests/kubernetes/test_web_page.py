@@ -29,6 +29,8 @@ from kfp_gpuquota.cluster.kubernetes.web.rights import (
     RoleBinding,
     Subject,
 )
+from tests.kubernetes.gpu_exporter import NAMESPACE as EXPORTERS
+from tests.kubernetes.gpu_exporter import SERVICE, GpuExporter, own_address, publish
 from tests.kubernetes.installation import NAMESPACE, QUOTAS, jobs_of
 from tests.kubernetes.istio import GATEWAY, istio
 from tests.kubernetes.test_crds import job, quota
@@ -223,6 +225,35 @@ def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours
     kubeflow_cluster.api.patch(f"{QUOTA_POLICIES}/default", {"spec": {"gpuResources": None}})
     gone = {"allocatable": {"amd.com/gpu": None}, "capacity": {"amd.com/gpu": None}}
     kubeflow_cluster.api.patch(f"/api/v1/nodes/{node['metadata']['name']}/status", {"status": gone})
+
+
+def test_the_use_of_gpus_is_drawn_as_the_exporter_of_the_node_reports_it(
+    kubeflow_cluster: DevCluster, ours: Team, theirs: Team
+) -> None:
+    """A pod's GPU is that which the plan counts for it; GPUs that no pod has are the plan's free ones."""
+    api, policy = kubeflow_cluster.api, f"{QUOTA_POLICIES}/default"
+    (node,) = api.items("/api/v1/nodes")
+    name, last = node["metadata"]["name"], int(node["status"]["allocatable"][labels.GPU_RESOURCE]) - 1
+    idle = b'DCGM_FI_DEV_GPU_UTIL{gpu="7",UUID="GPU-idle"} 3\n'
+    with GpuExporter({(ours.namespace, "measured"): ["35"]}, more=idle).serving(own_address()) as exporter:
+        publish(api, own_address(), exporter.port, [name])
+        kind = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": "default"}}
+        use = {"exporter": f"{EXPORTERS}/{SERVICE}", "intervalSeconds": 1}
+        api.apply(policy, {**kind, "spec": {"gpuUse": use}})
+        container = {"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
+        pod = {
+            "metadata": {"name": "measured", "annotations": {labels.DEVICES: str(last)}},
+            "spec": {"nodeName": name, "containers": [container]},
+        }
+        api.create(f"/api/v1/namespaces/{ours.namespace}/pods", pod)
+        page, user = f"/nodes/{name}", theirs.viewer
+        until(lambda: 'data-values="35 35' in user.get(page).text, lambda: text_of(user, page))
+        drawn = user.get(page).text.partition('<section id="gpu-use"')[2].partition("</section>")[0]
+        assert f"<span>GPU {last}</span> <strong>35</strong>" in drawn
+        until(lambda: 'data-values="3 3' in user.get(page).text, lambda: text_of(user, page))
+        assert "measured" not in text_of(user, page), "another team's pod has no name"
+        api.patch(policy, {"spec": {"gpuUse": None}})
+    api.delete(f"/api/v1/namespaces/{ours.namespace}/pods/measured", 0)
 
 
 def test_who_is_not_named_by_a_trusted_proxy_is_refused(page: WebPage, ours: Team) -> None:

@@ -203,7 +203,7 @@ def test_a_worker_is_replaced_only_after_its_lost_node_has_ended_it(
 
 @pytest.mark.slow
 def test_an_unused_session_is_suspended_and_one_that_uses_its_gpu_is_not(cluster: EmbeddedCluster) -> None:
-    """Each worker's actor measures: here a simulated use, since the nodes have no GPUs."""
+    """Each worker's actor measures: here a simulated use, since the nodes have no GPUs. The charts show the same."""
     rule = IdleRule(warn_after_s=1, suspend_after_s=2)
     cluster.client.set_policy(WorkloadPolicy(name="unused", idle=rule))
     try:
@@ -215,6 +215,9 @@ def test_an_unused_session_is_suspended_and_one_that_uses_its_gpu_is_not(cluster
         suspended = cluster.wait_for_phase("unused", "Suspended")
         assert suspended.status.reason is not None
         assert suspended.status.reason.message.startswith("its GPUs had been unused since ")
-        assert cluster.job("busy").status.phase == "Running"
+        (worker,) = cluster.job("busy").status.workers
+        assert worker.finished_at is None
+        charts = {(one.node, one.device): one.points[-1].percent for one in cluster.client.gpu_use(3600.0)}
+        assert charts[worker.node, worker.devices[0]] == 35.0
     finally:
         cluster.client.delete_policy("unused")

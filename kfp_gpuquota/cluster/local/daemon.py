@@ -111,9 +111,9 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         stack.callback(driver.close)
         if runtime is not None:
             await stack.enter_async_context(runtime.serving(driver, driver.membership))
-        meter = GpuMeter(home, state)
+        meter = GpuMeter(home, state, elsewhere=runtime)
         cluster = LocalCluster(home, store, state, driver, shape, meter=meter)
-        unused = UnusedJobs(meter, store, state, driver.decisions, asyncio.get_running_loop(), elsewhere=runtime)
+        unused = UnusedJobs(meter, store, state, driver.decisions, asyncio.get_running_loop())
         stack.callback(unused.close)
         audit = AuditLog(home.audit_file)
         stack.callback(audit.close)

@@ -1,4 +1,4 @@
-"""Measures this machine's GPUs, and keeps their use over the last hours. Workers on other machines are not measured."""
+"""Measures GPUs, and keeps their use over the last hours: this machine's, and on Ray those of the workers."""
 
 from __future__ import annotations
 
@@ -44,23 +44,35 @@ class Apart:
 
 
 class GpuMeter:
-    """One per daemon. Simulated devices are measured once a directory of one exists. `activity`: by default NVML's."""
+    """One per daemon. Simulated devices are measured once a directory of one exists. `activity`: by default NVML's.
 
-    def __init__(self, home: Home, state: ClusterState, activity: DeviceActivity | None = None) -> None:
-        self._state = state
-        self._names = {
+    `elsewhere` measures devices of other machines, in place of this machine's.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        state: ClusterState,
+        activity: DeviceActivity | None = None,
+        *,
+        elsewhere: DeviceActivity | None = None,
+    ) -> None:
+        self._state, self._elsewhere = state, elsewhere
+        names = {
             (node.name, device.index): device_name(node, device)
             for node in state.nodes.values()
             for device in node.devices
         }
         self._real = any(device.uuid for node in state.nodes.values() for device in node.devices)
-        self._simulated = {simulated_directory(home, *place): name for place, name in self._names.items()}
-        self._activity = activity
+        self._simulated = {simulated_directory(home, *place): name for place, name in names.items()}
+        self._activity = activity or elsewhere
         self._history = GpuUseHistory()
 
     @property
     def lags(self) -> bool:
         """Return whether a measurement may be late, in which case the next one has all of it."""
+        if self._elsewhere is not None:
+            return True
         return self._real and (self._activity is None or isinstance(self._activity, Apart))
 
     def measure(self) -> Mapping[str, GpuUse]:
@@ -74,7 +86,9 @@ class GpuMeter:
 
     def of(self, node: str, device: int, since: float = 0.0) -> tuple[UsePoint, ...]:
         """Return the use of one device of a node, oldest first; () if it was not measured."""
-        return self._history.of(self._names.get((node, device), ""), since)
+        found = self._state.nodes.get(node)
+        names = () if found is None else (device_name(found, one) for one in found.devices if one.index == device)
+        return self._history.of(next(iter(names), ""), since)
 
     def all(self, since: float) -> tuple[DeviceUse, ...]:
         """Return the use of all devices that were measured."""

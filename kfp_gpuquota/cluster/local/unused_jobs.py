@@ -1,14 +1,14 @@
 """Warns owners of jobs whose GPUs are unused, and suspends these jobs, as policies say: engine/unused_gpus.py decides.
 
-It runs in the daemon, and on Ray asks the actors of the workers, only while a policy asks for it and a job runs to
-which it applies. This machine's GPUs are always measured, for the charts of their use. A device that several jobs share
-is used by all of them when one uses it: what each did is not measured.
+It runs in the daemon. GPUs are always measured, for the charts of their use: this machine's, and on Ray those of the
+workers, by their actors. A device that several jobs share is used by all of them when one uses it: what each did is not
+measured.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.policy import idle_rule_of
@@ -21,7 +21,7 @@ from kfp_gpuquota.fractions.activity import busy
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.cluster.local.gpu_meter import GpuMeter
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.engine.decisions import Decisions
     from kfp_gpuquota.engine.records import JobRecord
     from kfp_gpuquota.engine.unused_gpus import Warned
-    from kfp_gpuquota.fractions.activity import GpuUse
 
 INTERVAL_S: Final = 5.0
 """A driver keeps the samples of about 20 s."""
@@ -41,18 +40,8 @@ UNREPORTED_S: Final = 15.0
 log = logging.getLogger(__name__)
 
 
-class WorkersUse(Protocol):
-    """Measures what workers on other machines use."""
-
-    def used(self, workers: Collection[str], /) -> Mapping[str, bool]:
-        """Return whether these workers used their GPUs, as far as that was reported since the last call."""
-
-
 class UnusedJobs:
-    """One per daemon; `store` has the policies, `meter` measures this machine's devices.
-
-    `elsewhere` measures workers on other machines, in place of devices.
-    """
+    """One per daemon; `store` has the policies, `meter` measures the devices."""
 
     def __init__(
         self,
@@ -61,13 +50,10 @@ class UnusedJobs:
         state: ClusterState,
         decisions: Decisions,
         loop: asyncio.AbstractEventLoop,
-        *,
-        elsewhere: WorkersUse | None = None,
     ) -> None:
         self._meter, self._store, self._state = meter, store, state
         self._decisions, self._loop = decisions, loop
-        self._unused = UnusedGpus(unmeasured_s=UNREPORTED_S if elsewhere is not None or meter.lags else 0.0)
-        self._elsewhere = elsewhere
+        self._unused = UnusedGpus(unmeasured_s=UNREPORTED_S if meter.lags else 0.0)
         self._next: asyncio.Handle = loop.call_soon(self._look)
 
     def close(self) -> None:
@@ -82,9 +68,9 @@ class UnusedJobs:
             log.error("jobs whose GPUs are unused are looked at again in %g s: %s", INTERVAL_S, error)
 
     def _look_once(self) -> None:
-        measured = self._meter.measure() if self._elsewhere is None else {}
+        used = busy(self._meter.measure())
         policies = [policy for policy in self._store.load_policies() if policy.idle is not None]
-        observed = self._observed(policies, measured) if policies else {}
+        observed = self._observed(policies, used) if policies else {}
         verdicts = self._unused.observe(observed, self._state.clock())
         for one in verdicts.warn:
             self._warn(one)
@@ -94,12 +80,11 @@ class UnusedJobs:
         for job in [job for job in self._state.jobs.values() if job.runs]:
             self._keep_true(job)
 
-    def _observed(self, policies: Iterable[WorkloadPolicy], measured: Mapping[str, GpuUse]) -> dict[str, Observed]:
+    def _observed(self, policies: Iterable[WorkloadPolicy], used: Mapping[str, bool]) -> dict[str, Observed]:
         """Return the running jobs to which a policy applies, with what their GPUs did since the last time."""
         jobs = (job for job in self._state.jobs.values() if job.runs)
         rules = ((job.uid, idle_rule_of(job.spec.project, job.spec.kind, policies)) for job in jobs)
         ruled = {uid: found for uid, found in rules if found is not None}
-        used = self._used(ruled, measured) if ruled else {}
         return {uid: self._observed_job(uid, policy, used) for uid, policy in ruled.items()}
 
     def _observed_job(self, uid: str, policy: WorkloadPolicy, used: Mapping[str, bool]) -> Observed:
@@ -107,24 +92,13 @@ class UnusedJobs:
         started_at = self._state.jobs[uid].status.started_at or 0.0
         return Observed(self._uses(uid, used), policy.idle, policy.name, active_at=started_at)
 
-    def _used(self, uids: Iterable[str], measured: Mapping[str, GpuUse]) -> Mapping[str, bool]:
-        """Return what was used, by device, or by worker if these are elsewhere."""
-        if self._elsewhere is None:
-            return busy(measured)
-        return self._elsewhere.used([record.worker.id for uid in uids for record in self._state.alive_of(uid)])
-
     def _uses(self, uid: str, used: Mapping[str, bool]) -> bool | None:
         """Return whether the job's GPUs were used; None if one of them was not measured."""
         found = [used.get(name) for name in self._devices_of(uid)]
         return None if not found or None in found else any(found)
 
     def _devices_of(self, uid: str) -> list[str]:
-        """Return the names of the job's devices; a node that is not there any more has devices that nobody measures.
-
-        Of workers elsewhere each is measured as a whole.
-        """
-        if self._elsewhere is not None:
-            return [record.worker.id for record in self._state.alive_of(uid)]
+        """Return the names of the job's devices; a node that is not there any more has devices that nobody measures."""
         names: list[str] = []
         for record in self._state.alive_of(uid):
             node = self._state.nodes.get(record.worker.node)

@@ -355,9 +355,9 @@ class Bridge:
     async def _measure_one(self, worker: str) -> None:
         host = self._hosts.of(worker)
         if host is not None and host.ready:
-            used = await asyncio.wait_for(_result(host.actor.used.remote(worker)), MEASURED_WITHIN_S)
-            if used is not None:
-                self._link.send(messages.UseMeasured(worker=worker, used=used))
+            found = await asyncio.wait_for(_result(host.actor.use.remote(worker)), MEASURED_WITHIN_S)
+            if found is not None:
+                self._link.send(messages.UseMeasured(worker=worker, used=found[0], figures=found[1]))
 
     # Files
 

@@ -25,9 +25,9 @@ from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.environment import INHERITED
 from kfp_gpuquota.cluster.local.workers.runtime import read_from
 from kfp_gpuquota.cluster.ray import runtime_environments
-from kfp_gpuquota.cluster.ray.messages import Task
+from kfp_gpuquota.cluster.ray.messages import Figures, Task
 from kfp_gpuquota.errors import StateFileError
-from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity, busy, use_of
+from kfp_gpuquota.fractions.activity import NvmlActivity, SimulatedActivity, busy, devices_of, use_of
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -109,18 +109,28 @@ class WorkerHost:
             found.pop(worker, None)
         return error
 
-    async def used(self, worker: str) -> bool | None:
-        """Return whether a GPU of the worker was used since the last call; None if that is not known."""
+    async def use(self, worker: str) -> tuple[bool | None, tuple[Figures, ...]] | None:
+        """Return what the worker's GPUs did since the last call: whether one was used, and the figures of each.
+
+        None if that is not known. CUDA is taken to number GPUs of one model as the bus does, which is good enough
+        for a chart, but not to say that one is unused.
+        """
         directory = self._directories.get(worker)
         if directory is None or not self._gpus:
             return None
         if self._activity is None:
             self._activity = await asyncio.to_thread(NvmlActivity)
         if not self._activity.devices:
-            return busy(SimulatedActivity({worker: directory}).measure()).get(worker)
-        measured = busy(await asyncio.to_thread(self._activity.measure))
-        in_order = os.environ.get(ORDER_VARIABLE, "") == "PCI_BUS_ID"
-        return use_of(_assigned(directory), self._activity.devices, measured, bus_order=in_order)
+            simulated = SimulatedActivity({worker: directory}).measure().get(worker)
+            return None if simulated is None else (simulated.busy, (simulated[1:],) * self._gpus)
+        measured = await asyncio.to_thread(self._activity.measure)
+        in_order, visible = os.environ.get(ORDER_VARIABLE, "") == "PCI_BUS_ID", _assigned(directory)
+        used = use_of(visible, self._activity.devices, busy(measured), bus_order=in_order)
+        names = devices_of(visible, self._activity.devices, bus_order=in_order or self._activity.alike)
+        figures = tuple(measured[name][1:] for name in names if name in measured)
+        if len(figures) == len(names) > 0:
+            return used, figures
+        return None if used is None else (used, ())
 
     async def stop(self, worker: str, *, kill: bool) -> None:
         """SIGKILL now, or SIGTERM and SIGKILL after the worker's grace period."""

@@ -98,7 +98,7 @@ class EndWorkers(_Tagged, frozen=True):
 
 
 class MeasureUse(_Tagged, frozen=True):
-    """Answer with UseMeasured of each of these workers whose actor has measured whether it used its GPUs."""
+    """Answer with UseMeasured of each of these workers whose actor has measured the use of its GPUs."""
 
     workers: tuple[str, ...]
 
@@ -190,11 +190,19 @@ class WorkersFound(_Tagged, frozen=True):
     workers: tuple[str, ...]
 
 
+Figures = tuple[float, int | None]
+"""Of a GPU the percent of the time in use, and the memory in MiB if that is known."""
+
+
 class UseMeasured(_Tagged, frozen=True):
-    """Whether a GPU of the worker was used since its actor was last asked."""
+    """Whether a GPU of the worker was used since its actor was last asked, None if that is not certain.
+
+    `figures` are those of each of its GPUs; () if they are not known.
+    """
 
     worker: str
-    used: bool
+    used: bool | None
+    figures: tuple[Figures, ...] = ()
 
 
 class LogRead(_Tagged, frozen=True):

@@ -37,9 +37,10 @@ from kfp_gpuquota.cluster.ray.nodes import (
 )
 from kfp_gpuquota.cluster.ray.workers import checkpoints_of, node_home, task_of
 from kfp_gpuquota.errors import ClusterStartError, InvalidFieldError, NotFoundError
+from kfp_gpuquota.fractions.activity import GpuUse
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+    from collections.abc import AsyncIterator, Collection, Iterable
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.cluster.local.driver import Settings
@@ -97,7 +98,7 @@ class RayRuntime:
         self._numbers = itertools.count(1)
         self._logs: dict[int, asyncio.Future[messages.LogRead]] = {}
         self._tried = asyncio.Event()
-        self._use: dict[str, bool] = {}
+        self._use: dict[str, messages.UseMeasured] = {}
         self._failure = ""
         self._heard = 0.0  # when the nodes were last read, on the monotonic clock
         self._running: asyncio.Task[None] | None = None
@@ -239,10 +240,17 @@ class RayRuntime:
         self._send(messages.RemoveFiles(str(self._there.job(uid))))
         self._send(messages.RemoveFiles(checkpoints_of(self._config, self._home, uid)))
 
-    def used(self, workers: Collection[str]) -> Mapping[str, bool]:
-        """Return whether these workers used their GPUs, as reported since the last call, and ask their actors again."""
-        found, self._use = self._use, {}
-        self._send(messages.MeasureUse(tuple(workers)))
+    def measure(self) -> dict[str, GpuUse]:
+        """Return what the workers' GPUs did, as reported since the last call, and ask their actors again."""
+        reported, self._use = self._use, {}
+        if self._devices:
+            self._send(messages.MeasureUse(tuple(self._devices)))
+        found: dict[str, GpuUse] = {}
+        for one in reported.values():
+            if (worker := self._devices.get(one.worker)) is not None:
+                names = (f"{worker.node}/{index}" for index in worker.devices)
+                figures = one.figures or ((0.0, None),) * len(worker.devices)
+                found |= {name: GpuUse(one.used, *each) for name, each in zip(names, figures, strict=False)}
         return found
 
     # To the bridge
@@ -337,7 +345,7 @@ class RayRuntime:
             case messages.WorkersFound():
                 self._on_found(message)
             case messages.UseMeasured():
-                self._use[message.worker] = message.used or self._use.get(message.worker, False)
+                self._on_use(message)
             case messages.LogRead():
                 if (answer := self._logs.get(message.number)) and not answer.done():
                     answer.set_result(message)
@@ -351,6 +359,11 @@ class RayRuntime:
             link.send(message)
         if self._tracked is not None:
             link.send(messages.ListWorkers(str(self._there.jobs)))
+
+    def _on_use(self, measured: messages.UseMeasured) -> None:
+        if (before := self._use.get(measured.worker)) is not None and before.used:
+            measured = msgspec.structs.replace(measured, used=True)
+        self._use[measured.worker] = measured
 
     def _on_found(self, found: messages.WorkersFound) -> None:
         tracked = self._tracked or ()

@@ -255,14 +255,15 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
             divided=divided_of(spec.gpu_resources or ()),
             other_resources=frozenset(spec.other_resources or ()),
-            gpu_use=_gpu_use(spec.gpu_use),
+            gpu_use=gpu_use_rules(spec.gpu_use),
             user_label=spec.user_label,
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
 
 
-def _gpu_use(given: GpuUse | None) -> GpuUseRules | None:
+def gpu_use_rules(given: GpuUse | None) -> GpuUseRules | None:
+    """Return where the use of GPUs is read. Raises InvalidFieldError."""
     return None if given is None else GpuUseRules(exporter=given.exporter, interval_s=given.interval_seconds)
 
 

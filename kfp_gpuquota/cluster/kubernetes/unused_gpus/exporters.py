@@ -1,4 +1,4 @@
-"""Asks the exporters of nodes what the GPUs of pods do, and remembers which of their answers are new.
+"""Asks the exporters of nodes what their GPUs do, and remembers which of their answers are new.
 
 The exporters are the endpoints of the one Service that the QuotaPolicy names (EndpointSlices, which have each one's
 node). A pod's GPUs are those that the exporter of the pod's own node reports: what another one says of it is ignored. A
@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Struct
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.dcgm import MAX_BYTES, Readings, readings_in
 from kfp_gpuquota.errors import ClusterUnavailableError
+from kfp_gpuquota.fractions.activity import GpuUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -82,7 +83,7 @@ class Exporters:
         self._gpus: dict[tuple[str, str], _Gpu] = {}  # by node and GPU
         self._alive: set[tuple[str, str]] = set()  # those whose counter has changed lately
         self._pauses: dict[str, tuple[Backoff, float]] = {}
-        self._problem = ""
+        self._problem, self._oldest = "", 0.0
 
     async def look(self, rules: GpuUseRules, nodes: Collection[str]) -> None:
         """Ask the exporters of these nodes; what was read before is kept no longer."""
@@ -109,6 +110,22 @@ class Exporters:
         known = all(one.used is False and (pod.node, gpu) in self._alive for gpu, one in found.items())
         return False if known else None
 
+    def figures(self, node: str, namespace: str, name: str) -> list[GpuUse]:
+        """Return what each GPU of a pod does, in the order of the node; with two "" those of GPUs that no pod has.
+
+        [] if one of them was not measured, or its values are old.
+        """
+        found = self._readings.get(node, {}).get((namespace, name), {})
+        if any(one.percent is None or self._is_old(node, gpu) for gpu, one in found.items()):
+            return []
+        ordered = sorted(found.items(), key=lambda item: (item[1].number, item[0]))
+        return [GpuUse(one.used, one.percent or 0.0, one.used_mib) for _, one in ordered]
+
+    def _is_old(self, node: str, gpu: str) -> bool:
+        """Return whether the GPU's counter has stood still for long."""
+        known = self._gpus.get((node, gpu))
+        return known is not None and (node, gpu) not in self._alive and known.since < self._oldest
+
     async def _addresses(self, rules: GpuUseRules, nodes: Collection[str]) -> dict[str, str]:
         """Return the address of the exporter of each of these nodes that has one."""
         if self._is_team(rules.namespace):
@@ -131,7 +148,7 @@ class Exporters:
                     found[node] = f"{host}:{port}"
         if missing := len(set(nodes)) - len(found):
             lacks = f"Service {rules.namespace}/{rules.service} has no ready endpoint on {missing} of them"
-            self._report(f"of {len(set(nodes))} nodes whose pods a rule applies to, {lacks}")
+            self._report(f"of {len(set(nodes))} nodes whose GPUs are measured, {lacks}")
         else:
             self._report("")
         return found
@@ -167,8 +184,8 @@ class Exporters:
 
     def _forget(self, nodes: Collection[str], rules: GpuUseRules) -> None:
         """Forget GPUs whose counter stands still, and nodes that are not asked any more."""
-        oldest = self._now() - rules.longest_gap_s
-        old = {key for key, one in self._gpus.items() if key[0] not in nodes or one.since < oldest}
+        self._oldest = self._now() - rules.longest_gap_s
+        old = {key for key, one in self._gpus.items() if key[0] not in nodes or one.since < self._oldest}
         self._alive -= old
         for key in old:
             if key[0] not in nodes:
@@ -179,7 +196,7 @@ class Exporters:
     def _report(self, problem: str) -> None:
         """Log a problem once, and its end."""
         if problem != self._problem:
-            log.warning("unused GPUs: %s", problem or "all exporters are found again")
+            log.warning("use of GPUs: %s", problem or "all exporters are found again")
         self._problem = problem
 
 

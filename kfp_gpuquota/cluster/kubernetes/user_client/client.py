@@ -264,8 +264,8 @@ class KubernetesClient(ProjectCalls):
         """Raise UsageError: the use of GPUs over time is in the Prometheus that scrapes dcgm-exporter."""
         del since_s
         raise UsageError(
-            "the use of GPUs over time is kept by the embedded cluster; on Kubernetes ask the Prometheus that scrapes "
-            "dcgm-exporter for DCGM_FI_DEV_GPU_UTIL and DCGM_FI_DEV_FB_USED"
+            "the use of GPUs over time is on the web page if the QuotaPolicy has gpuUse; for scripts ask the "
+            "Prometheus that scrapes dcgm-exporter for DCGM_FI_DEV_GPU_UTIL and DCGM_FI_DEV_FB_USED"
         )
 
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:

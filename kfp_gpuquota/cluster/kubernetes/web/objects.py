@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import device_types, labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota, GpuResource, QuotaPolicyObject
 from kfp_gpuquota.cluster.kubernetes.objects.device_types import DeviceClass, ResourceClaim, ResourceSlice
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import gpu_use_rules
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, RoleBinding
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import NodeView, ProjectView
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.convert.published_devices import Pool, Shown
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import GpuUseRules
 
 MAX_REPORTS: Final = 400
 RUN_LABEL: Final = "pipeline/runid"
@@ -82,6 +84,7 @@ class Objects:
         self._view_of: dict[str, NodeView] = {}  # of each node by its name, until it or a pod on it changes
         self._node_views: tuple[int, tuple[NodeView, ...]] = (-1, ())
         self._table: tuple[GpuResource, ...] = ()  # resources that count as GPUs
+        self.gpu_use: GpuUseRules | None = None
         self.devices = PublishedDevices(lambda node: self._node_changed(node.metadata.name), lambda *_: None)
         self._allocations = Allocations(with_namespace=True)
         self._versions = {"nodes": 0, "quotas": 0}
@@ -276,12 +279,16 @@ class Objects:
         self._changes("nodes")
 
     def put_policy(self, policy: QuotaPolicyObject) -> None:
-        """Take the resources that count as GPUs."""
+        """Take the resources that count as GPUs, and where their use is read."""
         self._set_table(policy.spec.gpu_resources or ())
+        self.gpu_use = None
+        with suppress(InvalidFieldError):
+            self.gpu_use = gpu_use_rules(policy.spec.gpu_use)
 
     def drop_policy(self, _uid: str) -> None:
-        """Forget the table of a deleted policy."""
+        """Forget the rules of a deleted policy."""
         self._set_table(())
+        self.gpu_use = None
 
     def put_claim(self, claim: ResourceClaim) -> None:
         """Take a new or changed claim for devices."""

@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credent
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import fields
 from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end
+from kfp_gpuquota.cluster.kubernetes.web.gpu_meter import GpuMeter
 from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
 from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
@@ -90,19 +91,20 @@ async def serve(options: Options) -> None:
     ):
         log.info("serving /healthz and /readyz on port %d", probe_port)
         watches = objects.watches(connection)
+        meter = GpuMeter(objects, connection)
 
         async def pages() -> None:
             for watch in watches:
                 await watch.synced.wait()
-            async with serving(options, objects, connection):
+            async with serving(options, objects, connection, meter):
                 ready.set()
-                await asyncio.Event().wait()
+                await meter.run()
 
         await first_to_end(*(watch.run() for watch in watches), pages())
 
 
 @contextlib.asynccontextmanager
-async def serving(options: Options, objects: Objects, connection: Connection) -> AsyncIterator[None]:
+async def serving(options: Options, objects: Objects, connection: Connection, meter: GpuMeter) -> AsyncIterator[None]:
     """Serve the pages."""
     site = SiteConfig(
         options.base,
@@ -122,7 +124,7 @@ async def serving(options: Options, objects: Objects, connection: Connection) ->
     planner = Planner(options.what_if, options.what_if_files)
 
     def source_of(user: Identity) -> UserSource:
-        return UserSource(user, objects, rights, logs, events, planner, connection)
+        return UserSource(user, objects, rights, logs, events, planner, connection, meter)
 
     door = ProxyDoor(site, source_of, options)
     application = build_pages(door, site, outer=[audited(door)])

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import Report, Usage, UsePoint
     from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, ResourceView, Supposition
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.web.gpu_meter import GpuMeter
     from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
     from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
     from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
@@ -81,7 +82,9 @@ class UserSource:
         events: KubeEvents,
         planner: Planner,
         connection: Connection,
+        meter: GpuMeter,
     ) -> None:
+        self._meter = meter
         self._user, self._objects, self._rights = user, objects, rights
         self._logs, self._events, self._planner, self._connection = logs, events, planner, connection
         self._reads_events: frozenset[str] = frozenset()  # in which namespaces, as of the last `look_up` of each
@@ -152,9 +155,8 @@ class UserSource:
         return ()
 
     def gpu_use(self, node: str, device: int) -> tuple[UsePoint, ...]:
-        """Return nothing: exporters report to Prometheus."""
-        del node, device
-        return ()
+        """Return the use of a device; everybody sees nodes with the use of each of their GPUs."""
+        return self._meter.of(node, device)
 
     def problem(self) -> str:
         """Return "": whether the controller serves is in its own metrics and alerts."""
