@@ -65,7 +65,7 @@ def test_what_was_rendered_for_a_user_is_kept_while_the_user_looks(monkeypatch: 
 def test_an_ended_job_whose_size_never_changed_held_what_it_asked_for() -> None:
     """Its status says 0 GPUs, which is what it holds now."""
     nothing = cast("Any", None)
-    pages = UserSource(Identity("ann"), *[nothing] * 6)
+    pages = UserSource(Identity("ann"), *[nothing] * 7)
     assert pages.sizes_of(job("ended", gpus=4, started_at=10.0, finished_at=20.0)) == [(10.0, 4), (20.0, 0.0)]
     assert pages.sizes_of(job("part", gpus=1, gpu_fraction=0.25, started_at=10.0, finished_at=20.0))[0] == (10.0, 0.25)
     assert pages.sizes_of(job("memory", gpus=1, gpu_memory_mib=9, started_at=10.0, finished_at=20.0)) == [(20.0, 0.0)]
