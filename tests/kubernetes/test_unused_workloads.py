@@ -40,11 +40,13 @@ from kfp_gpuquota.engine.notifications import Notification, Notified
 from kfp_gpuquota.engine.records import with_status
 from kfp_gpuquota.engine.unused_gpus import Observed, UnusedGpus
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.fractions.activity import GpuUse
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.detached import JOBS, PODS, POLICIES, Detached, Unanswered, detached
 from tests.kubernetes.gpu_exporter import (
     NAMESPACE,
     SERVICE,
+    USED_MIB,
     GpuExporter,
     endpoint_slice,
     install_notebooks,
@@ -204,6 +206,23 @@ def test_values_that_stand_still_are_no_measure() -> None:
         assert looks(exporters, now, view(), 1) is False  # the counter had another value than before
         now[0] += GAP_S
         assert looks(exporters, now, view(), 1) is None
+
+
+def test_figures_of_a_pod_are_in_the_order_of_the_node_and_new() -> None:
+    exporter = GpuExporter({("a", "p"): ["7", "NaN"]})
+    with asking(exporter, "n0") as (exporters, now):
+        looks(exporters, now, view(), 1)
+        assert exporters.figures("n0", "a", "p") == [], "one of its GPUs was not measured"
+        exporter.used = {("a", "p"): ["7", "0"]}
+        looks(exporters, now, view(), 1)
+        expected = [GpuUse(percent > 0, percent, USED_MIB) for percent in (7.0, 0.0)]
+        assert exporters.figures("n0", "a", "p") == expected
+        assert exporters.figures("n1", "a", "p") == exporters.figures("n0", "", "") == []
+        exporter.frozen = True
+        looks(exporters, now, view(), 1)
+        now[0] += 2 * GAP_S
+        looks(exporters, now, view(), 1)
+        assert exporters.figures("n0", "a", "p") == []
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,11 @@ class GpuMeter:
         elsewhere: DeviceActivity | None = None,
     ) -> None:
         self._state, self._elsewhere = state, elsewhere
-        names = {
-            (node.name, device.index): device_name(node, device)
-            for node in state.nodes.values()
-            for device in node.devices
+        devices = [(node, device) for node in state.nodes.values() for device in node.devices]
+        self._real = any(device.uuid for _, device in devices)
+        self._simulated = {
+            simulated_directory(home, node.name, device.index): device_name(node, device) for node, device in devices
         }
-        self._real = any(device.uuid for node in state.nodes.values() for device in node.devices)
-        self._simulated = {simulated_directory(home, *place): name for place, name in names.items()}
         self._activity = activity or elsewhere
         self._history = GpuUseHistory()
 
@@ -84,11 +82,11 @@ class GpuMeter:
         self._history.add(measured, self._state.clock())
         return measured
 
-    def of(self, node: str, device: int, since: float = 0.0) -> tuple[UsePoint, ...]:
+    def of(self, node: str, device: int) -> tuple[UsePoint, ...]:
         """Return the use of one device of a node, oldest first; () if it was not measured."""
         found = self._state.nodes.get(node)
         names = () if found is None else (device_name(found, one) for one in found.devices if one.index == device)
-        return self._history.of(next(iter(names), ""), since)
+        return self._history.of(next(iter(names), ""))
 
     def all(self, since: float) -> tuple[DeviceUse, ...]:
         """Return the use of all devices that were measured."""
@@ -98,7 +96,7 @@ class GpuMeter:
                 device=device.index,
                 model=device.model,
                 memory_mib=device.memory_mib,
-                points=self.of(node.name, device.index, since),
+                points=self._history.of(device_name(node, device), since),
             )
             for node in self._state.nodes.values()
             for device in node.devices

@@ -22,6 +22,7 @@ from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.runtime import refuse_limits
+from kfp_gpuquota.cluster.local.workers.sharing import device_name
 from kfp_gpuquota.cluster.ray import messages
 from kfp_gpuquota.cluster.ray.bridge_output import copy_without_native_stacks, ended_by
 from kfp_gpuquota.cluster.ray.membership import serving
@@ -248,8 +249,9 @@ class RayRuntime:
         found: dict[str, GpuUse] = {}
         for one in reported.values():
             if (worker := self._devices.get(one.worker)) is not None:
-                names = (f"{worker.node}/{index}" for index in worker.devices)
-                figures = one.figures or ((0.0, None),) * len(worker.devices)
+                node = self.nodes[worker.node]
+                names = [device_name(node, device) for device in node.devices if device.index in worker.devices]
+                figures = one.figures or ((0.0, None),) * len(names)
                 found |= {name: GpuUse(one.used, *each) for name, each in zip(names, figures, strict=False)}
         return found
 

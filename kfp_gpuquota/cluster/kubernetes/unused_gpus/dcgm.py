@@ -80,12 +80,12 @@ def _reading(values: dict[str, float], index: int) -> Reading:
     uses = [value for name, value in values.items() if name in USES]
     energy, memory = values.get(ENERGY, inf), values.get(MEMORY, inf)
     known = any(name in values for name in BUSY) and inf not in uses
-    parts = [values[name] / whole for name, whole in BUSY.items() if values.get(name, inf) < inf]
+    percents = [100 * values[name] / whole for name, whole in BUSY.items() if values.get(name, inf) < inf]
     return Reading(
         used=True if any(0 < value < inf for value in uses) else False if known else None,
         energy=None if energy == inf else energy,
         number=index,
-        percent=100 * max(parts) if parts else None,
+        percent=max(percents, default=None),
         used_mib=int(memory) if memory <= MOST_MIB else None,
     )
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 5.0
 AT_ONCE: Final = 32
 LONGEST_PAUSE_S: Final = 300.0
+OFF_S: Final = 10.0
+"""Until it is looked again whether the QuotaPolicy names exporters."""
 PLAIN: Final = {"Accept-Encoding": "identity"}
 PORT_NAMES: Final = ("metrics", "gpu-metrics")  # of dcgm-exporter's chart, of NVIDIA's GPU operator
 _EXPECTED: Final = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
@@ -82,8 +84,9 @@ class Exporters:
         self._readings: dict[str, Readings] = {}  # by node, of the last look
         self._gpus: dict[tuple[str, str], _Gpu] = {}  # by node and GPU
         self._alive: set[tuple[str, str]] = set()  # those whose counter has changed lately
+        self._stale: set[tuple[str, str]] = set()  # those whose counter has stood still for long
         self._pauses: dict[str, tuple[Backoff, float]] = {}
-        self._problem, self._oldest = "", 0.0
+        self._problem = ""
 
     async def look(self, rules: GpuUseRules, nodes: Collection[str]) -> None:
         """Ask the exporters of these nodes; what was read before is kept no longer."""
@@ -116,15 +119,10 @@ class Exporters:
         [] if one of them was not measured, or its values are old.
         """
         found = self._readings.get(node, {}).get((namespace, name), {})
-        if any(one.percent is None or self._is_old(node, gpu) for gpu, one in found.items()):
+        if any(one.percent is None or (node, gpu) in self._stale for gpu, one in found.items()):
             return []
         ordered = sorted(found.items(), key=lambda item: (item[1].number, item[0]))
         return [GpuUse(one.used, one.percent or 0.0, one.used_mib) for _, one in ordered]
-
-    def _is_old(self, node: str, gpu: str) -> bool:
-        """Return whether the GPU's counter has stood still for long."""
-        known = self._gpus.get((node, gpu))
-        return known is not None and (node, gpu) not in self._alive and known.since < self._oldest
 
     async def _addresses(self, rules: GpuUseRules, nodes: Collection[str]) -> dict[str, str]:
         """Return the address of the exporter of each of these nodes that has one."""
@@ -184,12 +182,12 @@ class Exporters:
 
     def _forget(self, nodes: Collection[str], rules: GpuUseRules) -> None:
         """Forget GPUs whose counter stands still, and nodes that are not asked any more."""
-        self._oldest = self._now() - rules.longest_gap_s
-        old = {key for key, one in self._gpus.items() if key[0] not in nodes or one.since < self._oldest}
-        self._alive -= old
-        for key in old:
-            if key[0] not in nodes:
-                del self._gpus[key]
+        oldest = self._now() - rules.longest_gap_s
+        gone = {key for key in self._gpus if key[0] not in nodes}
+        self._stale = {key for key, one in self._gpus.items() if one.since < oldest} - gone
+        self._alive -= self._stale | gone
+        for key in gone:
+            del self._gpus[key]
         for node in self._pauses.keys() - set(nodes):
             del self._pauses[node]
 

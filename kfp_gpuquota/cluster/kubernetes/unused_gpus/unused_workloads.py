@@ -31,6 +31,7 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.suspension.suspending import SUSPENDED_UNUSED
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import OFF_S
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.workloads import (
     Stop,
     Workload,
@@ -68,7 +69,6 @@ NOTEBOOK_VERSION: Final = "kubeflow.org/v1"
 NOTEBOOKS: Final = f"/apis/{NOTEBOOK_VERSION}/notebooks"
 STOPPED: Final = "kubeflow-resource-stopped"
 LAST_ACTIVITY: Final = "notebooks.kubeflow.org/last-activity"
-OFF_S: Final = 10.0
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kfp_gpuquota.cluster.gpu_use import GpuUseHistory
-from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import Exporters
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.exporters import OFF_S, Exporters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import GpuUseRules
     from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
     from kfp_gpuquota.fractions.activity import GpuUse
-
-OFF_S: Final = 10.0
 
 log = logging.getLogger(__name__)
 
