@@ -22,6 +22,7 @@ from elastic_runtime.loop.step_states import ACTING, BETWEEN, COMPLETE, COUNTED,
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import SynchronizedCalls, nothing
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
+from elastic_runtime.state.random_streams import SeededDraws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +70,7 @@ class Session(StepCalls):
         self._moved = False  # the membership changed in this iteration
         self._before_rerun: tuple[Position, frozenset[torch.nn.Parameter]] | None = None
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
+        self._draws: dict[int, SeededDraws] = {}  # of optimizers
         self._iteration = 0  # its number: micro-batches of different steps may be one object
         self._epoch_start = EpochStart(state, mode.buffers, member.streams)
         self.synchronized_calls = SynchronizedCalls(state, member, self._recover_between_steps, self._epoch_start)
@@ -248,12 +250,9 @@ class Session(StepCalls):
         if self._state.reduction != "reduction='fast'":
             yield
             return
-        streams, before = self._member.streams, self._member.streams.capture()
-        streams.reseed(self._member.seed_of(self.position.step, -1 - number))
-        try:
+        draws = self._draws.setdefault(number, SeededDraws(self._member.streams))
+        with draws.within(self._member.seed_of(self.position.step, -1 - number)):
             yield
-        finally:
-            streams.load(before)
 
     def repeat(
         self, work: Callable[[], Result], *, copies: bool = True, before: Callable[[], object] = nothing

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from elastic_runtime.torch_internals.modules import numpy_words, python_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class RandomStreams:
@@ -41,10 +42,8 @@ class RandomStreams:
 
     def load(self, states: dict[str, Any]) -> None:
         """Continue from states captured before, here or in another process."""
-        torch.set_rng_state(states["torch"])
+        _load_torch(states)
         random.setstate(states["python"])
-        if "cuda" in states and _cuda_in_use():
-            torch.cuda.set_rng_state(states["cuda"])
         if "numpy" in states and (numpy := sys.modules.get("numpy")):
             numpy.random.set_state(states["numpy"])
 
@@ -56,9 +55,7 @@ class RandomStreams:
             numpy.random.seed(seed % (1 << 32))
 
     def _capture(self, of_python: Callable[[], Any], of_numpy: Callable[[Any], Any]) -> dict[str, Any]:
-        states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": of_python()}
-        if _cuda_in_use():
-            states["cuda"] = torch.cuda.get_rng_state()
+        states = {**_torch_states(), "python": of_python()}
         if numpy := sys.modules.get("numpy"):
             states["numpy"] = of_numpy(numpy)
         return states
@@ -87,6 +84,64 @@ class RandomStreams:
             return saved
         self._numpy_words = words
         return numpy.random.get_state()
+
+
+WATCHED: Final = 64
+"""Steps of an optimizer that are watched for the streams from which it draws."""
+
+
+class SeededDraws:
+    """Work that draws random numbers which are a function of a seed; what follows it draws as if it had drawn none.
+
+    torch's generators take 4 us. Python's and NumPy's take 400 us, so they are left as they are once the work has been
+    done `WATCHED` times and has never drawn from them.
+    """
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+        self._left = WATCHED
+
+    @contextmanager
+    def within(self, seed: int) -> Iterator[None]:
+        """Do the work, with streams of this seed."""
+        if not self._left:
+            states = _torch_states()
+            _seed_torch(seed)
+            try:
+                yield
+            finally:
+                _load_torch(states)
+            return
+        before = self._streams.capture()
+        self._streams.reseed(seed)
+        words = _other_words()
+        try:
+            yield
+        finally:
+            if _other_words() == words:
+                self._left -= 1
+            else:
+                self._left = WATCHED
+            self._streams.load(before)
+
+
+def _other_words() -> tuple[bytes, bytes]:
+    """Return the words of Python's and NumPy's generators, which change as numbers are drawn."""
+    numpy = sys.modules.get("numpy")
+    return python_words(), numpy_words(numpy) if numpy else b""
+
+
+def _torch_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if _cuda_in_use():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _load_torch(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and _cuda_in_use():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _seed_torch(seed: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +18,7 @@ from elastic_runtime.loop.synchronized_calls import SUMMABLE
 from elastic_runtime.membership import meetings
 from elastic_runtime.membership.process_group import Group, Interrupt
 from elastic_runtime.torch_internals import build_second_connections, reduce_scatter_flat
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,3 +184,35 @@ def test_workers_that_wait_long_for_one_that_comes_late_go_on(monkeypatch: pytes
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, groups)) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_whose_own_work_takes_long_are_waited_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random scripts, the same for all, in which one worker comes late to a step or a meeting: as rank 0 does that
+    saves or evaluates alone. It comes once another one has waited for so long that it looks for others.
+    """
+    monkeypatch.setattr(meetings, "LONG_S", 0.0)
+    monkeypatch.setattr(meetings, "_PAUSES_S", (0.001, 0.002))
+    draw = random.Random(seed)
+    groups = meeting(draw.choice([2, 3]))
+    script = [*draw.choices([meetings.STEP, "job.mean"], k=7), "the end"]
+    late = [draw.randrange(len(groups) + 1) for _ in script]
+
+    def run(group: Group) -> int:
+        step = met = 0
+        for kind, who in zip(script, late, strict=True):
+            if group.rank == who:
+                key, store = f"at/{kind != meetings.STEP}/{step}/{met}", group._store
+                assert store is not None
+                until(partial(store.check, [key]), f"a worker that looks for others: {key}")
+            if kind == meetings.STEP:
+                assert in_a_step(group, step) == len(groups)
+                group.work_on(None)
+                step += 1
+            else:
+                group.meet(kind, step)
+                met += 1
+        return step
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        assert len(set(pool.map(run, groups))) == 1

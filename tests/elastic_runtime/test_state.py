@@ -18,7 +18,7 @@ from elastic_runtime.reduction.gradients import FastReducer
 from elastic_runtime.reduction.step_metadata import Share, StepMetadata
 from elastic_runtime.state.layouts import describe
 from elastic_runtime.state.packing import holes, pack, unpack
-from elastic_runtime.state.random_streams import RandomStreams
+from elastic_runtime.state.random_streams import WATCHED, RandomStreams, SeededDraws
 from elastic_runtime.state.training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -152,6 +152,29 @@ def test_random_streams_go_back_to_where_they_were() -> None:
     drawn = torch.rand(3)
     streams.restore()
     assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("of_python", [False, True])
+def test_work_of_a_seed_draws_the_same_numbers_in_each_process_and_moves_no_stream(of_python: bool) -> None:
+    """Also once it is known from which streams it draws."""
+
+    def others() -> list[list[float]]:
+        random.seed(number), numpy.random.seed(number), torch.manual_seed(number)
+        draws, found = SeededDraws(RandomStreams()), []
+        for seed in range(WATCHED + 3):
+            with draws.within(seed):
+                found.append([float(torch.rand(())), *([random.random(), numpy.random.rand()] if of_python else [])])
+        after.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
+        return found
+
+    after: list[tuple[float, float, float]] = []
+    number = 5
+    first = others()
+    random.seed(number), numpy.random.seed(number), torch.manual_seed(number)
+    assert after == [(random.random(), numpy.random.rand(), float(torch.rand(())))]
+    number = 6
+    assert others() == first
+    assert len({tuple(each) for each in first}) == WATCHED + 3
 
 
 @pytest.mark.parametrize("draws", [0, 1, 2, 3])
