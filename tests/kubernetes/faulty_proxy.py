@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
 
 WRITES = {"POST", "PUT", "PATCH", "DELETE"}
+REASONS = {
+    403: "Forbidden",
+    404: "NotFound",
+    409: "Conflict",
+    410: "Expired",
+    429: "TooManyRequests",
+    500: "InternalError",
+}
 FAULTS = ("429", "500", "503", "reset", "lost answer", "409", "410")
 
 
@@ -33,7 +41,8 @@ class FaultyProxy:
 
     `rate` is the share of calls that fail; set it at any time. `injected` counts them by (verb, fault). The next
     `conflicts[verb, end]` calls to paths that end so are answered with 409. `restart` does what a server does that
-    starts again: every connection breaks, and then all are refused until it has its roles.
+    starts again: every connection breaks, and then all are refused until it has its roles. `first` are the answers to
+    the first requests of each verb and path.
     """
 
     def __init__(self, cluster: DevCluster, folder: Path, rate: float, seed: int) -> None:
@@ -43,6 +52,8 @@ class FaultyProxy:
         self._faults = itertools.cycle(self._random.sample(FAULTS, len(FAULTS)))
         self.injected: Counter[tuple[str, str]] = Counter()
         self.conflicts: Counter[tuple[str, str]] = Counter()
+        self.first: tuple[str, ...] = ()
+        self.begun: Counter[tuple[str, str]] = Counter()  # requests that were answered so, by verb and path
         self._live: set[asyncio.Transport] = set()
         self._refusals = 0
         self.partitioned = False  # nothing comes through
@@ -117,13 +128,14 @@ class FaultyProxy:
         if self.partitioned:
             return _break_off(request)
         if self.load_balancer:
+            self.injected[request.method, str(self.load_balancer)] += 1
             return web.Response(status=self.load_balancer, text="<html>no backend</html>", content_type="text/html")
         if self._refusals:
             self._refusals -= 1
             self.injected[request.method, "403"] += 1
             return _refusal(403)
-        fault = self._draw(request)
-        if fault in {"429", "500", "503", "409", "410"}:
+        fault = self._draw_first(request) or self._draw(request)
+        if fault.isdigit():
             return _refusal(int(fault))
         if fault == "reset":
             return _break_off(request)
@@ -149,6 +161,13 @@ class FaultyProxy:
         await response.write_eof()
         return response
 
+    def _draw_first(self, request: web.Request) -> str:
+        key = ("WATCH" if "watch" in request.query else request.method, request.path)
+        if self.begun[key] >= len(self.first):
+            return ""
+        self.begun[key] += 1
+        return self.first[self.begun[key] - 1]
+
     def _draw(self, request: web.Request) -> str:
         for (wanted, end), left in self.conflicts.items():
             if left and request.method == wanted and request.path.endswith(end):
@@ -169,10 +188,7 @@ class FaultyProxy:
 
 
 def _refusal(status: int) -> web.Response:
-    reason = {403: "Forbidden", 409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "InternalError"}.get(
-        status, ""
-    )
-    body = {"kind": "Status", "code": status, "reason": reason, "message": f"injected {status}"}
+    body = {"kind": "Status", "code": status, "reason": REASONS.get(status, ""), "message": f"injected {status}"}
     headers = {"Retry-After": "1"} if status == 429 else {}
     return web.json_response(body, status=status, headers=headers)
 

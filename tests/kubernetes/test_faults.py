@@ -13,6 +13,7 @@ import pytest
 
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tests.kubernetes.faulty_proxy import FaultyProxy
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,42 @@ def test_every_call_may_fail_and_the_cluster_comes_out_right(controlled: Control
         controlled.wait(lambda: "last" in controlled.bound(borrower), controlled.log)
         assert {fault for _, fault in proxy.injected} >= {"429", "500", "503", "reset", "lost answer", "409"}
         controlled.stop()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        ("403",),
+        pytest.param(("403",) * 3, marks=pytest.mark.slow),
+        pytest.param(("404",) * 2, marks=pytest.mark.slow),
+        pytest.param(("409",) * 3, marks=pytest.mark.slow),
+        pytest.param(("reset", "429", "500"), marks=pytest.mark.slow),
+        pytest.param(("409", "404", "reset", "403"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def test_the_first_requests_of_each_kind_may_fail_and_the_controller_starts(
+    electing: Controlled, tmp_path: Path, first: tuple[str, ...]
+) -> None:
+    """As from an API server that starts, or whose roles are applied after the controller."""
+    electing.add_nodes(1, gpus=2)
+    team = electing.team(guaranteed=2)
+    electing.start()
+    held = electing.pod(team, "held", gpus=2)
+    electing.until_bound(held)
+    electing.stop()
+    waits = electing.pod(team, "waits")
+    with FaultyProxy(electing.cluster, tmp_path, 0.0, seed=1) as proxy:
+        electing.kubeconfig, proxy.first = proxy.kubeconfig, first
+        process = electing.start(f"--webhook-port={free_port()}")
+        electing.wait(lambda: electing.log().count("; workers are served") == 2, electing.log)
+        electing.wait(lambda: ("WATCH", "/api/v1/pods") in proxy.begun, electing.log)
+        assert electing.waiting(team) == {"waits"}
+        electing.cluster.api.delete(held, 0)
+        electing.until_bound(waits)
+        assert process.poll() is None
+        proxy.first = ()  # so that the lease is released
+        electing.stop()
 
 
 def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: Controlled, tmp_path: Path) -> None:

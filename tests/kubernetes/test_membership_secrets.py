@@ -7,10 +7,13 @@ import base64
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
+from kfp_gpuquota.errors import RunError
 from tests.kubernetes.installation import NAMESPACE
 
 if TYPE_CHECKING:
@@ -116,5 +119,20 @@ def test_a_key_whose_secret_was_deleted_is_written_anew_and_not_another_one(
         cluster.api.delete(f"/api/v1/namespaces/{namespace}/secrets/{membership_service.SECRET}")
         assert await membership_service.read_or_make_key(connection, namespace, key) == key
         assert await membership_service.read_or_make_key(connection, namespace) == key
+
+    in_cluster(cluster, action)
+
+
+def test_a_secret_without_a_key_is_refused_by_name(cluster: DevCluster, namespace: str) -> None:
+    """Tokens of an empty key can be computed by anybody."""
+
+    async def action(connection: Connection) -> None:
+        path = f"/api/v1/namespaces/{namespace}/secrets"
+        contents: tuple[dict[str, str], ...] = ({}, {"key": ""}, {"other": "x"})
+        for content in contents:
+            cluster.api.create(path, {"metadata": {"name": membership_service.SECRET}, "stringData": content})
+            with pytest.raises(RunError, match=f"{namespace}/{membership_service.SECRET} has no key; delete it"):
+                await membership_service.read_or_make_key(connection, namespace)
+            cluster.api.delete(f"{path}/{membership_service.SECRET}")
 
     in_cluster(cluster, action)

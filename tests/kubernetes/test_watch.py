@@ -14,6 +14,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials,
 from kfp_gpuquota.cluster.kubernetes.client.reflector import LARGE_BYTES, Reflector
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile, WatchLine
 from tests.kubernetes.faulty_proxy import FaultyProxy
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -221,6 +222,28 @@ def test_what_was_read_is_kept_while_a_starting_server_refuses_everybody(
             assert proxy.injected["GET", "403"] == 2
 
         reflecting(proxy.kubeconfig, CONFIG_MAPS.format(namespace), test, optional=True)
+
+
+def test_what_was_read_is_kept_while_a_load_balancer_finds_no_server(
+    crds_cluster: DevCluster, namespace: str, tmp_path: Path
+) -> None:
+    """Its 404 is not the API server's, which would mean that the kind is not installed any more."""
+    leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+    crds_cluster.api.create(leases, {"metadata": {"name": "first"}})
+    with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
+
+        async def test(reflector: Reflector[Namespace], seen: Seen) -> None:
+            before = set(seen.names)
+            proxy.load_balancer = 404
+            proxy.restart(refusals=0)
+            await asyncio.to_thread(until, lambda: proxy.injected["GET", "404"] > 1)
+            proxy.load_balancer = 0
+            await asyncio.to_thread(crds_cluster.api.create, leases, {"metadata": {"name": "second"}})
+            await seen.until(lambda: "second" in seen.names.values())
+            assert before <= set(seen.names)
+            assert reflector.lists == 1
+
+        reflecting(proxy.kubeconfig, leases, test)
 
 
 class EndsAtOnce(Connection):

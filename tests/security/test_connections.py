@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Self
@@ -12,14 +13,18 @@ from typing import TYPE_CHECKING, Self
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
+from kfp_gpuquota.cluster.kubernetes.admission.server import MAX_BODIES_BYTES, MAX_BODY_BYTES, PATH, build_app
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
 from kfp_gpuquota.cluster.local.daemon_log import BURST, PERIOD_S, RateLimit
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection, listen
+from kfp_gpuquota.server.users_memory import MOST_BYTES
 from tests.conftest import running_cluster
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 HALF = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -133,6 +138,56 @@ def other_process_sees_the_cluster(environment: dict[str, str]) -> bool:
         [sys.executable, "-c", code], env=environment, capture_output=True, check=False, timeout=TIMEOUT_S
     )
     return asked.returncode == 0
+
+
+@contextlib.asynccontextmanager
+async def reviewing(body_s: float) -> AsyncIterator[int]:
+    """A webhook; yields its port."""
+    app = build_app("x", CurrentPolicies(), CurrentRules(), body_s=body_s)
+    runner = LimitedRunner(app, Limits(), access_log=None, shutdown_timeout=0.1, lingering_time=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def test_reviews_that_do_not_arrive_hold_bounded_memory() -> None:
+    """Every pod may connect to the webhook's port, and what ends it keeps the cluster from creating pods."""
+
+    async def scenario() -> None:
+        async with reviewing(body_s=math.inf) as port:
+            held = [await begun(port, "127.0.0.1") for _ in range(MOST_BYTES // MAX_BODY_BYTES)]
+            held.append(await begun(port, "127.0.0.1"))
+            assert b" 503 " in await held[-1][0].readline()
+            held += [await begun(port, "127.0.0.2") for _ in range((MAX_BODIES_BYTES - MOST_BYTES) // MAX_BODY_BYTES)]
+            held.append(await begun(port, "127.0.0.3"))
+            assert b" 503 " in await held[-1][0].readline()
+            async with ClientSession() as session, session.post(f"http://127.0.0.1:{port}{PATH}", data=b"{}") as small:
+                assert small.status == 400
+            for _, writer in held:
+                writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_review_that_does_not_arrive_is_given_up() -> None:
+    async def scenario() -> None:
+        async with reviewing(body_s=0.05) as port:
+            reader, writer = await begun(port, "127.0.0.1")
+            assert b" 408 " in await reader.readline()
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+async def begun(port: int, source: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send the head of a review and a byte of its body, as large as one may be."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
+    writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES}\r\n\r\n ".encode())
+    await writer.drain()
+    return reader, writer
 
 
 def test_a_message_that_is_repeated_is_written_some_times_a_minute() -> None:

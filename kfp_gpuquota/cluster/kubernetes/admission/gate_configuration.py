@@ -15,8 +15,6 @@ import base64
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, JSON_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -55,7 +53,7 @@ class GateConfiguration:
         """Write the authority into it, or put it back if it has been missing for a while. Raises RunError."""
         bundle = base64.b64encode(trusted).decode()
         try:
-            found = msgspec.json.decode(await self._connection.call("GET", _PATH))
+            found = await self._connection.read(_PATH, dict[str, Any])
         except ApiError as error:
             if not error.not_found:
                 raise
@@ -73,7 +71,7 @@ class GateConfiguration:
         if self._last is None or now - self._missing_since < MISSING_S:
             return
         path = join("/apis/rbac.authorization.k8s.io/v1/clusterroles", _OWNER)
-        owner = msgspec.json.decode(await self._connection.call("GET", path))
+        owner = await self._connection.read(path, dict[str, Any])
         params = {"fieldManager": _manager(self._last), "force": "true"}
         body = restored(self._last, owner["metadata"]["uid"], bundle)
         await self._connection.call("PATCH", _PATH, body, content_type=APPLY_PATCH, params=params)

@@ -24,10 +24,13 @@ from kfp_gpuquota.cluster.kubernetes.admission import pods
 from kfp_gpuquota.cluster.kubernetes.admission.gate_configuration import MISSING_S, GateConfiguration
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import until_done
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.transport.accepting import LimitedSite
-from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
+from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits, address
 from kfp_gpuquota.server.transport.tls import load_pair
+from kfp_gpuquota.server.users_memory import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,9 +47,16 @@ REFRESH_EVERY_S: Final = 60.0  # who takes our authority out of the configuratio
 RETRY_AFTER_S: Final = 10.0
 ATTEMPTS: Final = 5
 MAX_BODY_BYTES: Final = 8 << 20  # a review holds the object once or twice, and etcd takes 1.5 MiB of one
+MAX_BODIES_BYTES: Final = 128 << 20  # of all that are read at a time: every pod may connect to this port
+BODY_S: Final = 5.0  # the API server waits no longer
 _CONFLICT: Final = 409
 
 log = logging.getLogger(__name__)
+
+
+class _Secret(msgspec.Struct):
+    metadata: Metadata
+    data: dict[str, str] | None = None
 
 
 class ReviewEvents(Protocol):
@@ -60,12 +70,20 @@ class ReviewEvents(Protocol):
 
 
 def build_app(
-    controller: str, policies: CurrentPolicies, rules: CurrentRules, events: ReviewEvents | None = None
+    controller: str,
+    policies: CurrentPolicies,
+    rules: CurrentRules,
+    events: ReviewEvents | None = None,
+    body_s: float = BODY_S,
 ) -> web.Application:
     """Return the application. `controller` is the controller's user name; the books hold what is in effect."""
 
     async def handle(request: web.Request) -> web.Response:
-        body = await request.read()
+        try:
+            async with asyncio.timeout(body_s):
+                body = await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
         started = time.perf_counter()
         try:
             reply, verdict = pods.answer(body, controller, policies.all, rules.rules)
@@ -75,9 +93,17 @@ def build_app(
             events.reviewed(verdict, time.perf_counter() - started)
         return web.Response(body=reply, content_type="application/json")
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    def refusal(error: RunError) -> web.Response:
+        return web.Response(status=503, text=error.message)
+
+    bounds = bounded(refusal, MAX_BODY_BYTES, _source, MAX_BODIES_BYTES)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[bounds])
     app.router.add_post(PATH, handle)
     return app
+
+
+def _source(request: web.Request) -> str:
+    return address(request.transport.get_extra_info("peername") if request.transport else None)
 
 
 class ServingCertificate(Protocol):
@@ -119,6 +145,18 @@ class Certificates:
         """Return when the certificate expires, in seconds since 1970; 0 before there is one."""
         return expires_at(self.material.serving.certificate) if self.material else 0.0
 
+    async def start(self) -> None:
+        """Return when there is a certificate. The webhook's configuration may be updated later, by `keep`."""
+        await until_done("the webhook's certificate", self._start)
+
+    async def _start(self) -> None:
+        try:
+            await self.refresh(time.time())
+        except RunError as error:
+            if self.material is None:
+                raise
+            log.warning("the webhook's configuration could not be updated: %s", error)
+
     async def refresh(self, now: float) -> Material:
         """Renew expiring certificates, load new ones, and update the webhook's configuration. Raises RunError."""
         material = await self._agreed(now)
@@ -153,13 +191,12 @@ class Certificates:
 
     async def _read(self) -> tuple[Material | None, str]:
         try:
-            body = await self._connection.call("GET", join(self._secrets, SECRET))
+            secret = await self._connection.read(join(self._secrets, SECRET), _Secret)
         except ApiError as error:
             if not error.not_found:
                 raise
             return None, ""
-        secret = msgspec.json.decode(body)
-        return _from_secret(secret), secret["metadata"]["resourceVersion"]
+        return _from_secret(secret), secret.metadata.resource_version
 
     async def _written(self, material: Material, version: str) -> bool:
         """Write the material; return whether no other process was faster."""
@@ -213,10 +250,10 @@ def _to_secret(material: Material, version: str) -> dict[str, Any]:
     }
 
 
-def _from_secret(secret: dict[str, Any]) -> Material | None:
+def _from_secret(secret: _Secret) -> Material | None:
     """Return the Secret's material; None for an invalid Secret, which is then rewritten."""
     try:
-        files = {name: base64.b64decode(text) for name, text in secret["data"].items()}
+        files = {name: base64.b64decode(text) for name, text in (secret.data or {}).items()}
         end = b"-----END CERTIFICATE-----\n"
         current = files["ca.crt"].partition(end)[0] + end
         material = Material(

@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections import deque
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import aiohttp
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 PAGE: Final = 1000
 WATCH_S: Final = 300
 NOT_INSTALLED_S: Final = 30.0
+DENIED_S: Final = 10.0
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 5.0
 LARGE_BYTES: Final = 64 << 10
@@ -93,8 +96,8 @@ class Reflector(Generic[O]):
     """Watches one kind and reports its objects to `changed(object)` and `deleted(uid)`.
 
     Both are synchronous and run while the stream is read. Versions older than the newest one are not reported; `note`
-    reports the object that a write returned. An `optional` kind that may not be read counts as not installed, unless it
-    was read before: an API server that has just started denies all requests.
+    reports the object that a write returned. An `optional` kind that may not be read for DENIED_S counts as not
+    installed, unless it was read before: an API server that has just started denies all requests.
 
     An object that cannot be decoded as `kind`, or for which `changed` raises, is passed to
     `quarantined(metadata, problem)`, and the watch continues. `recover(raw, problem)` returns the readable part of an
@@ -133,6 +136,7 @@ class Reflector(Generic[O]):
         self._large_timer: asyncio.TimerHandle | None = None
         self._version = ""
         self._received = False
+        self._denied_since: float | None = None
         self.synced = asyncio.Event()
         self.installed = True
         self.lists = 0
@@ -190,7 +194,7 @@ class Reflector(Generic[O]):
 
     def _after_refusal(self, error: ApiError) -> float:
         """Return the shortest pause in seconds after a refusal."""
-        if error.status == 404 or (error.status == 403 and self._optional and not self._versions):
+        if self._is_missing(error):
             self._note_not_installed()
             return self._not_installed_s
         if error.status == 410:
@@ -199,6 +203,17 @@ class Reflector(Generic[O]):
         else:
             log.warning("%s: %s", self._path, error)
         return 0.0
+
+    def _is_missing(self, error: ApiError) -> bool:
+        """Return whether the kind is not installed. Kubernetes' core kinds are: a 404 is another server's."""
+        if error.status == HTTPStatus.NOT_FOUND:
+            return not self._path.startswith("/api/")
+        if error.status != HTTPStatus.FORBIDDEN or not self._optional or self._versions:
+            return False
+        now = time.monotonic()
+        if self._denied_since is None:
+            self._denied_since = now
+        return now - self._denied_since >= DENIED_S
 
     def _note_not_installed(self) -> None:
         if self.installed:
@@ -220,6 +235,7 @@ class Reflector(Generic[O]):
                         seen.add(found.metadata.uid)
                         self._put(found)
         self._large.clear()  # the list has a newer version, or the object does not exist
+        self._denied_since = None
         self._version, self.installed = page.metadata.resource_version, True
         self._drop_missing(seen, int(self._version) if self._version.isdecimal() else 0)
         self.lists += 1

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -30,7 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.client.leader.renewal import Renewal
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
-from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end, until_done
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.controller import debug_state, metrics, what_if
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
@@ -188,11 +187,11 @@ class Replica:
     def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
         book = self._policies
         kind = custom_types.PolicyObject
-        return Reflector(connection, paths.WORKLOAD_POLICIES, kind, changed=book.put, deleted=book.drop, optional=True)
+        return Reflector(connection, paths.WORKLOAD_POLICIES, kind, changed=book.put, deleted=book.drop)
 
     def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
         book, kind, path = self._rules, custom_types.QuotaPolicyObject, paths.QUOTA_POLICIES
-        return Reflector(connection, path, kind, changed=book.put, deleted=book.drop, optional=True)
+        return Reflector(connection, path, kind, changed=book.put, deleted=book.drop)
 
     async def _review(
         self,
@@ -229,18 +228,24 @@ class Replica:
             await self._label(connection, leads=True)
         try:
             self._metrics.leads.set(1)
-            key = await membership_service.read_or_make_key(connection, self._keys_namespace)
-            self._controller = controller = self._make_controller(connection, certificates, election, key)
-            certificates.renewed = controller.elastic.trust
             renewal = Renewal(election, lambda: Connection(load_credentials(options.kubeconfig, options.context)))
             holding = renewal.hold() if options.leader_elect else asyncio.Event().wait()
-            keeping = membership_service.keep_key(connection, self._keys_namespace, key)
-            tasks = [controller.run(), holding, keeping]
-            if options.what_if_port:
-                tasks.append(keep_published(connection, options.namespace, lambda: _trusted(certificates)))
-            await first_to_end(*tasks)
+            await first_to_end(holding, self._control(connection, certificates, election))
         finally:
             await election.release()
+
+    async def _control(
+        self, connection: Connection, certificates: server.Certificates, election: LeaderElection
+    ) -> None:
+        """Run the controller as soon as the workers' key can be read; the lease is renewed meanwhile."""
+        namespace, options = self._keys_namespace, self._options
+        key = await until_done("the workers' key", lambda: membership_service.read_or_make_key(connection, namespace))
+        self._controller = controller = self._make_controller(connection, certificates, election, key)
+        certificates.renewed = controller.elastic.trust
+        tasks = [controller.run(), membership_service.keep_key(connection, namespace, key)]
+        if options.what_if_port:
+            tasks.append(keep_published(connection, options.namespace, lambda: _trusted(certificates)))
+        await first_to_end(*tasks)
 
     async def _label(self, connection: Connection, *, leads: bool) -> None:
         if not self._options.membership_shards or self._options.what_if_port:  # else no Service selects the leader
@@ -294,7 +299,7 @@ class Replica:
             list(dict.fromkeys(names)),
             inject=bool(self._options.webhook_port) or not self._options.membership_shards,
         )
-        await certificates.refresh(time.time())
+        await certificates.start()
         return certificates
 
     def _notify(self, one: Notification) -> None:

@@ -142,8 +142,8 @@ class Watches:
         return [
             self._watch(paths.QUOTAS, custom_types.GpuQuota, quota_changed, quota_deleted, **awaited),
             self._watch(paths.JOBS, custom_types.ElasticJob, job_changed, job_deleted, **awaited),
-            self._watch(paths.QUOTA_POLICIES, custom_types.QuotaPolicyObject, rules.put, rules.drop, optional=True),
-            self._watch(paths.WORKLOAD_POLICIES, custom_types.PolicyObject, policies.put, policies.drop, optional=True),
+            self._watch(paths.QUOTA_POLICIES, custom_types.QuotaPolicyObject, rules.put, rules.drop),
+            self._watch(paths.WORKLOAD_POLICIES, custom_types.PolicyObject, policies.put, policies.drop),
             self._watch(PATH, ManagedJob, managed.put_job, managed.drop_job, optional=True, selector=SELECTOR),
         ]
 

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import sys
-import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -21,7 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup, probes
-from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end, until_stopped
+from kfp_gpuquota.cluster.kubernetes.client.process.tasks import first_to_end, until_done, until_stopped
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
@@ -62,10 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         connection = await stack.enter_async_context(Connection(load_credentials(options.kubeconfig, options.context)))
-        key = await membership_service.read_or_make_key(connection, options.keys_namespace)
+        key = await until_done(
+            "the workers' key", lambda: membership_service.read_or_make_key(connection, options.keys_namespace)
+        )
         names = ["127.0.0.1", "localhost", *filter(None, [urlsplit(options.advertise).hostname])]
         certificates = server.Certificates(connection, options.keys_namespace, names, inject=False)
-        await certificates.refresh(time.time())
+        await certificates.start()
         jobs = ShardJobs(key, LIMITS)
         control = ControlEndpoint(jobs)
         port = await stack.enter_async_context(serving(jobs, control, options.port, certificates.context))

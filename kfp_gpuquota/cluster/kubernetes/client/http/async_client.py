@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import aiohttp
@@ -40,6 +41,7 @@ RETRY_FOR_S: Final = 60.0
 CONNECTIONS: Final = 88  # more than the writer's slots, because lists and leases need connections, too
 USER_AGENT: Final = "gpuquota-controller"
 MISFIT: Final = "failed to create typed patch object"  # what the API server says of an apply that no kind allows
+NO_SUCH_PATH: Final = b"404 page not found"  # what the API server says of a group that it does not serve
 
 JSON: Final = "application/json"
 JSON_PATCH: Final = "application/json-patch+json"
@@ -199,12 +201,15 @@ class Connection:
     def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ApiError:
         if response.status == 401:
             self._credentials.invalidate_token()
+        code = response.status
         try:
             status = msgspec.json.decode(body, type=StatusBody)
         except msgspec.DecodeError:
             status = StatusBody(reason=response.reason or "", message=body[:300].decode(errors="replace"))
+            if code == HTTPStatus.NOT_FOUND and body.strip() != NO_SUCH_PATH:
+                code = HTTPStatus.BAD_GATEWAY  # of what is in front of the API server: it must not hide what exists
         later = response.headers.get("Retry-After", "")
-        return ApiError(response.status, status.reason, status.message, float(later) if later.isdigit() else None)
+        return ApiError(code, status.reason, status.message, float(later) if later.isdigit() else None)
 
 
 def is_retryable(error: ApiError | ClusterUnavailableError) -> bool:

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import signal
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
+
+T = TypeVar("T")
 
 TIME_SLICE_S: Final = 0.005
+FIRST_PAUSE_S: Final = 0.2
+LONGEST_PAUSE_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+async def until_done(what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of the first attempt that raises no RunError; the errors are logged, the pauses double.
+
+    For what a process needs from the API server before it can begin: one that starts, or whose roles are applied after
+    the process, refuses what it will allow.
+    """
+    backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=random.Random())  # noqa: S311 - not a secret
+    while True:
+        try:
+            return await attempt()
+        except RunError as error:
+            pause_s = backoff.next_s()
+            log.warning("%s: %s; tried again in %.1f s", what, error, pause_s)
+            await asyncio.sleep(pause_s)
 
 
 async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:

@@ -11,6 +11,7 @@ import base64
 import logging
 import secrets
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -38,26 +39,38 @@ log = logging.getLogger(__name__)
 
 
 class _Secret(msgspec.Struct):
-    data: dict[str, str] = {}
+    data: dict[str, str] | None = None
 
 
 async def read_or_make_key(connection: Connection, namespace: str, current: bytes | None = None) -> bytes:
-    """Return the key in the Secret; if there is no Secret, create it with the `current` or a new key."""
+    """Return the key in the Secret; if there is no Secret, create it with the `current` or a new key.
+
+    Raises RunError if the API server refuses that, or if the Secret has no key.
+    """
     path = join("/api/v1/namespaces", namespace, "secrets")
-    while True:
-        try:
-            found = await connection.read(join(path, SECRET), _Secret)
-            return base64.b64decode(found.data["key"])
-        except ApiError as error:
-            if not error.not_found:
-                raise
-        key = secrets.token_hex(32) if current is None else current.decode()
-        body = {"metadata": {"name": SECRET}, "stringData": {"key": key}}
-        try:
-            await connection.call("POST", path, body)
-        except ApiError as error:
-            if error.status != 409:
-                raise
+    try:
+        return await _read_key(connection, namespace)
+    except ApiError as error:
+        if not error.not_found:
+            raise
+    key = secrets.token_hex(32) if current is None else current.decode()
+    try:
+        await connection.call("POST", path, {"metadata": {"name": SECRET}, "stringData": {"key": key}})
+    except ApiError as error:
+        if error.status != HTTPStatus.CONFLICT:
+            raise
+    return await _read_key(connection, namespace)
+
+
+async def _read_key(connection: Connection, namespace: str) -> bytes:
+    found = await connection.read(join("/api/v1/namespaces", namespace, "secrets", SECRET), _Secret)
+    try:
+        key = base64.b64decode((found.data or {}).get("key", ""), validate=True)
+    except ValueError:
+        key = b""
+    if not key:
+        raise RunError(f"the Secret {namespace}/{SECRET} has no key; delete it, and it is made again")
+    return key
 
 
 async def keep_key(connection: Connection, namespace: str, key: bytes) -> None:
@@ -66,7 +79,7 @@ async def keep_key(connection: Connection, namespace: str, key: bytes) -> None:
         await asyncio.sleep(KEEP_EVERY_S)
         try:
             stored = await read_or_make_key(connection, namespace, key)
-        except (RunError, KeyError, ValueError) as error:
+        except RunError as error:
             log.warning("the Secret %s/%s could not be checked: %s", namespace, SECRET, error)
             continue
         if stored != key:
