@@ -117,7 +117,7 @@ class StreamedLoader(ElasticLoader):
         keep, through = (0, 0)
         if first:
             rank, world_size = self._loop.rank_and_size
-            keep = step.start + self._split(step.size, rank, world_size)[-1].stop
+            keep = step.start + max(each.stop for each in self._split(step.size, rank, world_size))
             through = step.start + step.size
         seed = mix_seed(self._seed, step.number, micro.shard, 1) if self._seeded else None
         epoch = self._loop.position.epoch

@@ -16,7 +16,7 @@ from elastic_runtime.data.streamed import StreamedLoader
 from elastic_runtime.loop.session import Session
 from elastic_runtime.loop.step import GlobalStep
 from elastic_runtime.plan.batch_sizes import GlobalBatch, MicroBatchLimit
-from elastic_runtime.plan.batches import lockstep_batches, shard_batches
+from elastic_runtime.plan.batches import lockstep_batches, lockstep_shards, shard_batches
 from elastic_runtime.process.device_memory import MemoryFollower
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.gradient_noise import GradientNoise
@@ -74,6 +74,7 @@ class JobBuilder:
 
         Raises SettingsError for options that they do not support.
         """
+        from elastic_runtime.sharded.exact_sums import ExactShardedMode, check_elementwise  # noqa: PLC0415
         from elastic_runtime.sharded.mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
         from elastic_runtime.sharded.wrap import Wrapping  # noqa: PLC0415
 
@@ -84,10 +85,18 @@ class JobBuilder:
         sharding = self._member.shard(
             state, wrapping, shard_size, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
         )
-        mode = ShardedMode(sharding, FollowedBuffers([state.model]), self._member.streams)
+        buffers, streams = FollowedBuffers([state.model]), self._member.streams
+        if options.exact:
+            check_elementwise(optimizers.values())
+            state.numerics = numerics()
+            mode: ShardedMode = ExactShardedMode(sharding, buffers, streams, options.seed)
+        else:
+            mode = ShardedMode(sharding, buffers, streams)
         state.kept_gradients = KeptGradients(mode.reducer, lambda: wrapping.parameters().items())
         most = options.max_batch_per_gpu
-        plan = partial(lockstep_batches, max_batch=most if isinstance(most, int) else None)
+        plan: Plan = partial(lockstep_batches, max_batch=most if isinstance(most, int) else None)
+        if options.exact:
+            plan = partial(lockstep_shards, shards=options.shards)
         return self._of(state, mode, None, None, MemoryFollower(self._memory_dir, None)), plan
 
     def _of(

@@ -81,10 +81,10 @@ class TrainingOptions:
                 f"shard_size is {shard_size!r}, but it must be a whole number from 1 up: the number of workers that "
                 "hold one copy of the model together; leave it out to share one copy among all"
             )
-        if self.exact:
+        if self.exact and shard_size == 1:
             raise SettingsError(
-                "reduction='exact' and shard= exclude each other, for FSDP adds up gradients in its own order; leave "
-                "one of them out"
+                "reduction='exact' and shard_size=1 exclude each other: each worker would hold the whole model; leave "
+                "shard= and shard_size= out"
             )
         if isinstance(self.max_batch_per_gpu, str):
             raise SettingsError(

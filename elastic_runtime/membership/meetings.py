@@ -64,7 +64,7 @@ class Meetings:
         """Come to a meeting; return what the others are to receive of it."""
         self.kind, self.step = kind, step
         text = f"{kind} at {_line()}".encode()[:_LENGTH]
-        return torch.tensor([*text.ljust(_LENGTH)], dtype=torch.uint8)
+        return torch.frombuffer(bytearray(text.ljust(_LENGTH)), dtype=torch.uint8)
 
     def end(self, rows: Sequence[torch.Tensor]) -> None:
         """Leave a meeting of which these were received. LoopError on all workers if one is at another place."""

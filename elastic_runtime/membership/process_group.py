@@ -280,14 +280,21 @@ class Group:
         self.wait([self.all_to_all(received, whole, parts, parts)])
         torch.sum(received.view(self.size, -1), 0, out=part)
 
-    def mesh(self, device: str, name: str, replicas: dist.ProcessGroup | None = None) -> DeviceMesh:
+    def mesh(
+        self,
+        device: str,
+        name: str,
+        replicas: dist.ProcessGroup | None = None,
+        shards: dist.ProcessGroup | None = None,
+    ) -> DeviceMesh:
         """The mesh of its ranks, once it is published: of one dimension, or of two where there are replica groups,
-        between which `replicas` sums, by default torch's group. No two may have one name: torch keeps what it has
-        learned about tensors of one mesh for every equal one.
+        between which `replicas` sums. `shards` takes the place of torch's group of those that share the state. No two
+        may have one name: torch keeps what it has learned about tensors of one mesh for every equal one.
         """
+        shards = shards or self.shards.torch_group
         if self.inner is None:
-            return DeviceMesh.from_group(self._group, device, mesh_dim_names=(name,))
-        groups = [replicas or self.inner.replicas.torch_group, self.inner.shards.torch_group]
+            return DeviceMesh.from_group(shards, device, mesh_dim_names=(name,))
+        groups = [replicas or self.inner.replicas.torch_group, shards]
         ranks = torch.arange(self.size).view(-1, self.grid.shards)
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=(f"{name}replicate", f"{name}shard"))
 

@@ -90,6 +90,23 @@ def shard_batches(samples: int, rank: int, world_size: int, shards: int) -> list
     ]
 
 
+@lru_cache(maxsize=256)
+def lockstep_shards(samples: int, rank: int, world_size: int, shards: int) -> list[MicroBatch]:
+    """Return the micro-batches of `rank` as `shard_batches` does, if all ranks must have equally many.
+
+    In each iteration the ranks compute the next shards in order, one each; in the last one some may have padding. So
+    the gradients of an iteration are added to the sum of those before.
+    """
+    cuts = split(samples, min(shards, samples))
+    turns = -(-len(cuts) // world_size)
+    found = []
+    for turn in range(turns):
+        shard = turn * world_size + rank
+        start, stop = cuts[shard] if shard < len(cuts) else (0, 0)
+        found.append(MicroBatch(start, stop, samples, last=turn == turns - 1, shard=shard, step_shards=len(cuts)))
+    return found
+
+
 def check_shards(global_batch_size: int, shards: int, max_batch_per_gpu: int | None) -> None:
     """Raise BatchPlanError if the global batch cannot be split into shards of a fixed shape."""
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:

@@ -131,22 +131,11 @@ class FastMode(Mode):
         super().__init__(buffers, streams, reducer, agreement_of(state), norms)
 
 
-class ExactMode(Mode):
-    """The mode `exact`: each shard has random streams of its own. `seed`: the job's."""
+class ExactParts(Mode):
+    """What is `exact` beside the gradients: each shard has random streams of its own."""
 
     name = "exact"
-
-    def __init__(
-        self,
-        state: TrainingState,
-        buffers: FollowedBuffers,
-        streams: RandomStreams,
-        seed: int,
-        norms: PartNorms | None = None,
-    ) -> None:
-        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()), agreement_of(state), norms)
-        self._seed = seed
-        use_deterministic_algorithms()
+    _seed: int
 
     def remember(self) -> None:
         """Save the buffers; random streams are a function of the step."""
@@ -154,6 +143,7 @@ class ExactMode(Mode):
 
     def begin_micro_batch(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """Begin a shard with the step's buffers and its own random streams."""
+        super().begin_micro_batch(micro, step, first=first)
         if not first:
             self._buffers.restore()
         self._streams.reseed(mix_seed(self._seed, step, micro.shard))
@@ -181,6 +171,22 @@ class ExactMode(Mode):
     def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
         """Return the state with the buffers of the step's beginning; a step has random streams of its own."""
         return {**captured, "model": self._buffers.rewound(captured["model"])}
+
+
+class ExactMode(ExactParts):
+    """The mode `exact` of replicated models. `seed`: the job's."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        buffers: FollowedBuffers,
+        streams: RandomStreams,
+        seed: int,
+        norms: PartNorms | None = None,
+    ) -> None:
+        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()), agreement_of(state), norms)
+        self._seed = seed
+        use_deterministic_algorithms()
 
 
 def agreement_of(state: TrainingState) -> Agreement:

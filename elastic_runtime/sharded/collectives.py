@@ -10,6 +10,7 @@ On CUDA FSDP's defaults stay: waiting in the host's thread would end their overl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from elastic_runtime.errors import CollectiveError
+from elastic_runtime.errors import CollectiveError, SettingsError, UsageError
 from elastic_runtime.torch_internals import forget_group, name_group
-from elastic_runtime.torch_internals.fsdp import AllGather, ReduceScatter
+from elastic_runtime.torch_internals.fsdp import AllGather, ReduceScatter, sum_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,12 +35,15 @@ _NUMBERS = count()  # a process may run several jobs, one after another: torch r
 
 
 class Link:
-    """One generation's connection, and what broke it."""
+    """One generation's connection, and what broke it. `exact`: gradients are exchanged in place of being summed, and
+    `received` is what the last exchange brought; None: it failed.
+    """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, *, exact: bool = False) -> None:
+        self.group, self.exact = group, exact
         self.broken: CollectiveError | None = None
-        self._replicas: _Replicas | None = None
+        self.received: Received | None = None
+        self._views: list[dist.ProcessGroup] = []  # torch's, of connections
 
     def does(self, collective: Callable[[], None]) -> bool:
         """Run a collective; return whether it succeeded. After a failure no other one is tried."""
@@ -56,25 +60,40 @@ class Link:
             raise self.broken
 
     def mesh(self, device: str, name: str) -> DeviceMesh:
-        """The mesh of the generation, which is published; on the CPU sums over its replica groups can be given up."""
-        inner = self.group.inner
-        if inner is None or device != "cpu":
+        """The mesh of the generation, which is published. On the CPU sums over its replica groups can be given up, and
+        with `exact` sums over shards are refused.
+        """
+        if device != "cpu":
             return self.group.mesh(device, name)
-        self._replicas = _Replicas(self, inner.replicas, f"{name}-replicas{next(_NUMBERS)}")
-        name_group(self._replicas, self.group.grid.same_shard(self.group.rank), own=True)
-        return self.group.mesh(device, name, self._replicas)
+        inner, grid, rank = self.group.inner, self.group.grid, self.group.rank
+        replicas = shards = None
+        if inner is not None:
+            replicas = _Replicas(self, inner.replicas, f"{name}-replicas{next(_NUMBERS)}")
+            self._show(replicas, grid.same_shard(rank))
+        if self.exact:
+            shards = _Shards(self.group.shards, f"{name}-shards{next(_NUMBERS)}")
+            self._show(shards, grid.same_group(rank))
+        return self.group.mesh(device, name, replicas, shards)
+
+    def _show(self, view: dist.ProcessGroup, ranks: list[int]) -> None:
+        self._views.append(view)
+        name_group(view, ranks, own=True)
 
     def close(self) -> None:
         """Make torch forget what it has of this generation."""
-        if self._replicas is not None:
-            forget_group(self._replicas)
-            self._replicas = None
+        while self._views:
+            forget_group(self._views.pop())
 
-    def install(self, modules: Sequence[FSDPModule]) -> None:
-        """Use it for all collectives of these modules."""
+    def install(self, modules: Sequence[FSDPModule], device: str) -> None:
+        """Use it for all collectives of these modules; on CUDA for the exchanges of gradients only."""
         for module in modules:
-            module.set_custom_all_gather(_AllGather(self))
-            module.set_custom_reduce_scatter(_ReduceScatter(self))
+            if self.exact:
+                _check_sum_type(module)
+            if device == "cpu":
+                module.set_custom_all_gather(_AllGather(self))
+                module.set_custom_reduce_scatter(_ReduceScatter(self))
+            if self.exact:
+                module.set_custom_reduce_scatter(_Exchange(self))
 
 
 class _Allocating:
@@ -87,12 +106,12 @@ class _Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Replicas(dist.ProcessGroup):
-    """torch's view of the workers that have the same part in other replica groups, between which FSDP sums."""
+class _View(dist.ProcessGroup):
+    """torch's view of some workers, of a name by which a mesh finds it."""
 
-    def __init__(self, link: Link, group: Group, name: str) -> None:
+    def __init__(self, group: Group, name: str) -> None:
         super().__init__(group.rank, group.size)
-        self._link, self._group, self._name = link, group, name
+        self._group, self._name = group, name
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -103,9 +122,35 @@ class _Replicas(dist.ProcessGroup):
         """Return the name that torch shows."""
         return "elastic"
 
+
+class _Shards(_View):
+    """Those that share the state, where sums over shards would depend on their number: it gathers only."""
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], _options: object = None
+    ) -> dist.Work:
+        """Gather DTensors' parts."""
+        return self._group.torch_group.allgather_into_tensor_coalesced(outputs, inputs)
+
+    def allreduce(self, _tensors: list[torch.Tensor], _options: object = None) -> None:  # type: ignore[override]
+        """Raise UsageError."""
+        raise UsageError(
+            "a sum or norm over sharded parameters or gradients, as of torch.nn.utils.clip_grad_norm_, depends on the "
+            "number of workers, which reduction='exact' excludes; clip by job.clip_grad_norm_, and compute others from "
+            "parameter.full_tensor() or parameter.grad.full_tensor()"
+        )
+
+
+class _Replicas(_View):
+    """The workers that have the same part in other replica groups, between which FSDP sums."""
+
+    def __init__(self, link: Link, group: Group, name: str) -> None:
+        super().__init__(group, name)
+        self._link = link
+
     def allreduce(self, tensors: list[torch.Tensor], _options: object = None) -> None:  # type: ignore[override]
         """Sum in place before it returns; after a lost peer the numbers stay this worker's own."""
-        for tensor in tensors:
+        for tensor in [] if self._link.exact else tensors:
             self._link.does(partial(self._sum, tensor))
 
     def _sum(self, tensor: torch.Tensor) -> None:
@@ -123,3 +168,45 @@ class _ReduceScatter(_Allocating, ReduceScatter):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         if not self._link.does(lambda: self._link.group.shards.reduce_scatter_into(output_tensor, input_tensor)):
             output_tensor.zero_()
+
+
+def _check_sum_type(module: FSDPModule) -> None:
+    """Raise SettingsError where gradients are summed in another type than that of the parameters."""
+    assert isinstance(module, torch.nn.Module)
+    found, types = sum_type(module), {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    if found is not None and types and found not in types:
+        wanted = ", ".join(sorted(map(str, types)))
+        raise SettingsError(
+            f"reduction='exact' sums the gradients of shards in the type of the parameters, {wanted}, but mp_policy "
+            f"sums them in {found}; give fully_shard an mp_policy=MixedPrecisionPolicy(..., reduce_dtype={wanted})"
+        )
+
+
+class _Exchange(_Allocating, ReduceScatter):
+    """Each rank gets its part of every rank's gradients. In replica groups too: no sum between the groups follows."""
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self._link.received = None
+        self._link.does(partial(self._exchange, output_tensor, input_tensor))
+
+    def _exchange(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        group = self._link.group
+        sent = whole if group.grid.groups == 1 else whole.repeat(group.grid.groups)
+        received, parts = torch.empty_like(sent), [part.numel()] * group.size
+        group.wait([group.all_to_all(received, sent, parts, parts)])
+        self._link.received = Received(part, received.view(group.size, -1))
+
+
+@dataclass(frozen=True)
+class Received:
+    """What an exchange has brought. `part`: the memory that FSDP takes for the sum. Shape of `rows`: (ranks, part)."""
+
+    part: torch.Tensor
+    rows: torch.Tensor
+
+    def of(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Return each rank's summand of a shard's gradient, which FSDP shows as a view of `part`."""
+        assert gradient.untyped_storage().data_ptr() == self.part.untyped_storage().data_ptr()
+        offset = gradient.storage_offset() - self.part.storage_offset()
+        size, stride = gradient.size(), gradient.stride()
+        return [row.as_strided(size, stride, row.storage_offset() + offset) for row in self.rows]

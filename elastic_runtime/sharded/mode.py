@@ -25,6 +25,8 @@ from elastic_runtime.state.kept_gradients import with_gradient
 from elastic_runtime.validation.leftover_gradients import uncleared
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic_runtime.membership.process_group import Group
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.reduction.backward_pass import Pass
@@ -34,16 +36,33 @@ if TYPE_CHECKING:
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.state.random_streams import RandomStreams
 
+    TotalNorm = Callable[[Group, list[torch.Tensor], Clipping], torch.Tensor]
 
-def clip_shards_(group: Group, gradients: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_, with a plain tensor as the norm, the same on all ranks.
+
+def norm_of_shards(group: Group, gradients: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+    """Return the norm of the ranks' norms. They travel in one type: a rank's shards may all be empty."""
+    shards = [_shard_of(gradient) for gradient in gradients]
+    filled = [shard for shard in shards if shard.numel()]
+    own = torch.nn.utils.get_total_norm(filled, clipping.norm_type, foreach=clipping.foreach)
+    device = shards[0].device if shards else own.device
+    norms = group.all_gather(own.to(device, torch.float64))
+    dtype = reduce(torch.promote_types, (shard.dtype for shard in shards)) if shards else torch.float32
+    total: torch.Tensor = torch.linalg.vector_norm(norms, clipping.norm_type).to(dtype)
+    return total
+
+
+def clip_shards_(
+    group: Group, gradients: list[torch.Tensor], clipping: Clipping, total_norm: TotalNorm = norm_of_shards
+) -> torch.Tensor:
+    """As torch.nn.utils.clip_grad_norm_, with a plain tensor as the norm, the same on all ranks. `total_norm(group,
+    gradients, clipping)` returns that.
 
     CollectiveError where a peer is lost; no gradient was changed then. UsageError for what is no norm of shards.
     """
     if not clipping.norm_type > 0:
         raise UsageError(f"job.clip_grad_norm_ got norm_type={clipping.norm_type:g}; with shard= it must be above 0")
     shards = [_shard_of(gradient) for gradient in gradients]
-    total = _total_norm(group, shards, clipping)
+    total = total_norm(group, gradients, clipping)
     if clipping.error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the total norm of order {clipping.norm_type:g} of the gradients is {total.item()}, so they cannot be "
@@ -64,17 +83,6 @@ def _shard_of(gradient: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _total_norm(group: Group, shards: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
-    """The norm of the ranks' norms. They travel in one type: a rank's shards may all be empty."""
-    filled = [shard for shard in shards if shard.numel()]
-    own = torch.nn.utils.get_total_norm(filled, clipping.norm_type, foreach=clipping.foreach)
-    device = shards[0].device if shards else own.device
-    norms = group.all_gather(own.to(device, torch.float64))
-    dtype = reduce(torch.promote_types, (shard.dtype for shard in shards)) if shards else torch.float32
-    total: torch.Tensor = torch.linalg.vector_norm(norms, clipping.norm_type).to(dtype)
-    return total
-
-
 _OWN = 2
 
 
@@ -82,6 +90,7 @@ class ShardedReducer(GradientReducer):
     """FSDP sums the gradients by its own hooks; this sums the metadata. Strays are not noticed."""
 
     in_flight = True  # FSDP communicates from the first forward pass on
+    in_each_pass = False  # gradients are exchanged
 
     def __init__(self, sharding: Sharding, metadata_size: int) -> None:
         super().__init__()
@@ -101,16 +110,19 @@ class ShardedReducer(GradientReducer):
         return self._kept
 
     def begin_pass(self, group: Group | None, begun: Pass) -> None:  # noqa: ARG002
-        """Make FSDP reduce the gradients after the last micro-batch only. LoopError for those of an earlier step."""
+        """Make FSDP reduce the gradients after the last micro-batch only, unless it does `in_each_pass`. LoopError for
+        those of an earlier step.
+        """
         self.current = begun
         if begun.first:
             parameters = self._sharding.wrapping.parameters().items()
             if found := self._leftovers.look(parameters):
                 raise uncleared(min(found))
             self._kept = with_gradient(parameters)
+        reduces = begun.micro.last or self.in_each_pass
         for module in self._sharding.wrapping.modules:
-            module.set_requires_gradient_sync(begun.micro.last, recurse=False)
-            module.set_is_last_backward(begun.micro.last)
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            module.set_is_last_backward(reduces)
 
     def end_pass(self) -> None:
         """Raise CollectiveError if one of FSDP's collectives has failed since the step's beginning."""
@@ -143,13 +155,15 @@ class ShardedMode(Mode):
 
     name = "sharded"
     lockstep = True
+    _reducer_type = ShardedReducer
+    _total_norm = staticmethod(norm_of_shards)
 
     def __init__(self, sharding: Sharding, buffers: FollowedBuffers, streams: RandomStreams) -> None:
         self._sharding = sharding
         super().__init__(buffers, streams, self._make_reducer)
 
     def _make_reducer(self, metadata_size: int) -> ShardedReducer:
-        self._reducer = ShardedReducer(self._sharding, metadata_size)
+        self._reducer = self._reducer_type(self._sharding, metadata_size)
         return self._reducer
 
     def begin_micro_batch(self, micro: MicroBatch, step: int, *, first: bool) -> None:
@@ -173,4 +187,4 @@ class ShardedMode(Mode):
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip by the norm over all shards. CollectiveError if a peer is lost."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return clip_shards_(self._sharding.link.group.shards, gradients, clipping)
+        return clip_shards_(self._sharding.link.group.shards, gradients, clipping, self._total_norm)

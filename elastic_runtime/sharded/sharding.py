@@ -71,7 +71,11 @@ class _Move:
 
 
 class Sharding:
-    """One worker's part of a sharded training. `is_preempted`: whether this worker was asked to leave."""
+    """One worker's part of a sharded training. `is_preempted`: whether this worker was asked to leave. `exact`: whether
+    gradients are exchanged instead of summed.
+    """
+
+    exact = False
 
     def __init__(
         self,
@@ -220,11 +224,10 @@ class Sharding:
         if self._link is not None:
             self._link.close()
         group.publish()
-        self._link = Link(group)
+        self._link = Link(group, exact=self.exact)
         mesh = self._link.mesh(self.device.type, f"elastic{number}")
         self.wrapping.rewrap(mesh)
-        if self.device.type == "cpu":
-            self._link.install(self.wrapping.modules)
+        self._link.install(self.wrapping.modules, self.device.type)
         return mesh
 
     def _hold(self, group: Group, number: int) -> None:

@@ -46,8 +46,11 @@ class Wrapping:
 
     `modules`: those that `shard` wrapped. `dims`: along which dimension each parameter is sharded, once it was wrapped
     for the first time. `aliases`: each name that a parameter has in a state_dict, and the one that it has here, the
-    first of them; they differ where weights are tied.
+    first of them; they differ where weights are tied. `on_gradient`: called with a parameter when FSDP has set the
+    gradient of its shard.
     """
+
+    on_gradient: Callable[[torch.nn.Parameter], None] | None = None
 
     def __init__(
         self,
@@ -106,9 +109,17 @@ class Wrapping:
     def assign(self, values: Mapping[str, torch.Tensor]) -> None:
         """Set each parameter's values, a DTensor, by name. Optimizers then hold the new parameters."""
         for name, meta in self.parameters().items():
-            self._put(name, torch.nn.Parameter(values[name], requires_grad=meta.requires_grad))
+            self._put(name, self._parameter(values[name], requires_grad=meta.requires_grad))
         self._point_optimizers()
         self._standing = self._whole.state_dict(keep_vars=True)
+
+    def _parameter(self, value: torch.Tensor, *, requires_grad: bool) -> torch.nn.Parameter:
+        hooked = self.on_gradient is not None and value.is_floating_point()
+        made = torch.nn.Parameter(value, requires_grad=hooked or requires_grad)
+        if hooked:
+            made.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+        made.requires_grad_(requires_grad)
+        return made
 
     def standing(self) -> dict[str, Any]:
         """The models' state_dict as it is between two steps, also in the middle of one, when modules show gathered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import runpy
 import signal
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -191,29 +192,42 @@ def train(
     if gate and index < 2:
         model.second.register_forward_pre_hook(lambda *_: stand_still(gate, index) if job.step == long_step else None)
     record = Record(job, index, directory, optimizer, more)
+    computed: list[Any] = []
+    losses = (directory / f"losses-{index}.jsonl").open("a", buffering=1)
     for _epoch in job.epochs(plan.epochs):
         for x, y, indices in loader:
             if gate:
                 gate.pass_through(index, job.step)
             record.computes(indices)
-            backpropagate(job, plan, index, model, x, y, indices)
+            session = job._session
+            assert session is not None
+            micro, computed = session.micro_batch, [] if session.begins_step else computed
+            assert micro is not None
+            loss = backpropagate(job, plan, index, model, x, y, indices)
+            computed += [] if micro.padding else [[session.steps_before, micro.start, loss.hex()]]
+            if job.applied:  # what is computed after a peer was lost means nothing
+                losses.writelines(f"{json.dumps(row)}\n" for row in computed)
             clip(job, index, model, gate)
             optimizer.step()
             optimizer.zero_grad(set_to_none=not to_zeros)
             scheduler.step()
-    save_final(job, index, directory, model, scheduler)
+    save_final(job, index, directory, model, scheduler, optimizer)
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def save_final(job: Any, index: int, directory: Path, model: nn.Module, scheduler: Any) -> None:
+def save_final(job: Any, index: int, directory: Path, model: nn.Module, scheduler: Any, *optimizers: Any) -> None:
     whole = whole_state(model)
+    moments: list[Any] = [
+        get_optimizer_state_dict(model, each, options=StateDictOptions(full_state_dict=True))["state"]
+        for each in optimizers
+    ]
     torch.save(
         {
             "model": whole,
-            "sha256": digest(whole),
+            "sha256": digest(whole, *moments),
             "lr": scheduler.get_last_lr(),
             "step": job.step,
             "rank": job.rank,

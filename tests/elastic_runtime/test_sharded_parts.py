@@ -146,7 +146,6 @@ def test_a_damaged_one_of_later_steps_does_not_count_among_those_that_are_kept(t
 @pytest.mark.parametrize(
     ("options", "scaled", "what"),
     [
-        ({"reduction": "exact"}, False, "reduction='exact' and shard="),
         ({"max_batch_per_gpu": "auto"}, False, "max_batch_per_gpu='auto'"),
         ({}, True, "GradScaler"),
     ],

@@ -6,11 +6,13 @@ import struct
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
 from elastic_runtime.errors import BatchPlanError
-from elastic_runtime.plan.batches import check_shards, shard_batches, split
+from elastic_runtime.plan.batches import check_shards, lockstep_shards, shard_batches, split
 from elastic_runtime.reduction.sum_tree import joint_plan, range_plan
+from elastic_runtime.sharded.exact_sums import PartialSums
 
 
 def recursive(values: list[float], leaves: int) -> float:
@@ -45,6 +47,25 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 def test_any_number_of_workers_gets_the_same_sum_to_the_bit(values: list[float], workers: int) -> None:
     alone, together = summed_by(values, 1), summed_by(values, workers)
     assert struct.pack("d", together) == struct.pack("d", alone) == struct.pack("d", recursive(values, len(values)))
+
+
+@given(values=st.lists(st.none() | FLOATS, min_size=1, max_size=40), workers=st.integers(1, 45))
+def test_sums_that_are_made_one_iteration_after_another_are_the_same_with_gaps(
+    values: list[float | None], workers: int
+) -> None:
+    """As with shard=: in each iteration the workers' next shards, in order. None: a shard without a gradient."""
+    leaves = len(values)
+    plans = [lockstep_shards(leaves, rank, workers, leaves) for rank in range(workers)]
+    order = [micro.shard for turn in zip(*plans, strict=True) for micro in turn if not micro.padding]
+    assert order == list(range(leaves))
+    pushes, sums = range_plan(0, leaves, leaves).pushes, PartialSums()
+    for leaf, value in enumerate(values):
+        if value is not None:
+            sums.push(pushes, leaf, torch.tensor([value], dtype=torch.float64))
+    found, without = sums.total(pushes), [-0.0 if value is None else value for value in values]
+    assert (found is None) == all(value is None for value in values)
+    if found is not None:
+        assert struct.pack("d", float(found)) == struct.pack("d", recursive(without, leaves))
 
 
 @given(leaves=st.integers(1, 64), workers=st.integers(1, 64))

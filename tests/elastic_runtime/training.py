@@ -153,8 +153,8 @@ def evaluated(directory: Path, index: int) -> list[dict[str, Any]]:
 
 def backpropagate(
     job: Any, plan: Plan, index: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor
-) -> None:
-    """The forward and backward pass that the plan asks for."""
+) -> float:
+    """The forward and backward pass that the plan asks for; the mean of the losses."""
     if plan.mixed:
         x.add_(torch.randn_like(x), alpha=0.1)
     with torch.autocast("cpu", torch.bfloat16, enabled=plan.mixed):
@@ -167,6 +167,7 @@ def backpropagate(
         job.backward((losses * tokens).sum() / tokens.sum(), weight=float(tokens.sum()))
     else:
         job.backward(losses.sum() if plan.weighting == "sum" else losses.mean(), reduction=plan.weighting)
+    return float(losses.detach().mean())
 
 
 class Record:
