@@ -7,6 +7,7 @@ resizes; what they had fetched ahead for the old generation is dropped. `streame
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -235,14 +236,14 @@ class IndexedLoader(ElasticLoader):
     def sample_checksum(self) -> int:
         """Return a checksum of a few samples, read as the loop reads them: in a loader process if there are some."""
 
-        def read(indices: list[int]) -> Any:
+        def read(places: list[int], seed: int) -> Any:
+            indices = [order[place] for place in places]
             self._generator.manual_seed(seed)
             self._batches.of_span = iter([SeededIndices(indices, seed) if self._seeded else indices])
             return next(iter(self._inner))
 
-        seed = mix_seed(self._seed, 2)
-        order = self._source.epoch(0)
-        return sample_checksum(lambda places: read([order[place] for place in places]), len(order), seed)
+        order, own = self._source.epoch(0), int.from_bytes(os.urandom(6))
+        return sample_checksum(read, len(order), mix_seed(self._seed, 2), own)
 
     def has_more(self, position: Position) -> bool:
         """Return whether the epoch has another step."""

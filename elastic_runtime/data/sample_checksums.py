@@ -4,6 +4,9 @@ A directory that is listed in another order, or split by another seed, gives wor
 nothing fails. Samples are read twice, with the same random streams each time: where that gives different values the
 dataset draws by something else, and nothing is compared. Of floating point values the mean and the mean size are
 compared, in three digits, for machines may round differently.
+
+Before that they are read with random streams of this worker's own. A dataset that keeps what it drew at random, as a
+cache of augmented samples, returns that from then on, and so differs from worker to worker.
 """
 
 from __future__ import annotations
@@ -21,24 +24,24 @@ if TYPE_CHECKING:
 SAMPLES = 3
 
 
-def sample_checksum(read: Callable[[list[int]], Any], length: int, seed: int) -> int:
+def sample_checksum(read: Callable[[list[int], int], Any], length: int, seed: int, own: int) -> int:
     """A number above 0 that differs where the samples at a few indices do; 0 where they are not the same each time.
 
-    `read` returns the batch of these indices.
+    `read` returns the batch of these indices, drawn with a seed. `own`: a seed that no other worker has.
     """
     indices = [length * part // SAMPLES for part in range(SAMPLES)]
     streams = RandomStreams()
     streams.save()
     try:
         found = []
-        for _ in range(2):
-            streams.reseed(seed)
-            found.append(zlib.crc32("\n".join(texts_of(read(indices))).encode()))
+        for of_read in (own, seed, seed):
+            streams.reseed(of_read)
+            found.append(zlib.crc32("\n".join(texts_of(read(indices, of_read))).encode()))
     except Exception:  # noqa: BLE001  (a dataset that cannot be read out of turn is not compared)
         return 0
     finally:
         streams.restore()
-    return found[0] + 1 if found[0] == found[1] else 0
+    return found[1] + 1 if found[1] == found[2] else 0
 
 
 def texts_of(value: Any) -> Iterator[str]:

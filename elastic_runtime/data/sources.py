@@ -61,7 +61,8 @@ class Source:
                 f"{type(self._sampler).__name__} gives {self.length} samples an epoch, which are read at once; give it "
                 "fewer, and train for more epochs or by job.steps(n)"
             )
-        order: list[int] = self._history.epoch(epoch)
+        order: list[int]
+        order, self._sizes = self._history.epoch(epoch)
         if self._own_batches is None:
             self._check_length(len(order), epoch)
         return order
@@ -85,8 +86,8 @@ class Source:
                 "stands for, or give prepare a batch sampler of your own, each batch of which is one step"
             )
 
-    def _draw(self, epoch: int) -> list[int]:
-        """Draw one epoch from the sampler as it is now."""
+    def _draw(self, epoch: int) -> tuple[list[int], list[int]]:
+        """Draw one epoch from the sampler as it is now: the order, and the sizes of its own batches."""
         streams = RandomStreams()
         streams.save()
         streams.reseed(mix_seed(self._seed, epoch))
@@ -94,12 +95,11 @@ class Source:
             _set_epoch(drawn_from, epoch, mix_seed(self._seed, epoch, 1))
         try:
             if self._own_batches is None:
-                return list(self._sampler)
+                return list(self._sampler), []
             batches = [list(batch) for batch in self._own_batches]
         finally:
             streams.restore()
-        self._sizes = [len(batch) for batch in batches]
-        return [index for batch in batches for index in batch]
+        return [index for batch in batches for index in batch], [len(batch) for batch in batches]
 
     def cuts(self, index: int, start: int, batch: int) -> Iterator[tuple[int, int]]:
         """(start, size) of each step that is left after `index` steps of `start` samples in this epoch."""
@@ -190,8 +190,10 @@ class SamplerHistory:
     """The draws of samplers with a history, in order: a generator that they keep, an order that they shuffle again.
 
     Invariant: the order of epoch e is that of the e-th draw in a row, as in a plain loop, whenever and how often it is
-    asked for. So the attributes that a draw may change are copied before each draw, and put back before it is repeated;
-    a worker that resumes or joins in epoch e repeats the draws before it, if the first draw shows a history.
+    asked for. So a worker that resumes or joins in epoch e repeats the draws before it, and the newest two are kept.
+    The attributes that a draw may change are copied before each draw, and put back where an older one is repeated.
+    Others, as those of a sampler in the sampler, cannot be: only torch's samplers are known to have none, and what they
+    draw before e is left out if the first draw shows no history.
 
     Rejected: the attributes as a part of the state. They may be anything, a dataset as well, and a worker can draw
     again what it lacks. Rejected: seeding each generator for each epoch: the order would not be the plain loop's.
@@ -206,6 +208,8 @@ class SamplerHistory:
         self._before: dict[int, Attributes] = {0: self._attributes()}
         self._left = self._before[0]  # what the last draw has left
         self._remembers: bool | None = None  # whether a draw changes what the next one gives
+        self._kept: dict[int, Any] = {}  # the newest draws, by epoch
+        self._all_of_torch = all(type(each).__module__.startswith("torch.utils.data") for each in samplers)
 
     def epoch(self, epoch: int) -> Any:
         """Return the order of this epoch. UsageError if the script has changed a sampler since the last one."""
@@ -226,9 +230,11 @@ class SamplerHistory:
                     )
 
     def _order(self, epoch: int) -> Any:
+        if epoch in self._kept:
+            return self._kept[epoch]
         if self._remembers is None and epoch > 0:
             self._drawn(0)
-        if not self._remembers and self._remembers is not None:
+        if self._all_of_torch and not self._remembers and self._remembers is not None:
             self._put_back(self._before[0])
             return self._draw(epoch)
         begin = max(each for each in self._before if each <= epoch)
@@ -242,6 +248,8 @@ class SamplerHistory:
         after = self._attributes()
         self._before = {number: kept for number, kept in self._before.items() if number in {0, epoch}}
         self._before[epoch + 1] = after
+        if not self._all_of_torch:
+            self._kept = {number: kept for number, kept in self._kept.items() if number == epoch - 1} | {epoch: order}
         if self._remembers is None:
             self._remembers = [_states(each) for each in after] != [_states(each) for each in self._before[0]]
         return order

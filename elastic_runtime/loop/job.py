@@ -21,7 +21,7 @@ from elastic_runtime.loop.job_builder import JobBuilder
 from elastic_runtime.loop.job_collectives import JobCollectives
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, normalizes
-from elastic_runtime.loop.prepared_objects import PreparedObjects, take_schedulers
+from elastic_runtime.loop.prepared_objects import WARMUP, PreparedObjects, take_schedulers
 from elastic_runtime.loop.trainings_of_process import (
     check_only_one,
     fail_untrained,
@@ -34,6 +34,7 @@ from elastic_runtime.plan.position import Position
 from elastic_runtime.process.process_exit import note_exit_codes, report_errors
 from elastic_runtime.reduction.backward_pass import Loss
 from elastic_runtime.reduction.step_modes import Clipping
+from elastic_runtime.state.optimizer_state import with_kept_apart
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.torch_internals.modules import uncompiled
 from elastic_runtime.validation.prepare_checks import (
@@ -41,6 +42,7 @@ from elastic_runtime.validation.prepare_checks import (
     check_kinds,
     check_parameters,
     check_sparse,
+    check_stateful,
     check_synchronized,
 )
 
@@ -159,12 +161,13 @@ class Job(JobCollectives):
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         models = _several(model)
         check_kinds(models, optimizers)
+        check_stateful("scheduler", schedulers)
         check_synchronized(models, exact=self._options.exact, sharded=shard is not None)
         loaders = _several(loader)
         for each in loaders:
             check(each)
         batch = self._batch(loaders[0])
-        parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
+        parts = [*with_kept_apart(_named("optimizer", optimizers)), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
         whole = uncompiled(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(uncompiled, models))
         check_embeddings(whole)
@@ -218,10 +221,13 @@ class Job(JobCollectives):
             raise LoopError("job.track comes before job.epochs")
         if self._member.sharding and any(isinstance(each, torch.nn.Module) for each in objects.values()):
             raise UsageError("job.track got a module, whose parameters would not be sharded: it cannot be with shard=")
+        check_stateful("object of job.track", objects.values())
         for name, each in objects.items():
             self._state.parts.append((f"track:{name}", each))
             if hasattr(each, "update_parameters"):
                 guard_class(each, ("update_parameters",), session.may_act)
+            elif hasattr(each, "dampening"):
+                guard_class(each, (), session.may_act, WARMUP)
 
     def steps_per_epoch(self, loader: DataLoader[Any]) -> int:
         """Return the global steps of an epoch of this loader, which need not be prepared yet: for schedules.

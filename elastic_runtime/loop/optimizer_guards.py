@@ -80,15 +80,19 @@ def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
         )
 
 
-def guard_class(target: object, methods: tuple[str, ...], may_act: Callable[[], int]) -> None:
+def guard_class(
+    target: object, methods: tuple[str, ...], may_act: Callable[[], int], contexts: tuple[str, ...] = ()
+) -> None:
     """Guard an object whose `state_dict()` is its `__dict__`, such as a scheduler, by a subclass of its class.
 
     `may_act()`: how often the method acts in one call without arguments; with some it acts once, unless that is 0.
+    `contexts`: methods that return a context, in which a `step()` of others stands.
     """
     kind = type(target)
     namespace: dict[str, Any] = {
         name: _guarded(getattr(kind, name), may_act) for name in methods if hasattr(kind, name)
     }
+    namespace |= {name: _guarded_context(getattr(kind, name), may_act) for name in contexts if hasattr(kind, name)}
     namespace |= {
         GUARDED: True,
         "__module__": kind.__module__,
@@ -120,6 +124,14 @@ def _guarded(original: Callable[..., Any], may_act: Callable[[], int]) -> Callab
             if "No inf checks" in str(error):
                 raise LoopError(_NO_GRADIENTS) from error
             raise
+
+    return guarded
+
+
+def _guarded_context(original: Callable[..., Any], may_act: Callable[[], int]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(self: object, *args: object, **kwargs: object) -> Any:
+        return original(self, *args, **kwargs) if may_act() else nullcontext()
 
     return guarded
 

@@ -136,7 +136,8 @@ class ClosureSteps:
         if step.micro is None or step.state not in {StepState.STARTED, StepState.CONTINUED}:
             raise LoopError(
                 "optimizer.step(closure) stands alone in an iteration of the prepared loader's loop, with one "
-                "job.backward(loss) in the closure; leave out the job.backward before it, or call optimizer.step()"
+                "job.backward(loss) in the closure; leave out the job.backward before it, or call optimizer.step(); "
+                "for one that needs gradients before its closure, as SAM does, call job.backward(loss, more=True) there"
             )
         self.evaluating = True
         try:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from elastic_runtime.state.training_state import TrainingState
 
 _log = logging.getLogger("elastic_runtime")
+WARMUP = ("dampening",)
+"""Of the schedulers of pytorch_warmup: `with warmup.dampening(): scheduler.step()`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class PreparedObjects:
             draws = nullcontext if _is_of_torch(each) else partial(session.drawing_alike, number)
             guard_method(each, "step", session.may_step, within, session.closure_steps.step, draws)
         for part in self.schedulers:
-            guard_class(part, ("step",), session.schedule_steps)
+            guard_class(part, ("step",), session.schedule_steps, WARMUP)
         if self.scaler is not None:
             guard_class(self.scaler, ("update", "unscale_"), session.may_act)
             guard_class(self.scaler, ("step",), session.may_scale)

@@ -23,6 +23,7 @@ from elastic_runtime.loop.step_states import (
 from elastic_runtime.process.device_memory import free_cache, is_out_of_memory
 from elastic_runtime.reduction.backward_pass import NO_PASS, Loss, Pass, StepLosses
 from elastic_runtime.reduction.step_metadata import CHECKSUMS, Share
+from elastic_runtime.state.optimizer_state import GroupValues
 from elastic_runtime.state.sparse_parameters import sparse_parameters, zero_gradient
 from elastic_runtime.validation.leftover_gradients import UnappliedSteps
 
@@ -95,6 +96,7 @@ class GlobalStep:
         self._rows = RowGather(member, mode, limit)
         self.loss = 0.0  # of the global batch, in the last pass that was summed
         self._unapplied = UnappliedSteps()
+        self._rates = GroupValues(state)
         self.observer: Observer | None = None  # of a rehearsal
         self._shows_zeros = False  # the parameters have gradients that nobody computed
         self._scales_late = mode.name == "fast" and _half(state, scaler)
@@ -235,6 +237,8 @@ class GlobalStep:
         """End the iteration. LoopError for one that did not do its part."""
         before, missing, micro = self.state, self._missing(), self.micro
         self.micro = None
+        if before in {StepState.COMPUTED, StepState.REPEATED}:
+            self._rates.restore()
         failed = before is StepState.COMPUTED and micro is not None and micro.last  # and the script has caught it
         if not missing and (failed or self.state in UNCOUNTED):
             self._count()
@@ -276,6 +280,7 @@ class GlobalStep:
             self._count()
         elif self.state in {StepState.PASSED, StepState.COMPUTED, StepState.REPEATED}:
             self.revert()
+            self._rates.restore()
             self.clear(repeats=True)
         self._change(StepTrigger.ABANDONED)
 
@@ -396,6 +401,8 @@ class GlobalStep:
         if self.state is StepState.STARTED:
             self._unapplied.check(self._training.parameters())
         first = self.state is not StepState.CONTINUED
+        if not self._earlier.done:
+            self._rates.note(acts=micro.last and self._member.rank_and_size[1] == 1 and not self.observer)
         if last:
             self._change(StepTrigger.COMPUTED)
         self._samples += micro.size

@@ -29,7 +29,13 @@ import torch
 
 from elastic_runtime.errors import LoopError, StateError
 from elastic_runtime.state.layouts import flat
-from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
+from elastic_runtime.state.optimizer_state import (
+    add_missing_groups,
+    hyperparameters,
+    load_optimizer,
+    loading_in_place,
+    set_hyperparameters,
+)
 from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.torch_internals.modules import writes_to
 
@@ -216,7 +222,7 @@ class EpochStart:
         return {
             "frozen": [name for name, parameter in state.parameters() if not parameter.requires_grad],
             "names": state.groups(),
-            "groups": {name: [_hyperparameters(g) for g in part.param_groups] for name, part in self._optimizers()},
+            "groups": {name: [hyperparameters(g) for g in part.param_groups] for name, part in self._optimizers()},
             "parts": {name: copy.deepcopy(found) for name, found in others.items() if _is_small(found)},
             "buffers": self._buffers.values(),
         }
@@ -230,7 +236,7 @@ class EpochStart:
             del optimizer.param_groups[len(groups) :]
             add_missing_groups(optimizer, small["names"].get(name, []), named)
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                _set_hyperparameters(group, values)
+                set_hyperparameters(group, values)
         for name, part in self._others():
             if name in small["parts"]:
                 part.load_state_dict(copy.deepcopy(small["parts"][name]))
@@ -251,8 +257,9 @@ class EpochStart:
     def _load_large(self, large: dict[str, Any]) -> None:
         for (_, parameter), value in zip(self._state.parameters(), large["parameters"], strict=True):
             parameter.copy_(value)
-        for name, optimizer in self._optimizers():
-            load_optimizer(optimizer, large["optimizers"][name])
+        with loading_in_place([optimizer for _, optimizer in self._optimizers()]):
+            for name, optimizer in self._optimizers():
+                load_optimizer(optimizer, large["optimizers"][name])
         for name, part in self._others():
             if name in large["modules"]:
                 part.load_state_dict(large["modules"][name])
@@ -321,20 +328,6 @@ def _copied(tree: Any) -> Any:
 
 def _on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu" and not hasattr(tensor, "to_local")
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-
-
-def _set_hyperparameters(group: dict[str, Any], values: dict[str, Any]) -> None:
-    """Set a group's values; a rate that is a tensor keeps its memory, which compiled optimizers hold."""
-    for name, value in values.items():
-        own = group.get(name)
-        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
-            own.copy_(value)
-        else:
-            group[name] = copy.deepcopy(value)
 
 
 def _is_small(tree: Any) -> bool:

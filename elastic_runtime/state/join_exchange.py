@@ -109,7 +109,8 @@ def _check_totals(group: Group, source: int, totals: list[Totals]) -> None:
 
 OTHER_SAMPLES = (
     "the same few indices of the dataset give other samples; list files in sorted order, and split or shuffle them by "
-    "a fixed seed, so that an index means the same sample on every worker"
+    "a fixed seed, so that an index means the same sample on every worker; a cache must not keep what was drawn at "
+    "random: keep the sample as it was read, and augment it each time"
 )
 OTHER_MODEL = (
     "parameters must have the same names, shapes and types, and optimizers the same number, on every worker; do not "

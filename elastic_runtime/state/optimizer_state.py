@@ -2,16 +2,25 @@
 
 torch's own `load_state_dict` is designed for files: it casts each tensor of the state to its parameter's type, and
 rebuilds other objects, such as strings, by iterating over them. An optimizer with 8-bit moments, or with integer
-counters, would continue differently on a joined worker than on the others.
+counters, would continue differently on a joined worker than on the others. It also makes new lists and dictionaries,
+while others hold the former ones: an optimizer that wraps this one (SAM, Lookahead) shares its groups and state, and a
+script keeps a group whose rate it sets.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_runtime.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from elastic_runtime.state.training_state import TrainingState
 
 
 def add_missing_groups(
@@ -29,6 +38,103 @@ def add_missing_groups(
                 "model of this worker does not have; build all modules before prepare, and add them to it"
             )
         optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
+
+def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers, and those that they wrap, each once."""
+    found: dict[int, torch.optim.Optimizer] = {}
+    pending = list(optimizers)
+    while pending:
+        each = pending.pop(0)
+        if id(each) not in found:
+            found[id(each)] = each
+            pending += [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+    return list(found.values())
+
+
+def with_kept_apart(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return optimizers by name, and those in them that have a state of their own, which no state_dict has.
+
+    One with a state_dict of its own takes care of what it wraps.
+    """
+    found, every = list(named), {id(each) for _, each in named}
+    for name, outer in found:
+        if type(outer).state_dict is not torch.optim.Optimizer.state_dict:
+            continue
+        for attribute, each in vars(outer).items():
+            if isinstance(each, torch.optim.Optimizer) and id(each) not in every and each.state is not outer.state:
+                every.add(id(each))
+                found.append((f"{name}.{attribute}", each))
+    return found
+
+
+@contextmanager
+def loading_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Let optimizers that load a state in this context keep their lists and dictionaries, and so those in them."""
+    every = [each for each in with_inner(optimizers) if {"param_groups", "state"} <= vars(each).keys()]
+    held = [(each, each.param_groups, each.state) for each in every]
+    yield
+    for optimizer, groups, _ in held:
+        loaded, optimizer.param_groups = optimizer.param_groups, groups
+        if loaded is not groups:
+            _replace_groups(groups, [dict(group) for group in loaded])
+    for optimizer, _, state in held:
+        found, optimizer.state = optimizer.state, state
+        if found is not state:
+            state.clear()
+            state.update(found)
+
+
+def _replace_groups(groups: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
+    for group, values in zip(groups, loaded, strict=False):
+        for name in group.keys() - values.keys():
+            del group[name]
+        set_hyperparameters(group, values)
+    groups[:] = groups[: len(loaded)] + loaded[len(groups) :]
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of a group's values."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def set_hyperparameters(group: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set a group's values; a rate that is a tensor keeps its memory, which compiled optimizers hold."""
+    for name, value in values.items():
+        own = group.get(name)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            own.copy_(value)
+        else:
+            group[name] = value if name == "params" else copy.deepcopy(value)
+
+
+class GroupValues:
+    """The values of all optimizers' groups at an iteration's first backward pass.
+
+    What a script sets after it is meant for the next step, as by a schedule that is not torch's: it has no effect where
+    the iteration does not complete a step, as `scheduler.step()` has none.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def note(self, *, acts: bool) -> None:
+        """A backward pass begins. `acts`: its iteration is certain to complete the step."""
+        optimizers = () if acts else self._state.optimizers()
+        self._noted = [(group, _values(group)) for each in optimizers for group in each.param_groups]
+
+    def restore(self) -> None:
+        """The iteration has not completed a step, or the step is repeated."""
+        for group, values in self._noted:
+            set_hyperparameters(group, {name: value for name, value in values.items() if group.get(name) is not value})
+        self._noted = []
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    found = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items()}
+    del found["params"]
+    return found
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], *, laid_out: bool = True) -> None:

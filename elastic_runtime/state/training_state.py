@@ -12,7 +12,7 @@ import torch
 from elastic_runtime.errors import StateError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.plan.position import Position
-from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
+from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer, loading_in_place
 from elastic_runtime.state.sparse_parameters import sparse_parameters, zero_gradient
 
 if TYPE_CHECKING:
@@ -132,13 +132,13 @@ class TrainingState:
         if self.transient:
             self.transient.load_transient(state.get("transient", {}))
         named = dict(self.parameters())
-        for name, part in self.parts:
-            if isinstance(part, torch.optim.Optimizer):
-                add_missing_groups(part, state.get("groups", {}).get(name, []), named)
-            if isinstance(part, torch.optim.Optimizer):
-                load_optimizer(part, state["parts"][name], laid_out=state.get("laid_out", False))
-            else:
-                part.load_state_dict(state["parts"][name])
+        with loading_in_place(self.optimizers()):
+            for name, part in self.parts:
+                if isinstance(part, torch.optim.Optimizer):
+                    add_missing_groups(part, state.get("groups", {}).get(name, []), named)
+                    load_optimizer(part, state["parts"][name], laid_out=state.get("laid_out", False))
+                else:
+                    part.load_state_dict(state["parts"][name])
         if self.kept_gradients:
             self.kept_gradients.load(state.get("zero_gradients", ()), self.model)
         self.position = Position(*state["position"])
@@ -171,7 +171,7 @@ class TrainingState:
         One step without gradients, its effect on the parameters undone. Only for torch's own optimizers, whose state is
         completely in `state`; others allocate when they receive.
         """
-        for optimizer in self._optimizers():
+        for optimizer in self.optimizers():
             if type(optimizer).__module__.startswith("torch.optim") and not optimizer.state:
                 self._rehearse(optimizer)
 
@@ -184,7 +184,8 @@ class TrainingState:
             if isinstance(part, torch.optim.Optimizer)
         }
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return those among the parts."""
         return [part for _, part in self.parts if isinstance(part, torch.optim.Optimizer)]
 
     def _rehearse(self, optimizer: torch.optim.Optimizer) -> None:
@@ -227,7 +228,7 @@ class TrainingState:
         return _hash(self.agreement())
 
     def _kinds(self) -> str:
-        return " and ".join(type(optimizer).__name__ for optimizer in self._optimizers())
+        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers())
 
 
 def _hash(text: str) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.state.sparse_parameters import sparse_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 DISTRIBUTING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
@@ -33,6 +36,17 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
             "the model has layers whose shapes are undetermined (LazyLinear and the like), of which no gradient could "
             "be summed and no optimizer made; compute one batch with it before prepare"
         )
+
+
+def check_stateful(what: str, objects: Iterable[object]) -> None:
+    """UsageError for what cannot be carried to other workers and in checkpoints."""
+    for each in objects:
+        if not all(callable(getattr(each, name, None)) for name in ("state_dict", "load_state_dict")):
+            raise UsageError(
+                f"{type(each).__name__}, a {what}, lacks state_dict and load_state_dict, so that it would begin again "
+                "on a worker that joins or resumes; give it both methods (in a subclass: their content is what changes "
+                "in vars(self)), or set what it sets as a function of job.step in each iteration"
+            )
 
 
 def _is_initialized(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -253,7 +254,7 @@ def test_samples_that_are_not_known_are_not_compared() -> None:
 
 
 def checksum_of(items: list[Any]) -> int:
-    return sample_checksum(lambda indices: [items[i] for i in indices], len(items), 3)
+    return sample_checksum(lambda indices, _: [items[i] for i in indices], len(items), 3, 5)
 
 
 def test_a_few_samples_say_whether_files_are_in_another_order() -> None:
@@ -269,10 +270,18 @@ def test_samples_that_are_rounded_differently_are_the_same() -> None:
 
 def test_samples_drawn_from_the_random_streams_are_compared_and_others_are_not() -> None:
     before = torch.get_rng_state()
-    assert sample_checksum(lambda _: torch.rand(3), 9, 3) > 0
+    assert sample_checksum(lambda *_: torch.rand(3), 9, 3, 5) == sample_checksum(lambda *_: torch.rand(3), 9, 3, 6) > 0
     assert torch.equal(torch.get_rng_state(), before)
     drawn = iter(range(9))
-    assert sample_checksum(lambda _: next(drawn), 9, 3) == 0
+    assert sample_checksum(lambda *_: next(drawn), 9, 3, 5) == 0
+
+
+def test_samples_that_are_kept_as_they_were_drawn_at_random_are_others_on_each_worker() -> None:
+    def checksum(own: int) -> int:
+        cache: dict[int, float] = {}
+        return sample_checksum(lambda places, _: [cache.setdefault(i, random.random()) for i in places], 9, 3, own)
+
+    assert checksum(5) != checksum(6)
 
 
 def test_a_loader_is_compared_by_its_samples() -> None:

@@ -52,6 +52,13 @@ RIGHT = [
     ("weights_shrunk_after+noise_of_the_samples", "fast", "evict_after:1 evict_left:2"),
     ("rate_lowered_at_the_epochs_end+tracked_count_of_epochs_after+adamw", "fast", "evict_left:1 with:2"),
     ("extra_state+buffer_after+tracked_sum_that_is_large", "exact", "evict_left:1 evict_after:2"),
+    ("rate_of_a_kept_group_lowered", "fast", "stop:5 join:9"),
+    ("wrapper_that_shares_groups_and_state+stepped_at_the_epochs_end", "fast", "stop:5 join:9"),
+    ("wrapper_that_shares_groups+stepped_at_the_epochs_begin", "exact", "stop:6 join:9 kill:13:0"),
+    ("rate_of_the_next_step+in_pieces", "fast", "with:3 kill:6:1"),
+    ("warmup_around_each_step+in_pieces", "fast", "with:3 kill:6:1 stop:13"),
+    ("generator_of_a_sampler_in_the_sampler", "fast", "with:2 kill:5:0 stop:13 join:14"),
+    ("lists_of_classes_shuffled_in_place", "exact", "stop:9 join:13"),
 ]
 
 
@@ -77,6 +84,7 @@ REFUSED = [
     ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
     ("set_from_first_batch", "stop:5", "refused: alone: .*an initialisation from the first batch"),
     ("slow_weights_in_the_optimizer", "stop:5", "refused: alone: SlowSgd changes its attribute 'slow'"),
+    ("schedule_without_a_state", "stop:5", "refused: alone: Forgetful, a scheduler, lacks state_dict"),
     ("state_under_a_number", "stop:5", "refused: alone: NumberedSgd keeps state under the key 0"),
     ("wrapper_without_init", "stop:5", "refused: alone: Wrapper has not called __init__ of torch.optim"),
     ("embedding_max_norm", "stop:5", "refused: alone: table has max_norm"),
@@ -105,6 +113,7 @@ def test_what_cannot_be_right_is_refused_by_name_on_every_worker(recipe: str, hi
 
 FOUND = [
     ("count_of_epochs", "stop:5", "depend on the number of workers"),
+    ("noise_that_is_kept_in_a_cache", "stop:5", "give other samples"),
     ("class_weights", "with:2", "job.backward\\(loss, weight=number\\)"),
     ("anchor_copied_before+every_fourth_step_skipped", "crash:6", "depend on the number of workers"),
     ("spectral_norm+in_pieces", "stop_before:1 join:8", "depend on the number of workers"),
