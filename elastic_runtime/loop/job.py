@@ -320,12 +320,18 @@ class Job(JobCollectives):
         that, the whole iteration is repeated from the state of its beginning, of which a copy is kept. It needs a
         step's whole share in one iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=.
 
-        `retain_graph`, `create_graph` and `inputs` are those of `torch.Tensor.backward`. What is summed over all
-        workers has no graph: a gradient that is differentiated once more (a penalty) is one of `torch.autograd.grad`.
+        `retain_graph` and `inputs` are those of `torch.Tensor.backward`. UsageError for its `create_graph=True`: what is
+        summed over all workers has no graph.
         """
+        if create_graph:
+            raise UsageError(
+                "job.backward got create_graph=True, but gradients that are summed over all workers have no graph: an "
+                "optimizer that differentiates them once more (AdaHessian, Sophia) cannot be used; a gradient in the "
+                "loss (a penalty) is one of torch.autograd.grad(..., create_graph=True)"
+            )
         given = Loss(loss, weight, reduction)
-        if retain_graph is not None or create_graph or inputs is not None:
-            options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        if retain_graph is not None or inputs is not None:
+            options = {"retain_graph": retain_graph, "inputs": inputs}
             given.options = {name: value for name, value in options.items() if value}
         self._prepared.run_pass(given, more=more)
 

@@ -137,7 +137,8 @@ class ClosureSteps:
             raise LoopError(
                 "optimizer.step(closure) stands alone in an iteration of the prepared loader's loop, with one "
                 "job.backward(loss) in the closure; leave out the job.backward before it, or call optimizer.step(); "
-                "for one that needs gradients before its closure, as SAM does, call job.backward(loss, more=True) there"
+                "for one that needs gradients before its closure, as SAM does, call job.backward(loss, more=True), "
+                "optimizer.first_step(), job.backward(loss) and, where job.applied, optimizer.second_step()"
             )
         self.evaluating = True
         try:

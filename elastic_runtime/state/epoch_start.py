@@ -223,7 +223,7 @@ class EpochStart:
             "frozen": [name for name, parameter in state.parameters() if not parameter.requires_grad],
             "names": state.groups(),
             "groups": {name: [hyperparameters(g) for g in part.param_groups] for name, part in self._optimizers()},
-            "parts": {name: copy.deepcopy(found) for name, found in others.items() if _is_small(found)},
+            "parts": {name: _cloned(found) for name, found in others.items() if _is_small(found)},
             "buffers": self._buffers.values(),
         }
 
@@ -239,7 +239,7 @@ class EpochStart:
                 set_hyperparameters(group, values)
         for name, part in self._others():
             if name in small["parts"]:
-                part.load_state_dict(copy.deepcopy(small["parts"][name]))
+                part.load_state_dict(_cloned(small["parts"][name]))
         self._buffers.load_transient(small["buffers"])
 
     def _large_parts(self) -> dict[str, dict[str, Any]]:
@@ -328,6 +328,12 @@ def _copied(tree: Any) -> Any:
 
 def _on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu" and not hasattr(tensor, "to_local")
+
+
+def _cloned(tree: Any) -> Any:
+    """Return a copy; its tensors have no graph, with which they could not be copied."""
+    skeleton, tensors = pack(tree)
+    return unpack(skeleton, copy.deepcopy(tensors))
 
 
 def _is_small(tree: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -278,8 +277,8 @@ def test_samples_drawn_from_the_random_streams_are_compared_and_others_are_not()
 
 def test_samples_that_are_kept_as_they_were_drawn_at_random_are_others_on_each_worker() -> None:
     def checksum(own: int) -> int:
-        cache: dict[int, float] = {}
-        return sample_checksum(lambda places, _: [cache.setdefault(i, random.random()) for i in places], 9, 3, own)
+        cache: dict[int, torch.Tensor] = {}
+        return sample_checksum(lambda places, _: [cache.setdefault(i, torch.rand(3)) for i in places], 9, 3, own)
 
     assert checksum(5) != checksum(6)
 

@@ -57,6 +57,7 @@ RIGHT = [
     ("wrapper_that_shares_groups+stepped_at_the_epochs_begin", "exact", "stop:6 join:9 kill:13:0"),
     ("rate_of_the_next_step+in_pieces", "fast", "with:3 kill:6:1"),
     ("warmup_around_each_step+in_pieces", "fast", "with:3 kill:6:1 stop:13"),
+    ("shadow_that_keeps_a_graph", "fast", "stop:5 join:9"),
     ("generator_of_a_sampler_in_the_sampler", "fast", "with:2 kill:5:0 stop:13 join:14"),
     ("lists_of_classes_shuffled_in_place", "exact", "stop:9 join:13"),
 ]
@@ -84,6 +85,7 @@ REFUSED = [
     ("counter_in_the_optimizer", "stop:5", "refused: alone: CountingSgd changes its attribute 'count'"),
     ("set_from_first_batch", "stop:5", "refused: alone: .*an initialisation from the first batch"),
     ("slow_weights_in_the_optimizer", "stop:5", "refused: alone: SlowSgd changes its attribute 'slow'"),
+    ("mean_with_a_graph_of_its_gradients", "stop:5", "refused: alone: job.backward got create_graph=True"),
     ("schedule_without_a_state", "stop:5", "refused: alone: Forgetful, a scheduler, lacks state_dict"),
     ("state_under_a_number", "stop:5", "refused: alone: NumberedSgd keeps state under the key 0"),
     ("wrapper_without_init", "stop:5", "refused: alone: Wrapper has not called __init__ of torch.optim"),

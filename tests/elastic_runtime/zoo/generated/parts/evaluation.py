@@ -77,6 +77,46 @@ def untracked_average(s: Draft) -> None:
     _average(s, tracked=False)
 
 
+class Shadow:
+    """An average that is put in place of the weights to evaluate; it keeps these as they are, with their graph."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.kept = model, [p.detach().clone() for p in model.parameters()]
+        self.before: list[torch.Tensor] = [p.clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        for kept, parameter in zip(self.kept, self.model.parameters(), strict=True):
+            kept.lerp_(parameter, 0.1)
+
+    def evaluate(self) -> None:
+        self.before = [p.clone() for p in self.model.parameters()]
+        for values in (self.kept, self.before):
+            with torch.no_grad():
+                for parameter, value in zip(self.model.parameters(), values, strict=True):
+                    parameter.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept, "before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for kept, value in zip(self.kept, state["kept"], strict=True):
+            kept.copy_(value)
+        self.before = state["before"]
+
+
+@part("average")
+def shadow_that_keeps_a_graph(s: Draft) -> None:
+    def make() -> None:
+        shadow = Shadow(s.model)
+        s.job.track(shadow=shadow)
+        s.after_step.append(lambda _: shadow.update_parameters())
+        s.epilogue.append(lambda _: shadow.evaluate())
+        s.results.append(torch.nn.ParameterList(shadow.kept))
+
+    s.prepared.append(make)
+
+
 @part("average", rehearsed="differ|other values|other gradients|another state|depend")
 def average_by_hand_in_the_loss(s: Draft) -> None:
     """A dictionary of averages towards which the loss draws."""

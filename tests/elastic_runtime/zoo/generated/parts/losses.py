@@ -63,6 +63,11 @@ def mean_over_a_mask_with_its_sum(s: Draft) -> None:
     s.loss = loss
 
 
+@part("loss", refused="create_graph=True, but gradients that are summed")
+def mean_with_a_graph_of_its_gradients(s: Draft) -> None:
+    s.loss = lambda output, y: (cross_entropy(output, y), {"create_graph": True})
+
+
 @part("loss")
 def decayed_weights(s: Draft) -> None:
     s.more_loss.append(lambda: 0.01 * sum(p.square().sum() for p in s.model.parameters()))
