@@ -68,6 +68,7 @@ def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool, s
         state.ledger,
         state.growable.values(),
         below=state.below.values(),
+        emptying=state.emptying.values(),
         sheltered=state.sheltered.values(),
         promised=state.promised.values(),
         workers=state.workers,

@@ -47,6 +47,9 @@ class Candidate(NamedTuple):
         return (-self.idle, self.latest, self.host.name)
 
 
+_PLANNED: Final = (Status.BOUND, Status.NOMINATED)
+"""Tasks that this plan has started or promised."""
+
 Known = dict[tuple[object, ...], dict[Host, tuple[int, "Candidate | None"]]]
 """What hosts are for jobs of one kind, as found for earlier jobs of the same cycle, with the versions of the hosts."""
 
@@ -89,11 +92,7 @@ def _candidate(host: Host, task: Task, most: int, now: float) -> Candidate | Non
     if not host.ready or not placement.may_use(host, task):
         return None
     request = task.request
-    ending = [
-        other
-        for other in host.tasks
-        if other.status is Status.LEAVING or (other.status is Status.HELD and not other.job.core)
-    ]
+    ending = [other for other in host.tasks if _ends(other)]
     if not ending and request.whole and host.idle_whole < request.devices:
         return None
     staying = [other for other in host.tasks if other not in ending] if ending else list(host.tasks)
@@ -107,9 +106,31 @@ def _candidate(host: Host, task: Task, most: int, now: float) -> Candidate | Non
         idle = host.idle_whole
     else:
         idle = sum(host.idle(device) >= share or device in on_loan for device in host.devices)
-    latest = max((other.started_at for other in ending), default=0.0)
+    latest = max((now if other.status in _PLANNED else other.started_at for other in ending), default=0.0)
     free_at = free_at_of(host, request, min(workers, most), now, lent)
     return Candidate(min(idle, workers * request.devices), latest, host, workers, free_at)
+
+
+def _ends(task: Task) -> bool:
+    """Return whether the task leaves its host some day: not one of a core, nor what is held for a job that waits.
+
+    What is started or promised in this plan ends, too: else nothing could be kept for the next job behind it. The
+    placeholders of a reservation are of a job without any pending task.
+    """
+    status = task.status
+    if status is Status.LEAVING:
+        return True
+    return not task.job.core and (status is not Status.NOMINATED or bool(task.job.pending))
+
+
+def _ends_by(task: Task, now: float) -> float:
+    """Return when the task ends at the latest, `inf` if nothing ends it or its start is not known."""
+    if task.status not in _PLANNED:
+        return task.job.ends_by(now)
+    if task.status is Status.NOMINATED:
+        return UNLIMITED
+    runs = any(other.status is Status.HELD for other in task.job.tasks.values())
+    return (task.job.started_at if runs else now) + task.job.most_s
 
 
 def lent_on(host: Host) -> set[Task]:
@@ -126,10 +147,10 @@ def free_at_of(host: Host, request: Request, workers: int, now: float, lent: Col
     """Return when so many workers fit at the latest, by the ends that are enforced; `inf` if unknown or far away."""
     staying = [other for other in host.tasks if other.status is not Status.LEAVING and other not in lent]
     free_at = now
-    for other in sorted(staying, key=lambda other: other.job.ends_by(now)):
+    for other in sorted(staying, key=lambda other: _ends_by(other, now)):
         if _room(host, request, staying) >= workers:
             break
-        free_at = max(now, other.job.ends_by(now))
+        free_at = max(now, _ends_by(other, now))
         if free_at > now + _NEAR_S:
             return UNLIMITED
         staying.remove(other)

@@ -18,6 +18,7 @@ cluster for each of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order, StopPolicy
@@ -27,8 +28,8 @@ from kfp_gpuquota.scheduler.actions.growth import Growth
 from kfp_gpuquota.scheduler.actions.promises import keep
 from kfp_gpuquota.scheduler.actions.reservations import (
     MOST,
+    Overdue,
     Reservation,
-    overdue,
     overtaking,
     reserve,
     reserve_after,
@@ -43,7 +44,7 @@ from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
 from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
-from kfp_gpuquota.scheduler.state.order import rank_by_length, shape_amount, shape_of
+from kfp_gpuquota.scheduler.state.order import job_key, rank_by_length, shape_amount, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -75,6 +76,7 @@ class Cycle:
         growable: Iterable[Job] = (),
         *,
         below: Iterable[Job] = (),
+        emptying: Iterable[Job] = (),
         sheltered: Iterable[Job] = (),
         promised: Iterable[Job] = (),
         workers: Mapping[str, Task] | None = None,
@@ -109,8 +111,13 @@ class Cycle:
         self.unreservable: set[tuple[Group | None, Request, int]] = set()  # no nodes can be kept for such jobs
         self.known: Known = {}
         self.lacking: dict[Queue, Reservation] = {}
+        self.overdue: dict[Queue, Overdue] = {}
         self.blocking: dict[Queue, Job] = {}  # the first job of a strict queue, which waits, and so do the others
         self._impossible: dict[tuple[Queue, Shape], bool] = {}
+        self.absent: dict[Queue, list[Job]] = {}  # stopped jobs of strict queues, which come before younger ones
+        for job in emptying:
+            if not self._is_deferred(job):
+                self._note_absent(job)
         for pool in ledger.pools:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
         self._keep(promised)
@@ -127,6 +134,7 @@ class Cycle:
         for task, job in asked.items():  # a process ended before it had asked all of them
             self.causes[task] = (job, _why_again(task.job, job))
             self.victims[task.job] = None
+            self._note_absent(task.job)
         for job, tasks in kept.items():
             own = [task for task in tasks if task.moved is None]
             if own:
@@ -181,24 +189,52 @@ class Cycle:
         return self.ledger.moves or action != "consolidate"
 
     def _reserve(self, tries: Mapping[str, Try]) -> None:
-        """Serve the first job of each queue that has waited too long, or hold what is idle where it can start next."""
-        waited, soonest = overdue(self.ledger, self.shapes, self.now, self.rank, self.can_never_start)
-        if soonest is not None:
-            self._too_early(soonest)
-        for jobs in waited:
-            if len(self.reserved) == MOST:
-                break
-            for job in jobs:
-                tasks = next_tasks(job)
-                amount = quota.total(self.ledger, tasks)
-                if not tasks or job in self.touched or job in self.victims or self._is_deferred(job):
-                    continue
-                if quota.within_guarantee(job.queue, amount):
-                    if self._serve(job, tasks, amount, tries):
-                        break
-                    self.tried.add(job)
-                if self._hold(job, tasks, amount):
-                    break
+        """Serve the jobs that have waited too long; for the first of each queue that cannot start hold what is idle.
+
+        Of the first jobs of all queues the oldest is next, after the priority of the queues.
+        """
+        self.overdue = {queue: Overdue(queue, self) for queue in self.ledger.queues.values() if queue.waiting}
+        soonest = [line.soonest for line in self.overdue.values() if line.soonest is not None]
+        if soonest:
+            self._too_early(min(soonest))
+        heads = [_head(job, line) for line in self.overdue.values() if (job := line.first()) is not None]
+        heapify(heads)
+        while heads and len(self.reserved) < MOST:
+            *_, first, line = heappop(heads)
+            if self._reserve_for(first, line, tries) and (job := line.first()) is not None:
+                heappush(heads, _head(job, line))
+
+    def _reserve_for(self, job: Job, line: Overdue, tries: Mapping[str, Try]) -> bool:
+        """Serve the first job of a queue, or hold what it needs; return whether the next one may take some, too."""
+        tasks = next_tasks(job)
+        amount = quota.total(self.ledger, tasks)
+        if tries and quota.within_guarantee(job.queue, amount):
+            if self._serve(job, tasks, amount, tries):
+                return True
+            self.tried.add(job)
+        if self._hold(job, tasks, amount):
+            return False
+        line.leave_out()
+        return True
+
+    def _reserve_next(self, queue: Queue) -> None:
+        """Hold what the next job of the queue needs after the one before it has started beyond the guarantee."""
+        line = self.overdue[queue]
+        while (job := line.first()) is not None and self._reserve_for(job, line, {}):
+            pass
+
+    def is_served(self, job: Job) -> bool:
+        """Return whether the job has what it requests next in this plan, or requests nothing now."""
+        return job in self.touched or job in self.victims or self._is_deferred(job)
+
+    def is_behind(self, job: Job) -> bool:
+        """Return whether the job of a strict queue waits for an earlier one, which has to be started again."""
+        return self._before(job) is not None
+
+    def _before(self, job: Job) -> Job | None:
+        """Return the first job before this one that was stopped, in a strict queue, or None."""
+        first = (one for one in self.absent.get(job.queue, ()) if not one.active and job_key(one) < job_key(job))
+        return min(first, key=job_key, default=None)
 
     def _serve(self, job: Job, tasks: list[Task], amount: Amount, tries: Mapping[str, Try]) -> bool:
         mark = self.ledger.mark()
@@ -313,19 +349,15 @@ class Cycle:
             pending.close_where(lambda job: job not in kept and not self._can_be_placed(job))
         while (head := pending.next()) is not None:
             group, job = head
-            if job in self.victims or job in self.tried or self._must_not_grow(job):
-                pending.skipped(group, job)
-                if job in self.tried:
-                    self._block(pending, group, job)
+            if self._has_to_wait(pending, group, job):
                 continue
-            if self.would_overtake(job, group.amount) is not None:
-                pending.failed(group)
-                continue
-            mark = self.ledger.mark()
+            mark, reserved = self.ledger.mark(), job in self.reserved
             if self._attempt(attempt, job, group.amount):
                 self._note(action, job, mark)
                 pending.served(group, job)
                 self.blocking.pop(job.queue, None)
+                if reserved:
+                    self._reserve_next(job.queue)
             elif self.strict:
                 return
             else:
@@ -333,6 +365,21 @@ class Cycle:
                 self._block(pending, group, job)
                 if action == "reclaim" and quota.barred_by_share(job, group.amount):
                     pending.close_behind(job)
+
+    def _has_to_wait(self, pending: PendingQueue, group: pending_queue.Group, job: Job) -> bool:
+        """Return whether the job is not tried: it may not start or grow now, or would pass one that comes before it."""
+        if (first := self._before(job)) is not None:
+            self.blocking[job.queue] = first
+            pending.close_queue(job.queue)
+        elif job in self.victims or job in self.tried or self._must_not_grow(job):
+            pending.skipped(group, job)
+            if job in self.tried:
+                self._block(pending, group, job)
+        elif self.would_overtake(job, group.amount) is not None:
+            pending.failed(group)
+        else:
+            return False
+        return True
 
     def _block(self, pending: PendingQueue, group: pending_queue.Group, job: Job) -> None:
         """Let no job of a strict queue pass this one, which does not start now, unless it never can."""
@@ -380,6 +427,12 @@ class Cycle:
             if before is Status.HELD and task.status is not Status.HELD:
                 self.causes[task] = (job, action)
                 self.victims[task.job] = None
+            if task.job is not job and task.job.queue.order is Order.STRICT:
+                self._note_absent(task.job)  # it has lost its devices to the job
+
+    def _note_absent(self, job: Job) -> None:
+        if job.queue.order is Order.STRICT and not job.active and job not in self.absent.get(job.queue, ()):
+            self.absent.setdefault(job.queue, []).append(job)
 
     def _allocate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
@@ -516,6 +569,10 @@ class Cycle:
     def review_at(self, at: float) -> None:
         """Request a plan at that time."""
         self._too_early(at)
+
+
+def _head(job: Job, line: Overdue) -> tuple[int, float, str, Job, Overdue]:
+    return -job.queue.priority, job.submitted_at, job.uid, job, line
 
 
 def _why_again(victim: Job, job: Job) -> str:

@@ -1,12 +1,12 @@
 """Reservations: what an entitled job that has waited too long needs is kept for it as it becomes idle.
 
 Without them a stream of small jobs overtakes a large one permanently: each fits at once into what the one before it
-released, and nothing is released that is large enough. So the first job of a queue, by priority and age, that is not
-larger than the guaranteed quota and has waited for `after_s` comes first in each plan, unless the queue uses that quota
-for other jobs now. If it cannot start, a set of hosts is chosen on which it fits once their preemptible workers have
-ended, those that lack the least, and what is idle there is held until the other actions of the plan are done. After
-them the idle devices are open to jobs that give way within a step or by reclaim (see `Cycle`): a reservation costs no
-utilization where such jobs wait.
+released, and nothing is released that is large enough. So the jobs of a queue, by priority and age, that are not
+larger than the guaranteed quota and have waited for `after_s` come first in each plan, one after the other, unless the
+queue uses that quota for other jobs now. For the first that cannot start a set of hosts is chosen on which it fits once
+their preemptible workers have ended, also those that this plan has just started: those hosts that lack the least. What
+is idle there is held until the other actions of the plan are done. After them the idle devices are open to jobs that
+give way within a step or by reclaim (see `Cycle`): a reservation costs no utilization where such jobs wait.
 
 Borrowers are started there only as far as they can all be reclaimed for this job: a queue that refilled what ends up to
 its own guarantee and some more would never give it back, and neither would one whose jobs have a minimum run time.
@@ -40,27 +40,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, takewhile
+from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler.actions.candidates import Candidate, Known, candidates_for, free_at_of, lent_on
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Status, Task
-from kfp_gpuquota.scheduler.state.order import among, overtaken_until, shape_amount
+from kfp_gpuquota.scheduler.state.order import overtaken_until, position, shape_amount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from kfp_gpuquota.scheduler.actions.cycle import Cycle
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import OrderKey, Queue, Request, Shape
-    from kfp_gpuquota.scheduler.state.order import RankOf
+    from kfp_gpuquota.scheduler.state.model import Queue, Request, Shape
+    from kfp_gpuquota.scheduler.state.order import Position, RankOf
 
 
 MOST: Final = 8
 """Reservations of one plan, those of the queues that have waited longest."""
 MOST_TRIES: Final = 4
-"""Jobs of one queue that a plan tries to serve first: a queue may begin with some for which nothing can be kept."""
+"""Jobs of one queue that a plan tries in vain to serve first: it may begin with some for which nothing can be kept."""
 MOST_FILLED: Final = 64
 """Jobs of one plan that are tried on what is reserved."""
 
@@ -128,43 +129,67 @@ class Reservation:
         return other.claim(0) - other.guarantee[0] >= held.gpu
 
 
-def overdue(
-    ledger: Ledger,
-    shapes: Mapping[Queue, Collection[Shape]],
-    now: float,
-    rank_of: RankOf,
-    never: Callable[[Job], bool],
-) -> tuple[list[list[Job]], float | None]:
-    """Return for each queue the jobs that have waited for its time, in their order and before any other, and when the
-    next one will have. Jobs of one shape are one entry, the first of them; larger ones than the guarantee are left out.
+class Overdue:
+    """The jobs of one queue that have waited for its time, in their order and before any other.
 
-    The order is that of `rank_of` before age: a user who has much gets no more because its jobs have waited long, and
-    shorter jobs are first until they have overtaken one for long. In strict order only the first job is returned, of
-    all but those that `never` can start; if it is larger than the guarantee, none is.
+    The order is that of `Cycle.rank` before age: a user who has much gets no more because its jobs have waited long,
+    and shorter jobs are first until they have overtaken one for long. The next job of a shape follows once the one
+    before it is served, or does not wait now. Larger ones than the guarantee are left out. In strict order nothing
+    follows those, nor a stopped job until its workers have exited. `soonest` is when the next job is due.
     """
-    found: list[list[Job]] = []
-    soonest: float | None = None
-    for queue in ledger.queues.values():
-        considered = [shape for shape in shapes.get(queue, queue.waiting) if shape in queue.waiting and shape.starts]
-        if queue.order is Order.STRICT:
-            considered = _first(queue, considered, rank_of, never)
-        entitled = (shape for shape in considered if _is_entitled(ledger, queue, shape))
-        entries = sorted((queue.waiting[shape][0] for shape in entitled), key=partial(_order, rank_of))
-        due = {job: _due(ledger, job) for _, job in entries}
-        later = [at for at in due.values() if at > now]
-        if later:  # a longer job can come before shorter ones from then on
-            at = min(later) if queue.order is Order.SHORTEST else later[0]
-            soonest = at if soonest is None else min(soonest, at)
-        if jobs := [job for job, _ in islice(takewhile(lambda one: one[1] <= now, due.items()), MOST_TRIES)]:
-            found.append(jobs)
-    found.sort(key=lambda jobs: (-jobs[0].queue.priority, jobs[0].submitted_at, jobs[0].uid))
-    return found, soonest
 
+    def __init__(self, queue: Queue, cycle: Cycle) -> None:
+        self._queue, self._cycle = queue, cycle
+        self._strict = queue.order is Order.STRICT
+        shapes = (shape for shape in cycle.shapes.get(queue, queue.waiting) if shape in queue.waiting and shape.starts)
+        self._shapes = [shape for shape in shapes if self._strict or _is_entitled(cycle.ledger, queue, shape)]
+        self._heap = [self._entry(number, 0) for number in range(len(self._shapes))]
+        heapify(self._heap)
+        self._tries = MOST_TRIES
+        self.soonest = self._find_soonest()
 
-def _first(queue: Queue, shapes: Iterable[Shape], rank_of: RankOf, never: Callable[[Job], bool]) -> list[Shape]:
-    """Return the shape of the first job that can start at all, or nothing."""
-    ordered = sorted(shapes, key=lambda shape: _order(rank_of, queue.waiting[shape][0]))
-    return list(islice((shape for shape in ordered if not never(queue.waiting[shape][0][1])), 1))
+    def first(self) -> Job | None:
+        """Return the first job that is not served yet; None if there is none, or too many were tried in vain."""
+        while self._heap and self._tries:
+            key, number, at = self._heap[0]
+            job = self._job(number, at)
+            if self._queue.order is Order.FAIR_USERS and (entry := self._entry(number, at))[0] > key:
+                heapreplace(self._heap, entry)  # its user has received something since
+            elif not self._cycle.is_served(job):
+                if not (self._strict and self._cycle.can_never_start(job)):
+                    return None if self._ends_at(job, number) else job
+                heappop(self._heap)
+            elif at + 1 < len(self._queue.waiting[self._shapes[number]]):
+                heapreplace(self._heap, self._entry(number, at + 1))
+            else:
+                heappop(self._heap)
+        return None
+
+    def leave_out(self) -> None:
+        """Leave out the first job, which was tried in vain, and with it all others of its shape."""
+        heappop(self._heap)
+        self._tries -= 1
+
+    def _ends_at(self, job: Job, number: int) -> bool:
+        """Return whether neither this job nor any behind it is served first."""
+        if _due(self._cycle.ledger, job) > self._cycle.now:
+            return True
+        entitled = not self._strict or _is_entitled(self._cycle.ledger, self._queue, self._shapes[number])
+        return not entitled or self._cycle.is_behind(job)
+
+    def _find_soonest(self) -> float | None:
+        """Return when the first job that is not due will be; a longer one can come before shorter ones from then on."""
+        due = ((key, _due(self._cycle.ledger, self._job(number, at))) for key, number, at in self._heap)
+        later = [(key, time) for key, time in due if time > self._cycle.now]
+        if self._queue.order is Order.SHORTEST:
+            return min((time for _, time in later), default=None)
+        return min(later)[1] if later else None
+
+    def _job(self, number: int, at: int) -> Job:
+        return self._queue.waiting[self._shapes[number]][at][1]
+
+    def _entry(self, number: int, at: int) -> tuple[Position, int, int]:
+        return position(self._queue.waiting[self._shapes[number]][at], self._cycle.rank), number, at
 
 
 def reserve_after(ledger: Ledger, queue: Queue) -> float:
@@ -181,10 +206,6 @@ def _due(ledger: Ledger, job: Job) -> float:
     return max(due, overtaken_until(job, after_s)) if job.queue.order is Order.SHORTEST else due
 
 
-def _order(rank_of: RankOf, entry: tuple[OrderKey, Job]) -> tuple[int, tuple[bool, float, OrderKey]]:
-    return entry[0][0], among(entry, rank_of)
-
-
 def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
     """Return whether such a job fits into the guaranteed quota, and all limits, beside what cannot be preempted."""
     amount = shape_amount(shape, ledger.gpu_memory_mib)
@@ -198,7 +219,7 @@ def _is_entitled(ledger: Ledger, queue: Queue, shape: Shape) -> bool:
 
 def overtaking(queue: Queue, shapes: Collection[Shape], within_s: float, rank_of: RankOf) -> list[Job]:
     """Return waiting jobs of the queue that would end within this time, in their order."""
-    order = partial(_order, rank_of)
+    order = partial(position, rank_of=rank_of)
     entries = (entry for shape in shapes if shape.starts for entry in queue.waiting.get(shape, ()))
     found = sorted((entry for entry in entries if entry[1].most_s <= within_s), key=order)
     return [job for _, job in found[:MOST_FILLED] if not job.active]

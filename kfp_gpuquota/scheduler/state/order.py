@@ -25,6 +25,9 @@ class Entitlement(IntEnum):
 RankOf = Callable[["Job"], float]
 """Returns what orders the jobs of one queue, priority and entitlement before their age does: less is first."""
 
+Position = tuple[int, bool, float, OrderKey]
+"""The key of a waiting job among those of its queue, of the same entitlement; unique, since it ends with the uid."""
+
 MOST_OVERTAKEN_S: Final = 12 * 3600.0
 """No job is overtaken by shorter ones for longer."""
 
@@ -64,6 +67,11 @@ def among(entry: tuple[OrderKey, Job], rank_of: RankOf) -> tuple[bool, float, Or
     """Return the key of a waiting job among those of one priority: gangs that run below their minimum come first."""
     key, job = entry
     return key[1] > 0, rank_of(job), key
+
+
+def position(entry: tuple[OrderKey, Job], rank_of: RankOf) -> Position:
+    """Return the key of a waiting job among those of its queue, of the same entitlement."""
+    return entry[0][0], *among(entry, rank_of)
 
 
 def rank_by_length(job: Job, now: float, reserve_after_s: float) -> float:
