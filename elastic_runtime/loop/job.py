@@ -320,8 +320,8 @@ class Job(JobCollectives):
         that, the whole iteration is repeated from the state of its beginning, of which a copy is kept. It needs a
         step's whole share in one iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=.
 
-        `retain_graph` and `inputs` are those of `torch.Tensor.backward`. UsageError for its `create_graph=True`: what is
-        summed over all workers has no graph.
+        `retain_graph` and `inputs` are those of `torch.Tensor.backward`. UsageError for its `create_graph=True`: what
+        is summed over all workers has no graph.
         """
         if create_graph:
             raise UsageError(
