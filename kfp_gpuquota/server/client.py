@@ -211,8 +211,9 @@ class Client:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
 
-    def gpu_use(self, since_s: float) -> Sequence[DeviceUse]:
-        """Return the use of each GPU that the cluster measures, of the last `since_s` seconds."""
+    def gpu_use(self, since_s: float, *, prometheus: str = "") -> Sequence[DeviceUse]:
+        """Return the use of each GPU in the last `since_s` seconds, from the cluster's own memory."""
+        del prometheus
         return self._call("GET", with_query("/v1/gpu-use", since_s=since_s), tuple[DeviceUse, ...])
 
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:

@@ -134,8 +134,8 @@ class ClusterApi(ClusterCalls, Protocol):
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision."""
 
-    def gpu_use(self, since_s: float) -> Sequence[DeviceUse]:
-        """Return the use of each GPU that the cluster measures, of the last `since_s` seconds."""
+    def gpu_use(self, since_s: float, *, prometheus: str = "") -> Sequence[DeviceUse]:
+        """Return the use of each measured GPU in the last `since_s` seconds, from where it is stored."""
 
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from where they are stored."""

@@ -168,7 +168,7 @@ def test_what_a_cluster_cannot_do_is_refused_with_a_sentence(reached: ClusterApi
         ),
         "see: kubectl get events": reached.events,
         "name it with --prometheus URL": lambda: reached.gpu_hours(3600.0),
-        "ask the Prometheus that scrapes dcgm-exporter": lambda: reached.gpu_use(3600.0),
+        "the history is in Prometheus; name it": lambda: reached.gpu_use(3600.0),
         "the web page is one of the embedded cluster": reached.open_page,
     }
     for sentence, call in calls.items():

@@ -1,4 +1,4 @@
-"""`gpuquota report` on Kubernetes: the GPU-hours that a real Prometheus has, from samples written into its storage."""
+"""`gpuquota report` and `top --since` on Kubernetes, from samples written into the storage of a real Prometheus."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
+from kfp_gpuquota.api.history import DeviceUse
 from tests import forked, programs
 from tests.kubernetes.conftest import skip_or_fail
 from tests.polling import until
@@ -44,6 +46,27 @@ UTILISATION = {
     'namespace="speech",pod="train-0",gpu="0"': (0, 0),
 }
 """In percent, in the first and in the second half of the time; the last one is scraped with `honorLabels`."""
+
+
+CHARTED = {"n0": (50.0, 3000), "n1": (7.0, 500)}
+"""What GPU 3 of a node does all the time: percent, MiB of 80,000; of n1's there are two MIG instances, each alike."""
+
+
+def charted() -> Iterator[str]:
+    """What dcgm-exporter says of GPUs on named nodes; each holder of a time slice of n0's has a sample."""
+    gauges: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for node, (percent, mib) in CHARTED.items():
+        for part in ('pod="a"', 'pod="b"') if node == "n0" else ('GPU_I_ID="1"', 'GPU_I_ID="2"'):
+            labels = f'{{Hostname="{node}",gpu="3",UUID="GPU-{node}",modelName="NVIDIA A100",{part}}}'
+            busy = (
+                ("DCGM_FI_DEV_GPU_UTIL", percent) if node == "n0" else ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", percent / 100)
+            )
+            values = {busy[0]: busy[1], "DCGM_FI_DEV_FB_USED": mib, "DCGM_FI_DEV_FB_FREE": 80_000 - mib}
+            for name, value in values.items():
+                gauges.setdefault(name, {})[name + labels] = halves(value, value)
+    for name, series in gauges.items():
+        yield f"# TYPE {name} gauge"
+        yield from samples(series)
 
 
 def samples(series: Mapping[str, Iterable[tuple[int, float]]]) -> Iterator[str]:
@@ -118,10 +141,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from run_prometheus(tmp_path_factory.mktemp("prometheus"), history())
 
 
-def report(folder: Path, *words: str) -> tuple[int, str]:
+def report(folder: Path, *words: str, command: tuple[str, ...] = ("report",)) -> tuple[int, str]:
     (kubeconfig := folder / "kubeconfig").write_text(KUBECONFIG)
     environment = {**os.environ, "HOME": str(folder), "GPUQUOTA_CONTEXT": ".", "KUBECONFIG": str(kubeconfig)}
-    done = forked.run(programs.gpuquota, "report", *words, environment=environment)
+    done = forked.run(programs.gpuquota, *command, *words, environment=environment)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -149,6 +172,30 @@ def test_without_nvidias_exporter_nothing_is_said_of_use(tmp_path: Path) -> None
         given = ("--since", f"{HOURS}h", "--prometheus", url)
         assert "UNUSED" not in report(tmp_path, *given)[1]
         assert json.loads(report(tmp_path, *given, "-o", "json")[1])[0]["unused"] is None
+
+
+def test_the_use_of_gpus_over_time_by_node_and_number(tmp_path: Path) -> None:
+    top, hours = ("top", "--gpus"), 3
+    for url in run_prometheus(tmp_path, "\n".join([*charted(), "# EOF\n"])):
+        given = ("--since", f"{hours}h", "--prometheus", url)
+        code, shown = report(tmp_path, *given, "-o", "json", command=top)
+        assert code == 0, shown
+        used = msgspec.json.decode(shown, type=tuple[DeviceUse, ...])
+        assert [(one.node, one.device, one.model) for one in used] == [(node, 3, "NVIDIA A100") for node in CHARTED]
+        for one, parts in zip(used, (1, 2), strict=True):
+            percent, mib = CHARTED[one.node]
+            assert {(point.percent, point.used_mib) for point in one.points} == {(percent, parts * mib)}
+            assert one.memory_mib == parts * 80_000
+            assert hours * 120 - 12 <= len(one.points) <= hours * 120
+            assert one.points[-1].until <= time.time()
+        table = report(tmp_path, *given, command=top)[1]
+        assert "n1" in table, table
+        assert "7 %" in table, table
+        code, shown = report(tmp_path, "--since", "25h", "--prometheus", url, command=top)
+        assert (code, "at most 1d" in shown) == (2, True), shown
+    code, shown = report(tmp_path, "--since", "1h", command=top)
+    assert code == 2
+    assert "--prometheus URL or GPUQUOTA_PROMETHEUS" in shown
 
 
 def test_a_mistake_is_named_with_what_to_do(prometheus: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api.time_spent import Activity, time_spent
-from kfp_gpuquota.cli.arguments.options import client
+from kfp_gpuquota.cli.arguments.options import PrometheusOption, client
 from kfp_gpuquota.cli.arguments.parsers import seconds_back
 from kfp_gpuquota.cli.display.output import csv_text, duration, in_json, table
 from kfp_gpuquota.cli.display.terminal import echo, echo_data
@@ -41,10 +41,7 @@ class ReportFormat(StrEnum):
 def report(
     since: Annotated[str, typer.Option("--since", metavar="TIME", help="How far back: 12h, 30d, 4w.")] = "30d",
     *,
-    prometheus: Annotated[
-        str,
-        typer.Option("--prometheus", metavar="URL", envvar="GPUQUOTA_PROMETHEUS", help="Prometheus' address."),
-    ] = "",
+    prometheus: PrometheusOption = "",
     time_spent: Annotated[
         bool,
         typer.Option("--time-spent", help="Instead: where the time of the jobs went that were submitted since then."),

@@ -66,6 +66,9 @@ DryRunOption = Annotated[
         help="Check and show it, and change nothing: here (client, the default) or by the cluster.",
     ),
 ]
+PrometheusOption = Annotated[
+    str, typer.Option("--prometheus", metavar="URL", envvar="GPUQUOTA_PROMETHEUS", help="Prometheus' address.")
+]
 WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Show it again after each change, until Ctrl-C.")]
 
 

@@ -11,7 +11,13 @@ import typer
 
 from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.history import GPU_USE_KEPT_S
-from kfp_gpuquota.cli.arguments.options import OutputOption, WatchOption, client, project_or_configured
+from kfp_gpuquota.cli.arguments.options import (
+    OutputOption,
+    PrometheusOption,
+    WatchOption,
+    client,
+    project_or_configured,
+)
 from kfp_gpuquota.cli.arguments.parsers import seconds as parse_seconds
 from kfp_gpuquota.cli.display.output import Format, is_tabular, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
@@ -31,6 +37,7 @@ app = typer.Typer()
 
 
 GPU_REFRESH_S: Final = 0.5
+DAY_S: Final = 86400.0
 
 
 @app.command("top", short_help="Show the use of GPUs.")
@@ -41,8 +48,13 @@ def top(
         bool, typer.Option("--gpus", help="Each GPU in use, with its jobs and the memory of shared ones.")
     ] = False,
     since: Annotated[
-        str, typer.Option("--since", help="With --gpus: the use of each over the last time, such as 1h (2h at most).")
+        str,
+        typer.Option(
+            "--since",
+            help="With --gpus: the use of each over the last time, such as 1h (2h at most, 1d of a Prometheus).",
+        ),
     ] = "",
+    prometheus: PrometheusOption = "",
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="With --gpus: draw it over time, until Ctrl-C.")
     ] = None,
@@ -57,11 +69,12 @@ def top(
       gpuquota top -o json
       gpuquota top --gpus -w
       gpuquota top --gpus --since 1h -o json
+      gpuquota --context NAME top --gpus --since 6h --prometheus http://localhost:9090
       gpuquota top --gpus --plot memory.png --seconds 120
     """
     if since and (not gpus or watch or plot is not None):
         raise UsageError("--since is the time of --gpus, without --watch and --plot: gpuquota top --gpus --since 1h")
-    since_s = _since_s(since) if since else 0.0
+    since_s = _since_s(since, DAY_S if prometheus else GPU_USE_KEPT_S) if since else 0.0
     reached = client()
     if plot is not None:
         echo(_plot_memory(reached, plot, seconds))
@@ -69,7 +82,7 @@ def top(
     if since:
         from kfp_gpuquota.cli.display.gpus import use_table  # noqa: PLC0415
 
-        used = reached.gpu_use(since_s)
+        used = reached.gpu_use(since_s, prometheus=prometheus)
         show(list(used), output, use_table(used))
         return
     if gpus and is_tabular(output):
@@ -85,12 +98,12 @@ def top(
     echo(_overview(reached, project))
 
 
-def _since_s(text: str) -> float:
+def _since_s(text: str, most_s: float) -> float:
     """Return the seconds of --since. Raises InvalidFieldError."""
     found = parse_seconds("since", text)
-    if not 0 < found <= GPU_USE_KEPT_S:
-        kept = text_of(GPU_USE_KEPT_S)
-        raise InvalidFieldError("since", text, f"it must be more than 0 and at most {kept}: no more is kept")
+    if not 0 < found <= most_s:
+        why = "no more is kept" if most_s == GPU_USE_KEPT_S else "each 30 s are a point"
+        raise InvalidFieldError("since", text, f"it must be more than 0 and at most {text_of(most_s)}: {why}")
     return found
 
 

@@ -35,9 +35,9 @@ from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, la
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import updated_fields
 from kfp_gpuquota.cluster.kubernetes.user_client import debug_state, pod_explanation, views
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
-from kfp_gpuquota.cluster.kubernetes.user_client.gpu_hours import gpu_hours_from
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
+from kfp_gpuquota.cluster.kubernetes.user_client.prometheus import gpu_hours_from, gpu_use_from
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -260,22 +260,13 @@ class KubernetesClient(ProjectCalls):
         dump = decode_dump(self.debug_state())
         return outlook(load_state(dump), supposed, dump.at)
 
-    def gpu_use(self, since_s: float) -> Sequence[DeviceUse]:
-        """Raise UsageError: the use of GPUs over time is in the Prometheus that scrapes dcgm-exporter."""
-        del since_s
-        raise UsageError(
-            "the use of GPUs over time is on the web page if the QuotaPolicy has gpuUse; for scripts ask the "
-            "Prometheus that scrapes dcgm-exporter for DCGM_FI_DEV_GPU_UTIL and DCGM_FI_DEV_FB_USED"
-        )
+    def gpu_use(self, since_s: float, *, prometheus: str = "") -> Sequence[DeviceUse]:
+        """Return the use of each GPU from the Prometheus that scrapes dcgm-exporter."""
+        return gpu_use_from(_given(prometheus), since_s)
 
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours from the Prometheus that scrapes the controller."""
-        if not prometheus:
-            raise UsageError(
-                "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example "
-                "after: kubectl -n monitoring port-forward service/prometheus 9090"
-            )
-        return gpu_hours_from(prometheus, since_s)
+        return gpu_hours_from(_given(prometheus), since_s)
 
     def debug_state(self) -> bytes:
         """Return what the leading controller sees. Raises UnauthorizedError without the rights."""
@@ -360,6 +351,15 @@ class KubernetesClient(ProjectCalls):
         query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
         with suppress(RunError, UsageError), self.calls.open(paths.jobs_of(project), timeout_s + 5, **query) as stream:
             next(stream.lines(), None)
+
+
+def _given(prometheus: str) -> str:
+    if not prometheus:
+        raise UsageError(
+            "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example "
+            "after: kubectl -n monitoring port-forward service/prometheus 9090"
+        )
+    return prometheus
 
 
 def _named(name: str) -> dict[str, str]:
