@@ -2,7 +2,8 @@
 
 Those that exist when the training starts and have changed since, or exist when the loader's loop begins and have
 changed in it (a total that begins with 0 in each epoch), in the functions that were running then. Whether a variable
-matters cannot be seen. One that is only printed does not, a copy of the model's state does.
+matters cannot be seen. One that is only printed does not, a copy of the model's state does. Attributes of an object
+that is neither prepared nor tracked (a meter, a metric, the `self` of a class with the loop) are variables, too.
 
 Targets of `for` loops are left out: they are set in each iteration. But a loop over the loader that counts its
 iterations (`enumerate`, `islice`) counts those of this worker, since it joined or resumed. That is found in its source:
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
+import re
 import sys
 import textwrap
 from collections import deque
@@ -24,12 +26,15 @@ import torch
 from elastic_runtime.rehearsal.records import fingerprints_of, flattened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from types import CodeType, FrameType
 
     from elastic_runtime.rehearsal.records import Fingerprints
 
 _OURS = ("elastic_runtime.", "torch.", "lightning.", "accelerate.", "transformers.")
+_NOT_LOOKED_INTO = {*(name.rstrip(".") for name in _OURS), *sys.stdlib_module_names, "tqdm", "rich", "numpy", "wandb"}
+"""Packages whose objects hold no figures of a script."""
+_DEPTH = 2  # of objects in objects
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KINDS = (type(None), int, float, torch.Tensor, dict, list, tuple, deque)
 _MOST, _LAST = 512, 8
@@ -43,10 +48,12 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 
 
 class LoopVariables:
-    """Of this process. `start` is called within `job.epochs` or `job.steps`."""
+    """Of this process. `start` is called within `job.epochs` or `job.steps`. `carried` returns the ids of the objects
+    that joiners and checkpoints have: prepared or tracked.
+    """
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
-        self._models = models
+    def __init__(self, models: Sequence[torch.nn.Module], carried: Callable[[], Collection[int]] = frozenset) -> None:
+        self._models, self._carried = models, carried
         self._first: dict[CodeType, dict[str, Fingerprints]] = {}
         self._known: dict[CodeType, set[str]] = {}  # those that are not set in the loop
         self._loops: dict[CodeType, list[tuple[ast.For, dict[str, int]]]] = {}
@@ -55,15 +62,17 @@ class LoopVariables:
     def start(self) -> None:
         """Look at the variables of the functions that are running, unless that was done."""
         if not self._first:
-            self._first = {frame.f_code: dict(_values(frame)) for frame in _frames()}
+            seen = set(self._carried())
+            self._first = {frame.f_code: dict(_values(frame, seen)) for frame in _frames()}
 
     def enter(self) -> None:
         """Look at those that were set since, as the loader's loop begins."""
+        seen = set(self._carried())
         for frame in _frames():
             first, known = self._first.setdefault(frame.f_code, {}), self._known.get(frame.f_code)
             wanted = set(frame.f_locals) if known is None else known
             self._known.setdefault(frame.f_code, wanted - set(first))
-            first |= dict(_values(frame, self._known[frame.f_code]))
+            first |= dict(_values(frame, seen, self._known[frame.f_code]))
 
     def iterate(self) -> None:
         """Note that an iteration of the loop over the loader has ended."""
@@ -84,15 +93,22 @@ class LoopVariables:
         """Return those that have changed since, and the names of those that hold a state of a model."""
         changed: Fingerprints = {}
         states: list[str] = []
+        seen = set(self._carried())
         keys = [set(model.state_dict()) for model in self._models]
         for frame in _frames():
             first = self._first.get(frame.f_code, {})
-            for name, values in _values(frame, set(first)):
+            for name, values in _values(frame, seen, set(first)):
                 if values != first[name]:
-                    changed |= values or {name: [0.0, 0.0]}
+                    changed |= _of_changed(first[name], values) or {name: [0.0, 0.0]}
                     if any(_holds(frame.f_locals[name], names) for names in keys if names):
                         states.append(name)
         return changed, states
+
+
+def _of_changed(before: Fingerprints, after: Fingerprints) -> Fingerprints:
+    """Leave out an object's attributes that have not changed: they may name the worker."""
+    names = {variable_of(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    return {path: value for path, value in after.items() if variable_of(path) in names}
 
 
 def _frames() -> Iterator[FrameType]:
@@ -104,16 +120,18 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _values(frame: FrameType, names: set[str] | None = None) -> Iterator[tuple[str, Fingerprints]]:
+def _values(frame: FrameType, seen: set[int], names: set[str] | None = None) -> Iterator[tuple[str, Fingerprints]]:
+    """`seen`: ids of objects that are carried, or were looked into under another name."""
     left_out = _targets(frame.f_code)
     for name, value in list(frame.f_locals.items()):
         wanted = (names is None or name in names) and name not in left_out and not name.startswith("__")
-        if wanted and isinstance(value, _KINDS):
-            yield name, fingerprints_of(flattened(_short(value), name))
+        if wanted and (isinstance(value, _KINDS) or _is_looked_into(value, seen)):
+            yield name, fingerprints_of(flattened(_short(value, seen), name))
 
 
-def _short(value: Any) -> Any:
-    """Return lists as their length and their last elements: one that collects a number in each step grows long.
+def _short(value: Any, seen: set[int], depth: int = 0) -> Any:
+    """Return lists as their length and their last elements: one that collects a number in each step grows long. Return
+    objects as their attributes, each name with a colon before it.
 
     Leave out shards, which no worker can look at alone, and groups of an optimizer.
     """
@@ -122,10 +140,25 @@ def _short(value: Any) -> Any:
     if isinstance(value, dict) and "params" in value:
         return None
     if isinstance(value, list | tuple | deque):
-        return {"length": len(value), "last": [_short(each) for each in list(value)[-_LAST:]]}
+        return {"length": len(value), "last": [_short(each, seen, depth) for each in list(value)[-_LAST:]]}
     if isinstance(value, dict):
-        return {str(key): _short(each) for key, each in list(value.items())[:_MOST]}
-    return value
+        return {str(key): _short(each, seen, depth) for key, each in list(value.items())[:_MOST]}
+    if isinstance(value, _KINDS) or depth == _DEPTH or not _is_looked_into(value, seen):
+        return value
+    seen.add(id(value))
+    own = list(object.__getattribute__(value, "__dict__").items())[:_MOST]
+    return {f":{name}": _short(each, seen, depth + 1) for name, each in own if not name.startswith("_")}
+
+
+def _is_looked_into(value: object, seen: Collection[int]) -> bool:
+    """Whether attributes of an object are variables of the script. By its type: proxies answer for other objects."""
+    package = type(value).__module__.partition(".")[0]
+    return type(value).__dictoffset__ != 0 and package not in _NOT_LOOKED_INTO and id(value) not in seen
+
+
+def variable_of(path: str) -> str:
+    """Return how a script writes the variable that a path of fingerprints is a part of: "best", "self.meter.total"."""
+    return re.split(r"\.(?!:)|\[", path)[0].replace(":", "")
 
 
 def _holds(value: Any, names: set[str]) -> bool:

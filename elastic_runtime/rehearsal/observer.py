@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_runtime.errors import CollectiveError, ElasticError
 from elastic_runtime.reduction.buffers import MAX_NUMEL
@@ -46,9 +47,10 @@ _INTERNAL = ("torch._", "torch.fx", "elastic_runtime")
 def objects_beside(state: TrainingState, models: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
     """Modules, optimizers and schedulers of the process that are no part of the job's state, with their fingerprints.
 
-    [{"kind": class name, "shape": what it is made of, "fingerprints": by name}], of those that hold a tensor or number.
+    [{"kind": class name, "shape": what it is made of, "fingerprints": by name, "averages": whether it is an
+    AveragedModel}], of those that hold a tensor or number.
     """
-    covered = {id(part) for root in [state.model, *models, *_values(state)] for part in _with_parts(root)}
+    covered = carried_by(state, models)
     found = [each for each in gc.get_objects() if _is_kind(each) and id(each) not in covered]
     inner = {id(part) for each in found for part in _with_parts(each) if part is not each}
     rows = []
@@ -57,8 +59,14 @@ def objects_beside(state: TrainingState, models: Sequence[torch.nn.Module]) -> l
             continue
         fingerprints = fingerprints_of(flattened(each.state_dict()))
         if fingerprints:
-            rows.append({"kind": type(each).__name__, "shape": sorted(fingerprints), "fingerprints": fingerprints})
+            row = {"kind": type(each).__name__, "shape": sorted(fingerprints), "fingerprints": fingerprints}
+            rows.append({**row, "averages": isinstance(each, AveragedModel)})
     return rows
+
+
+def carried_by(state: TrainingState, models: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the ids of what is prepared or tracked, and of its parts."""
+    return {id(part) for root in [state.model, *models, *_values(state)] for part in _with_parts(root)}
 
 
 def attributes_of(model: torch.nn.Module) -> Fingerprints:
@@ -175,7 +183,7 @@ class Observer:
         self._between = -1  # the step before which the state was recorded last
         self._streams: list[Any] = []
         self._buffers: dict[str, torch.Tensor] = {}  # as the attempt begins
-        self._variables = LoopVariables(self._models)
+        self._variables = LoopVariables(self._models, lambda: carried_by(state, self._models))
         self._coarse = any(p.dtype in _COARSE for _, p in state.parameters())
         self._exact = state.reduction != "reduction='fast'"
         self._switched = SwitchedOff(self._models)

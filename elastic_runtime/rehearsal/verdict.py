@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from elastic_runtime.rehearsal.loop_variables import variable_of
 from elastic_runtime.rehearsal.timetable import FIRST, JOINED, LEADER_LOST, SECOND
 
 if TYPE_CHECKING:
@@ -249,6 +249,13 @@ def _objects(rows: Sequence[Row]) -> Iterator[Finding]:
                 found[kind] = f"before step {first['step']}"
             else:
                 found.pop(kind, None)
+    averages = {each["kind"] for row in _of(rows, "state") for each in row["objects"] if each.get("averages")}
+    for kind in sorted(averages - found.keys()):
+        yield Finding(
+            f"an object of class {kind} averages weights and is neither prepared nor tracked",
+            "a worker that joins, or a training that resumes, begins with an average of its own",
+            f"job.track({kind.lower()}=...) carries it to joiners and into checkpoints",
+        )
     for kind, when in found.items():
         yield Finding(
             f"an object of class {kind} has other values on the worker that joined than on the first one",
@@ -261,7 +268,7 @@ def _variables(rows: Sequence[Row]) -> Iterator[Finding]:
     """Look at all steps before which both workers have recorded them: what an epoch counts begins again in the next."""
     pairs = [*_side_by_side(rows)]
     paths = {path for pair in pairs for path in _unlike(*(row.get("variables", {}) for row in pair))}
-    unlike = sorted({re.split(r"[.\[]", path)[0] for path in paths})
+    unlike = sorted({variable_of(path) for path in paths})
     kept = {name for pair in pairs for row in pair for name in row.get("kept_states", ())}
     why = "a worker that joins, or a training that resumes, begins with their first values"
     keep = "keep them in an object that job.track carries"

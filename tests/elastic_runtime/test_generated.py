@@ -120,6 +120,8 @@ FOUND = [
     ("anchor_copied_before+every_fourth_step_skipped", "crash:6", "depend on the number of workers"),
     ("spectral_norm+in_pieces", "stop_before:1 join:8", "depend on the number of workers"),
     ("decay_by_the_mean_loss_after", "stop:6", "variables of the loop .*n, total"),
+    ("rate_by_a_meter_of_the_loop", "evict_after:1", "variables of the loop .*self.meter.total"),
+    ("untracked_average_of_the_last_epochs", "stop_after:3", "AveragedModel averages weights and is neither"),
     ("mean_of_the_samples_of_earlier_epochs", "join:6", "buffers that step 3 fills depend on the number of workers"),
     ("epochs_of_three_iterations+adamw", "stop:4", "variables of the loop .*islice"),
     ("epochs_of_three_iterations+plateau_of_the_mean", "join:4", "different places"),

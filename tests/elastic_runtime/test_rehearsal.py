@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torchmetrics
 
-from elastic_runtime.rehearsal.loop_variables import LoopVariables
+from elastic_runtime.rehearsal.loop_variables import LoopVariables, variable_of
 from elastic_runtime.rehearsal.observer import SwitchedOff
 from elastic_runtime.rehearsal.orders import RehearsedOrders, lines, when_both_ask
 from elastic_runtime.rehearsal.records import fingerprint_of, flattened
@@ -252,6 +253,33 @@ def test_variables_that_a_loop_changes_are_found_and_its_targets_are_not() -> No
     own = {re.split(r"[.\[]", path)[0] for path in changed} & {"x", "total", "seen", "best", "number"}
     assert (own, kept) == ({"total", "seen", "best"}, ["best"])
     assert number == 0
+
+
+class Meter:
+    """As scripts have them."""
+
+    def __init__(self) -> None:
+        self.total, self.values, self.rank, self._hidden = 0.0, [0.0], random.random(), 0
+        self.inner: Any = None
+
+    def update(self, value: float) -> None:
+        self.total, self.values, self._hidden = self.total + value, [*self.values, value], self._hidden + 1
+
+
+def test_attributes_of_a_loops_objects_are_found_unless_they_are_carried() -> None:
+    meter, tracked, by_name = Meter(), Meter(), {"loss": Meter()}
+    meter.inner = Meter()
+    mean = torchmetrics.MeanMetric()
+    variables = LoopVariables([], lambda: {id(tracked)})
+    variables.start()
+    for each in (meter, meter.inner, tracked, by_name["loss"], mean):
+        each.update(2.0)
+    changed, kept = variables.changed()
+    own = ("meter", "tracked", "by_name", "mean")
+    names = sorted(name for name in {variable_of(path) for path in changed} if name.startswith(own))
+    of_meters = ["meter.inner.total", "meter.inner.values", "meter.total", "meter.values"]
+    assert names == ["by_name", "mean.mean_value", "mean.weight", *of_meters]
+    assert kept == []
 
 
 def test_counts_of_a_loops_iterations_are_found_where_they_do_more_than_show_something() -> None:

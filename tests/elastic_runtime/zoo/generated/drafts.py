@@ -54,6 +54,7 @@ class Draft:
     clears_first: bool = False  # as an iteration begins, not as it ends
     epilogue: Hook = field(default_factory=list)  # (epoch) after the loader's loop
     counted: Hook = field(default_factory=list)  # (total, n, losses) after it: what the loop has counted
+    meter: Any = None  # of the loop: `update(loss)` in each iteration
     by_global_steps: bool = False
     results: list[Any] = field(default_factory=list)
 
@@ -122,6 +123,8 @@ class Draft:
         self.optimizer.step()
         for hook in self.after_step:
             hook(loss)
+        if self.meter:
+            self.meter.update(float(loss))
         if not self.clears_first:
             self._clear()
 

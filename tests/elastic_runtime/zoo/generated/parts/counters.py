@@ -204,3 +204,27 @@ def rate_halved_by_the_losses_of_the_loop(s: Draft) -> None:
                 group["lr"] *= 0.5
 
     s.counted.append(halve)
+
+
+class Meter:
+    """The mean of an epoch's losses, as scripts and libraries have it: an object that is no module."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+
+
+@part("count_of_the_loop", noted="meter.count, self.meter.total")
+def rate_by_a_meter_of_the_loop(s: Draft) -> None:
+    """As above, with what the loop counts in an object."""
+    s.meter = Meter()
+    s.prologue.append(lambda _: setattr(s, "meter", Meter()))
+
+    def lower(_total: float, _n: int, _losses: list[float]) -> None:
+        loss = s.job.mean(s.meter.total / s.meter.count, weight=float(s.meter.count))
+        for group in s.optimizer.param_groups:
+            group["lr"] *= 1 / (1 + loss)
+
+    s.counted.append(lower)

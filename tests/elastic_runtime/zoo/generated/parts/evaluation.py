@@ -77,6 +77,16 @@ def untracked_average(s: Draft) -> None:
     _average(s, tracked=False)
 
 
+@part("average", rehearsed="averages weights and is neither prepared nor tracked")
+def untracked_average_of_the_last_epochs(s: Draft) -> None:
+    def make() -> None:
+        average = AveragedModel(s.model)
+        s.epilogue.append(lambda epoch: average.update_parameters(s.model) if epoch >= 2 else None)
+        s.results.append(average)
+
+    s.prepared.append(make)
+
+
 class Shadow:
     """An average that is put in place of the weights to evaluate; it keeps these as they are, with their graph."""
 
