@@ -50,6 +50,7 @@ class StepCalls:
     def run_pass(self, loss: Loss, *, more: bool) -> None:
         """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
         if self.reruns:
+            self._step.show_zeros()  # the script may have cleared those of the iteration's beginning
             return
         for watch in self.watches:
             watch.before_backward()

@@ -59,6 +59,7 @@ RIGHT = [
     ("warmup_around_each_step+in_pieces", "fast", "with:3 kill:6:1 stop:13"),
     ("shadow_that_keeps_a_graph", "fast", "stop:5 join:9"),
     ("generator_of_a_sampler_in_the_sampler", "fast", "with:2 kill:5:0 stop:13 join:14"),
+    ("gradients_read_where_applied+cleared_first", "fast", "evict_after:1 stop_after:2"),
     ("lists_of_classes_shuffled_in_place", "exact", "stop:9 join:13"),
 ]
 

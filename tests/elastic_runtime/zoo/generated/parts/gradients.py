@@ -93,3 +93,14 @@ def hook_on_the_forward_pass(s: Draft) -> None:
 @part("hook")
 def clipped(s: Draft) -> None:
     s.before_step.append(lambda: s.job.clip_grad_norm_(s.model.parameters(), 0.5))
+
+
+@part("hook")
+def gradients_read_where_applied(s: Draft) -> None:
+    """As importance scores of pruning do, which fail where there is no gradient at all."""
+
+    def score() -> None:
+        if s.job.applied and not s.skips():
+            max(float(p.grad.norm()) for p in s.model.parameters() if p.grad is not None)
+
+    s.before_step.append(score)
