@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import SettingsError
+from elastic_runtime.membership.process_group import Group
+from elastic_runtime.sharded import mirror
 from elastic_runtime.sharded.exact_sums import ELEMENTWISE, check_elementwise
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import Clip, train
@@ -172,6 +176,104 @@ def test_a_join_a_loss_in_the_middle_of_a_step_and_a_leave_change_no_bit(
         cluster.wait_until_at(14, 0, 2)
         cluster.resize(2, up_to=18)
         assert finish(cluster, tmp_path, 0, 2) == unsharded
+
+
+COLLECTIVES = ("all_reduce", "all_to_all", "gather_parts")
+"""All that a step has: `all_gather_into` and norms use them. A step has 25 of them."""
+MOST_STEPS = 6
+"""From the arrival of a worker to the next death."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """A worker of three is killed: before its n-th collective, or when it has started it (`begun`), or so many seconds
+    after its first one.
+    """
+
+    nth: int = 0
+    begun: bool = False
+    after_s: float = 0.0
+
+
+def deaths_of(seed: int, count: int, *, by_time: bool = False) -> dict[int, Death]:
+    """Draw who of three workers is killed, and when; a new worker follows each. By the worker's number."""
+    draw, alive, found = random.Random(seed), [0, 1, 2], {}
+    for number in range(count):
+        victim = alive.pop(draw.randrange(3))
+        alive.append(3 + number)
+        how = {"after_s": draw.random() * 0.1} if by_time else {"nth": draw.randrange(25), "begun": draw.random() < 0.5}
+        found[victim] = Death(**how)
+    return found
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(death: Death, job: Any, asked: Path) -> None:
+    """Be killed as it is due, once that file is there."""
+    seen = 0
+
+    def counted(original: Any) -> Any:
+        def method(group: Group, *arguments: Any) -> Any:
+            nonlocal seen
+            due = job.world_size == 3 and asked.exists()
+            seen += due
+            if due and death.after_s and seen == 1:
+                threading.Timer(death.after_s, kill_myself).start()
+            dies = due and not death.after_s and seen > death.nth
+            if dies and not death.begun:
+                kill_myself()
+            started = original(group, *arguments)
+            if dies:
+                kill_myself()
+            return started
+
+        return method
+
+    for name in COLLECTIVES:
+        setattr(Group, name, counted(getattr(Group, name)))
+
+
+def train_until_death(
+    plan: Plan, index: int, directory: Path, gate: Gate | None, deaths: dict[int, Death], *, apart: bool
+) -> None:
+    if apart:  # copies of shards are sent, as between nodes
+        mirror.node_number = os.getpid
+    armed = False
+
+    def clip(job: Any, index: int, model: nn.Module, gate: Gate | None) -> None:
+        nonlocal armed
+        if index in deaths and not armed:
+            armed = True
+            die(deaths[index], job, directory / f"die-{index}")
+        Clip(max_norm=0.05)(job, index, model, gate)
+
+    train(plan, index, directory, gate, clip=clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("apart", "by_time"), [(False, False), (True, True)], ids=["collectives", "moments"])
+def test_a_worker_may_be_killed_at_any_moment_of_a_step(tmp_path: Path, *, apart: bool, by_time: bool) -> None:
+    """ELASTIC_DEATHS=SEED:COUNT draws others (at most 21)."""
+    seed, count = map(int, os.environ.get("ELASTIC_DEATHS", "1:3").split(":"))
+    deaths = deaths_of(seed, count, by_time=by_time)
+    plan = replace(PLAN, epochs=2 + count // 2)
+    (tmp_path / "alone").mkdir()
+    expected = train_unsharded(plan, tmp_path / "alone")
+    alive = [0, 1, 2]
+    with Cluster(tmp_path, replace(plan, body=partial(train_until_death, deaths=deaths, apart=apart))) as cluster:
+        cluster.start(*alive, step=2)
+        for victim, death in deaths.items():
+            (tmp_path / f"die-{victim}").touch()
+            cluster.hold_at(max(cluster.gate.at) + MOST_STEPS)
+            process = cluster.processes[f"w{victim}"]
+            process.join(TIMEOUT_S)
+            assert process.exitcode == -signal.SIGKILL, f"{victim}: {death}\n{cluster.logs()}"
+            alive = [*(worker for worker in alive if worker != victim), len(cluster.processes)]
+            cluster.target(*alive)
+            cluster.wait_until_prepared(*alive)
+        assert finish(cluster, tmp_path, *alive) == expected
 
 
 @pytest.mark.slow
