@@ -1,4 +1,6 @@
-"""Notes for errors whose own words name no cause: about None where there are no gradients, and of Lightning's loops."""
+"""Notes for errors whose own words name no cause: about None where there are no gradients, of batch normalization that
+got one sample, and of Lightning's loops.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ _WITHOUT_GRADIENTS = (
     "elastic_runtime: this iteration does not complete a step, so that parameter.grad is None on all parameters; put "
     "what reads gradients under `if job.applied:`"
 )
+_ONE_SAMPLE = (
+    "elastic_runtime: this iteration has one sample of the global batch, and its statistics need two: give "
+    "DataLoader(drop_last=True), a larger global_batch_size, with reduction='exact' fewer shards, or SyncBatchNorm"
+)
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _before = sys.excepthook
 
 
 def explain_errors(session: Session) -> None:
-    """Add a note to an error about None that ends the script within such an iteration of the session."""
+    """Add a note to an error that ends the script within such an iteration of the session."""
     global _before
     _sessions.add(session)
     if sys.excepthook is not _explain:
@@ -31,6 +37,8 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     about_none = issubclass(kind, AttributeError | TypeError) and "None" in str(error)
     if about_none and any(session.without_gradients for session in _sessions):
         error.add_note(_WITHOUT_GRADIENTS)
+    if "more than 1 value per channel" in str(error) and any(session.newest_samples == 1 for session in _sessions):
+        error.add_note(_ONE_SAMPLE)
     _before(kind, error, trace)
 
 

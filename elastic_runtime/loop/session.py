@@ -69,6 +69,7 @@ class Session(StepCalls):
         self._at_exit: Callable[[], None] | None = None
         self._moved = False  # the membership changed in this iteration
         self._before_rerun: tuple[Position, frozenset[torch.nn.Parameter]] | None = None
+        self.newest_samples = 0  # of the newest iteration
         self.without_gradients = False  # the loop was left in an iteration that did not complete a step
         self._draws: dict[int, SeededDraws] = {}  # of optimizers
         self._iteration = 0  # its number: micro-batches of different steps may be one object
@@ -361,6 +362,7 @@ class Session(StepCalls):
     def begin_iteration(self, micro_batch: MicroBatch) -> int:
         """Begin an iteration over this micro-batch; return the iteration's number."""
         self._iteration += 1
+        self.newest_samples = micro_batch.size
         if self.reruns:
             self._begin_rerun(micro_batch)
             return self._iteration

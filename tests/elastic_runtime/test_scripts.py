@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -281,6 +282,23 @@ def test_layers_may_be_frozen_and_trained_again_in_the_middle(reduction: str) ->
     torch.use_deterministic_algorithms(mode=False)
     for ours, plain in zip(train(elastic=True), train(elastic=False), strict=True):
         torch.testing.assert_close(ours, plain)
+
+
+def test_batch_normalization_that_gets_one_sample_ends_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3))
+    job = elastic_runtime.init(global_batch_size=4, max_batch_per_gpu=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    prepared, _, loader = job.prepare(model, optimizer, DataLoader(Points(8), batch_size=4))
+
+    def train() -> None:
+        for _epoch in job.epochs(1):
+            for x, _y, _index in loader:
+                job.backward(prepared(x).sum())
+
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        train()
+    sys.excepthook(raised.type, raised.value, None)  # as an interpreter does
+    assert "this iteration has one sample of the global batch, and its statistics need two" in capsys.readouterr().err
 
 
 def test_gradients_that_are_added_up_by_the_loop_itself_are_refused() -> None:
