@@ -13,7 +13,7 @@ and hold the gradients of the whole model on each worker, which `shard=` is ther
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -192,6 +192,10 @@ class ExactShardedMode(ExactParts, ShardedMode):
         """Save the buffers, and the streams with which copies of the state are stored."""
         super().remember()
         self._streams.save()
+
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of the step's beginning, with the streams that `remember` has saved."""
+        return {**super().rewound(captured), "streams": self._streams.saved}
 
 
 def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -24,6 +24,7 @@ from elastic_runtime.sharded import mirror
 from elastic_runtime.sharded.exact_sums import ELEMENTWISE, check_elementwise
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import Clip, train
+from tests.elastic_runtime.test_sharded import end_in_the_middle_of_a_step
 from tests.elastic_runtime.training import FEATURES, Plan, Points
 from tests.forked import context, preload
 from tests.polling import TIMEOUT_S
@@ -301,6 +302,18 @@ def test_a_checkpoint_goes_on_at_another_size_and_unsharded(tmp_path: Path, unsh
         cluster.plan = replace(PLAN, options={**PLAN.options, "sharded": ""})
         cluster.target(5)
         assert finish(cluster, tmp_path, 5) == unsharded
+
+
+@pytest.mark.slow
+def test_a_state_that_is_saved_in_the_middle_of_a_step_goes_on_with_the_same_bits(
+    tmp_path: Path, unsharded: tuple[str, Losses]
+) -> None:
+    with Cluster(
+        tmp_path, replace(PLAN, body=partial(train, clip=Clip(max_norm=0.05), long_step=8)), checkpoints=True
+    ) as cluster:
+        end_in_the_middle_of_a_step(cluster, 0, 1)
+        cluster.target(2, 3, 4)
+        assert finish(cluster, tmp_path, 2, 3, 4) == unsharded
 
 
 @pytest.mark.parametrize(
