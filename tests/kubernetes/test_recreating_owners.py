@@ -99,6 +99,13 @@ def test_a_step_of_an_argo_workflow_is_not_moved_and_a_replica_is() -> None:
     assert not moved_for_a_large_pod(owned_by("argoproj.io/v1alpha1", "Workflow"))
 
 
+def test_a_worker_of_a_gang_whose_owner_counts_that_as_a_failure_is_not_moved_alone() -> None:
+    """It failed a JobSet with `backoffLimit: 0` within its team's guarantee, to make room for a pod."""
+    group = {"group": "x", "group_size": 2}
+    assert moved_for_a_large_pod(msgspec.structs.replace(owned_by("apps/v1", "StatefulSet"), **group))
+    assert not moved_for_a_large_pod(msgspec.structs.replace(owned_by("batch/v1", "Job"), **group))
+
+
 def moved_for_a_large_pod(small: PodView) -> bool:
     """Two nodes of 2 GPUs, half of one is taken by the pod: 3 more GPUs, 2 of them together, need it to move."""
     state, allocator = scheduler.State(), DeviceAllocator()
@@ -108,10 +115,11 @@ def moved_for_a_large_pod(small: PodView) -> bool:
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
     plain = PlainPods(state.apply, allocator)
     plain.settle()
-    for uid, node in (("a", "n0"), ("b", "n1")):
+    for uid in ("a", "b"):
         plain.put(msgspec.structs.replace(small, uid=uid, name=uid))
+    for uid, node in (("a", "n0"), ("b", "n1")):
         plain.assume_sent(uid, node, (0,))
-    plain.put(msgspec.structs.replace(small, uid="large", name="large", gpus=2))
+    plain.put(msgspec.structs.replace(small, uid="large", name="large", gpus=2, group="", group_size=0))
     return bool(scheduler.plan(state, 1000.0).move)
 
 

@@ -25,6 +25,7 @@ from tests.polling import TIMEOUT_S
 
 Object = dict[str, Any]
 BY_KIND = {kind.kind: kind for kind in KINDS}
+IGNORED = {"type": "DisruptionTarget", "status": "True"}
 REASON = "project owner takes back its guaranteed GPUs"
 
 
@@ -122,6 +123,49 @@ def test_a_job_of_which_other_pods_go_on_loses_one_by_eviction(controlled: Contr
     assert len(controlled.bound(borrower)) == 1
     assert not controlled.cluster.api.get(job_path(borrower))["spec"].get("suspend")
     assert "Evicted" in reasons(controlled, borrower, "Pod")
+
+
+def test_a_job_that_would_fail_by_one_eviction_gives_way_as_a_whole(
+    controlled: Controlled, teams: tuple[str, str]
+) -> None:
+    borrower, owner = teams
+    controlled.start()
+    api, path = controlled.cluster.api, job_path(borrower)
+    api.create(batch_jobs_of(borrower), {"metadata": {"name": "train"}, "spec": job_spec(2)})
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 2)
+    controlled.until_bound(controlled.pod(owner, "back"))
+    controlled.wait(lambda: (len(controlled.bound(borrower)), len(controlled.waiting(borrower))) == (1, 1))
+    job = controlled.until(path, lambda one: labels.SUSPENDED not in one["metadata"].get("labels", {}))
+    assert not job["status"].get("failed"), job["status"]
+    assert "Evicted" not in reasons(controlled, borrower, "Pod")
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "survives"),
+    [
+        ({}, {}, True),  # of at most 6
+        ({}, {"failed": 5}, False),
+        ({"backoffLimit": 1}, {}, False),
+        ({"backoffLimit": 2}, {}, True),
+        ({"backoffLimit": 2}, {"failed": "x"}, True),
+        ({"backoffLimitPerIndex": 0, "backoffLimit": 9}, {}, False),
+        ({"backoffLimitPerIndex": 1}, {"failed": 9}, True),
+        (
+            {"backoffLimit": 0, "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [IGNORED]}]}},
+            {},
+            True,
+        ),
+        (
+            {"backoffLimit": 0, "podFailurePolicy": {"rules": [{"action": "Count", "onPodConditions": [IGNORED]}]}},
+            {},
+            False,
+        ),
+        ({"backoffLimit": 0, "podFailurePolicy": {"rules": None}}, {}, False),
+    ],
+)
+def test_a_job_survives_evictions_within_its_limit(spec: Object, status: Object, survives: bool) -> None:
+    job = msgspec.convert({"metadata": {"name": "x"}, "spec": spec, "status": status}, Suspendable)
+    assert job.survives(2) is survives
 
 
 def test_a_train_job_gives_way_under_its_own_name(controlled: Controlled, teams: tuple[str, str]) -> None:

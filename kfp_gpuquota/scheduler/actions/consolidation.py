@@ -164,7 +164,8 @@ def _units(movable: list[Task]) -> list[tuple[Task, ...]]:
     """Return the sets of workers that can be moved together: one above its job's gang, or all of a job.
 
     Moving a part of a gang would leave the rest waiting, or fail, until the moved workers have started again. Pods of
-    other controllers are moved one by one: their controllers replace each as it goes (`overlapping`).
+    other controllers are moved one by one: their controllers replace each as it goes (`overlapping`), unless they count
+    that as a failure (`together`).
     """
     by_job: dict[Job, list[Task]] = {}
     for task in movable:
@@ -172,10 +173,16 @@ def _units(movable: list[Task]) -> list[tuple[Task, ...]]:
     units: list[tuple[Task, ...]] = []
     for job, tasks in by_job.items():
         ordered = sorted(tasks, key=_youngest)
-        units.extend((task,) for task in (ordered if job.overlapping else loose(job, ordered)))
-        if len(tasks) == job.active and not below(job) and units[-1:] != [tuple(tasks)]:
+        if not job.together:
+            units.extend((task,) for task in (ordered if job.overlapping else loose(job, ordered)))
+        if len(tasks) == job.active and not below(job) and not _one_of_others(job) and units[-1:] != [tuple(tasks)]:
             units.append(tuple(tasks))
     return units
+
+
+def _one_of_others(job: Job) -> bool:
+    """Return whether the job is a worker that must not be moved without others, which are other jobs."""
+    return job.together and job.replaces
 
 
 def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:

@@ -142,6 +142,7 @@ class State:
         spec = event.spec
         job = new_job(event.uid, spec, self._configured(spec.project, spec.node_pool), event.at, event.parts)
         job.movable, job.overlapping, job.replaces = event.movable, event.overlapping, event.replaces
+        job.together = event.together
         job.user = User(event.user)
         self.add_job(job)
 

@@ -49,6 +49,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.pod_jobs import (
     takes,
 )
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
+from kfp_gpuquota.cluster.kubernetes.suspension.kinds import may_be_suspended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -415,6 +416,7 @@ class PlainPods:
                 first.view.created,
                 movable=movable,
                 overlapping=True,
+                together=may_be_suspended(first.view.controller_kind),
                 replaces=replaces,
                 parts=parts,
                 user=self._rules.rules.user_of(first.view.labels),

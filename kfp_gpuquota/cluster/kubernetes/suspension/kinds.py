@@ -68,6 +68,10 @@ class Kind(NamedTuple):
         )
 
 
+EVICTED: Final = "DisruptionTarget"
+"""The condition of a pod that is evicted."""
+BACKOFF_LIMIT: Final = 6
+"""The default of a Job's `backoffLimit`."""
 _TRAINING_LABEL: Final = "training.kubeflow.org/job-name"
 KINDS: Final = (
     Kind("batch/v1", "Job", "jobs"),
@@ -92,15 +96,32 @@ class _Policy(Struct, frozen=True):
     managed_by: str | None = None
 
 
+class _PodCondition(Struct, frozen=True):
+    type: str = ""
+
+
+class _FailureRule(Struct, frozen=True):
+    action: str = ""
+    on_pod_conditions: tuple[_PodCondition, ...] | None = None
+
+
+class _FailurePolicy(Struct, frozen=True):
+    rules: tuple[_FailureRule, ...] | None = None
+
+
 class _Spec(Struct, frozen=True):
     suspend: bool | None = None
     managed_by: str | None = None
     run_policy: _Policy | None = None
+    backoff_limit: int | None = None
+    backoff_limit_per_index: int | None = None
+    pod_failure_policy: _FailurePolicy | None = None
 
 
 class _Status(Struct, frozen=True):
     conditions: tuple[Condition, ...] | None = None
     phase: str = ""
+    failed: Any = None  # a number of a Job's pods
 
 
 class Suspendable(Struct, frozen=True):
@@ -125,6 +146,18 @@ class Suspendable(Struct, frozen=True):
     def has_finished(self) -> bool:
         """Return whether it has completed or failed: its controller suspends and resumes nothing any more."""
         return self.status.phase in _FINISHED or any_is_true(self.status.conditions, _FINISHED)
+
+    def survives(self, evictions: int) -> bool:
+        """Return whether a Job goes on after these evictions of its pods, of which each is a failure."""
+        spec, failed = self.spec, self.status.failed
+        policy = spec.pod_failure_policy
+        for rule in (policy.rules if policy is not None else None) or ():
+            if rule.action == "Ignore" and any(one.type == EVICTED for one in rule.on_pod_conditions or ()):
+                return True
+        if spec.backoff_limit_per_index is not None:
+            return spec.backoff_limit_per_index > 0
+        limit = BACKOFF_LIMIT if spec.backoff_limit is None else spec.backoff_limit
+        return (failed if isinstance(failed, int) else 0) + evictions <= limit
 
     @property
     def by_controller(self) -> bool:

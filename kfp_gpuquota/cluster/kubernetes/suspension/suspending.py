@@ -3,6 +3,7 @@
 | what is found | what happens |
 |---|---|
 | other pods of the owner, or of one above, hold GPUs that the plan does not stop | the victims are evicted |
+| the same, and the evictions would exceed the `backoffLimit` of their Job | the topmost owner is suspended |
 | the topmost owner has completed or failed | the victims are evicted |
 | an owner above that is of no kind of kinds.py, or is Kueue's or another controller's | the victims are evicted |
 | the owner is suspended already, also by its user | its controller ends the pods |
@@ -47,6 +48,7 @@ SUSPENDED_UNUSED: Final = "SuspendedUnused"  # a reason of events
 MAX_OWNERS: Final = 4  # above a pod: TrainJob, JobSet, Job, and one more
 MAX_CONFLICTS: Final = 5
 _LOOK_UP_S: Final = 2.0
+_JOB: Final = "batch/Job"
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ class _Stop:
     at: float
     not_suspended: NotSuspended | None = None
     unused: frozenset[str] = frozenset()
+    partial: bool = False  # the owner has other pods that hold GPUs
+    fails: bool = False  # its Job would fail by the evictions
     seen: list[str] = field(default_factory=list)
     conflicts: int = 0
 
@@ -134,10 +138,11 @@ class Suspending:
         stops, self._stops = self._stops, {}
         kept = {owner_key(pod) for pod in self._holding()}
         for key, stop in stops.items():
-            if key in kept:
+            pod = next(iter(stop.pods.values()))
+            stop.partial = key in kept
+            if stop.partial and pod.controller_kind != _JOB:
                 self._evict(stop)
             else:
-                pod = next(iter(stop.pods.values()))
                 self._read(stop, None, join(pods_path(pod.namespace), pod.name), pod.namespace)
 
     def _read(self, stop: _Stop, kind: Kind | None, path: str, namespace: str) -> None:
@@ -156,6 +161,11 @@ class Suspending:
         if kind is not None and found.metadata.uid != stop.seen[-1]:
             self._evict(stop, "another object has the name of its owner")
             return
+        if stop.partial and not stop.fails and kind is not None:
+            if found.survives(len(stop.pods)):
+                self._evict(stop)
+                return
+            stop.fails = True
         owner = found.owner
         if owner is not None and len(stop.seen) < MAX_OWNERS and (above := kind_of(owner)) is not None:
             stop.seen.append(owner.uid)
@@ -173,10 +183,16 @@ class Suspending:
         if found.has_finished:
             self._evict(stop, "it has finished")
             return
+        if stop.fails:
+            self._write_suspension(stop, kind, found)
+            return
         others = (pod for pod in self._holding() if pod.uid not in stop.pods and pod.uid not in stop.unused)
         if any(kind.owns(found.metadata, pod) for pod in others):
             self._evict(stop, f"its {kind.kind} has other pods whose GPUs are in use", in_use=True)
             return
+        self._write_suspension(stop, kind, found)
+
+    def _write_suspension(self, stop: _Stop, kind: Kind, found: Suspendable) -> None:
         write = suspension(kind, found, stop.reason, resumes=stop.not_suspended is None)
         self._writer.submit(
             write, partial(self._suspended, stop, kind, found), partial(self._refused, stop, kind, found)
@@ -189,7 +205,8 @@ class Suspending:
             self._events.record(subject, SUSPENDED_UNUSED, f"{stop.reason}; it is suspended until a user resumes it")
             return
         self._count(len(stop.pods))
-        self._events.record(subject, "Suspended", f"{stop.reason}; its new pods wait for their turn")
+        whole = ", all of them, since the loss of one would exceed the backoffLimit of its Job" if stop.fails else ""
+        self._events.record(subject, "Suspended", f"{stop.reason}; its new pods wait for their turn{whole}")
         self._watch(stop)
 
     def _refused(self, stop: _Stop, kind: Kind, found: Suspendable, error: Exception) -> None:
