@@ -198,3 +198,11 @@ def test_an_eviction_for_a_pod_that_has_just_come_has_a_cause() -> None:
     cluster.see("pods", cluster.pod("waits"))
     cluster.evict("borrows", "0")
     assert not cluster.observer.violations
+
+
+def test_a_job_that_has_failed_by_the_loss_of_pods() -> None:
+    cluster = Cluster(guaranteed=1)
+    meta = {"name": "j", "namespace": "a", "uid": "j"}
+    for reason, failed in (("DeadlineExceeded", []), ("BackoffLimitExceeded", ["failed"])):
+        cluster.see("jobs", {"metadata": meta, "status": {"conditions": [{"type": "Failed", "reason": reason}]}})
+        assert cluster.passes(1) == failed

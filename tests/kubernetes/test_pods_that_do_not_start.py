@@ -9,7 +9,9 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods import recovery
+from tests.kubernetes.controlled import pod_body
 from tests.kubernetes.detached import PODS, Detached, detached
+from tests.kubernetes.installation import batch_jobs_of
 from tests.kubernetes.test_workers_ready import complain, stuck
 from tests.polling import TIMEOUT_S
 
@@ -55,6 +57,18 @@ def test_a_bare_pod_whose_image_never_comes_gives_its_gpus_on(controlled: Contro
     complain(controlled, path)
     controlled.wait(lambda: "NotStarting" in events(controlled, team, "hangs"), controlled.log)
     controlled.until_bound(controlled.pod(team, "next"))
+
+
+def test_a_job_does_not_fail_by_a_pod_that_does_not_start(controlled: Controlled) -> None:
+    """An eviction is a failure for a Job also if the pod was never bound."""
+    controlled.add_nodes(1, gpus=1)
+    team, api = controlled.team(guaranteed=1, limit=1), controlled.cluster.api
+    controlled.start("--workers-ready-timeout=6")
+    template = {"spec": {**pod_body("x", schedulerName="nobody")["spec"], "restartPolicy": "Never"}}
+    api.create(batch_jobs_of(team), {"metadata": {"name": "hangs"}, "spec": {"backoffLimit": 0, "template": template}})
+    controlled.wait(lambda: {"Suspended", "Resumed"} <= events(controlled, team, "hangs").keys(), controlled.log)
+    assert "failed" not in api.get(f"{batch_jobs_of(team)}/hangs")["status"]
+    controlled.wait(lambda: controlled.pods(team), controlled.log)
 
 
 def test_a_node_that_lost_devices_gets_no_pod_until_enough_are_free(controlled: Controlled) -> None:

@@ -99,15 +99,20 @@ def test_a_step_of_an_argo_workflow_is_not_moved_and_a_replica_is() -> None:
     assert not moved_for_a_large_pod(owned_by("argoproj.io/v1alpha1", "Workflow"))
 
 
-def test_a_worker_of_a_gang_whose_owner_counts_that_as_a_failure_is_not_moved_alone() -> None:
+def test_a_pod_whose_owner_counts_that_as_a_failure_is_not_moved_without_the_others_of_its_owner() -> None:
     """It failed a JobSet with `backoffLimit: 0` within its team's guarantee, to make room for a pod."""
-    group = {"group": "x", "group_size": 2}
-    assert moved_for_a_large_pod(msgspec.structs.replace(owned_by("apps/v1", "StatefulSet"), **group))
-    assert not moved_for_a_large_pod(msgspec.structs.replace(owned_by("batch/v1", "Job"), **group))
+    gang = {"group": "x", "group_size": 2}
+    wrapped = {"labels": {"workload.codeflare.dev/appwrapper": "w"}}
+    replica, job = owned_by("apps/v1", "StatefulSet"), owned_by("batch/v1", "Job")
+    assert moved_for_a_large_pod(msgspec.structs.replace(replica, **gang))
+    assert not moved_for_a_large_pod(msgspec.structs.replace(job, **gang))
+    assert not moved_for_a_large_pod(job), "two pods of a work queue, each of which starts alone"
+    assert moved_for_a_large_pod(job, ("one", "two")), "of two Jobs"
+    assert not moved_for_a_large_pod(msgspec.structs.replace(job, **wrapped), ("one", "two")), "of one AppWrapper"
 
 
-def moved_for_a_large_pod(small: PodView) -> bool:
-    """Two nodes of 2 GPUs, half of one is taken by the pod: 3 more GPUs, 2 of them together, need it to move."""
+def moved_for_a_large_pod(small: PodView, owners: tuple[str, str] = ("owner", "owner")) -> bool:
+    """Two nodes of 2 GPUs, of each a pod has one: one of them must move for a pod with 2."""
     state, allocator = scheduler.State(), DeviceAllocator()
     for name in ("n0", "n1"):
         allocator.resize(name, 2)
@@ -115,8 +120,8 @@ def moved_for_a_large_pod(small: PodView) -> bool:
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
     plain = PlainPods(state.apply, allocator)
     plain.settle()
-    for uid in ("a", "b"):
-        plain.put(msgspec.structs.replace(small, uid=uid, name=uid))
+    for uid, owner in zip(("a", "b"), owners, strict=True):
+        plain.put(msgspec.structs.replace(small, uid=uid, name=uid, controller_uid=owner))
     for uid, node in (("a", "n0"), ("b", "n1")):
         plain.assume_sent(uid, node, (0,))
     plain.put(msgspec.structs.replace(small, uid="large", name="large", gpus=2, group="", group_size=0))

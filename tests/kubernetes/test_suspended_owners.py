@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.suspension import suspending
@@ -85,8 +86,8 @@ def test_a_controller_that_was_killed_after_the_suspension_resumes(
     controlled.start()
     path, api = run_job(controlled, borrower), controlled.cluster.api
     controlled.kill()
-    write = suspension(BY_KIND["Job"], msgspec.convert(api.get(path), Suspendable), REASON)
-    api.patch(path, write.body)
+    job = controlled.until(path, lambda one: one["status"].get("ready") == 2)  # its status changes no more
+    api.patch(path, suspension(BY_KIND["Job"], msgspec.convert(job, Suspendable), REASON).body)
     controlled.until(path, lambda job: "Suspended" in str(job["status"].get("conditions")))
     controlled.start()
     job = controlled.until(path, lambda one: not one["spec"]["suspend"])
@@ -140,6 +141,14 @@ def test_a_job_that_would_fail_by_one_eviction_gives_way_as_a_whole(
     assert "Evicted" not in reasons(controlled, borrower, "Pod")
 
 
+IGNORE = {"action": "Ignore", "onPodConditions": [IGNORED]}
+FAIL = {"action": "FailJob", "onPodConditions": [IGNORED]}
+
+
+def on_exit(operator: str, *codes: int) -> Object:
+    return {"action": "FailJob", "onExitCodes": {"operator": operator, "values": codes}}
+
+
 @pytest.mark.parametrize(
     ("spec", "status", "survives"),
     [
@@ -148,24 +157,35 @@ def test_a_job_that_would_fail_by_one_eviction_gives_way_as_a_whole(
         ({"backoffLimit": 1}, {}, False),
         ({"backoffLimit": 2}, {}, True),
         ({"backoffLimit": 2}, {"failed": "x"}, True),
+        ({"backoffLimit": 2}, {"terminating": 1}, True),  # they count as failed already
+        ({"backoffLimit": 2, "podReplacementPolicy": "Failed"}, {"terminating": 1}, False),
         ({"backoffLimitPerIndex": 0, "backoffLimit": 9}, {}, False),
-        ({"backoffLimitPerIndex": 1}, {"failed": 9}, True),
-        (
-            {"backoffLimit": 0, "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [IGNORED]}]}},
-            {},
-            True,
-        ),
-        (
-            {"backoffLimit": 0, "podFailurePolicy": {"rules": [{"action": "Count", "onPodConditions": [IGNORED]}]}},
-            {},
-            False,
-        ),
+        ({"backoffLimitPerIndex": 1, "backoffLimit": 99}, {}, True),
+        ({"backoffLimitPerIndex": 1, "backoffLimit": 1}, {}, False),  # both hold
+        ({"backoffLimitPerIndex": 1, "backoffLimit": 99}, {"failed": 1}, False),  # perhaps of the same index
+        ({"backoffLimit": 0, "podFailurePolicy": {"rules": [IGNORE]}}, {}, True),
+        ({"backoffLimit": 0, "podFailurePolicy": {"rules": [on_exit("In", 42), IGNORE, FAIL]}}, {}, True),
+        ({"backoffLimit": 9, "podFailurePolicy": {"rules": [on_exit("In", 143), IGNORE]}}, {}, False),
+        ({"backoffLimit": 9, "podFailurePolicy": {"rules": [on_exit("NotIn", 1, 2), IGNORE]}}, {}, False),
+        ({"backoffLimit": 9, "podFailurePolicy": {"rules": [FAIL, IGNORE]}}, {}, False),  # the first one applies
+        ({"backoffLimit": 0, "podFailurePolicy": {"rules": [{**IGNORE, "action": "Count"}, IGNORE]}}, {}, False),
         ({"backoffLimit": 0, "podFailurePolicy": {"rules": None}}, {}, False),
     ],
 )
 def test_a_job_survives_evictions_within_its_limit(spec: Object, status: Object, survives: bool) -> None:
-    job = msgspec.convert({"metadata": {"name": "x"}, "spec": spec, "status": status}, Suspendable)
-    assert job.survives(2) is survives
+    assert found(spec=spec, status=status).survives(BY_KIND["Job"], 2) is survives
+
+
+def test_of_a_job_with_a_limit_for_each_index_the_failures_of_the_pods_index_count() -> None:
+    job = found(spec={"backoffLimit": 99, "backoffLimitPerIndex": 2}, status={"failed": 9})
+    for failures, survives in (("1", True), ("2", False), ("", False), ("x", False)):
+        pod = found(metadata={"annotations": {"batch.kubernetes.io/job-index-failure-count": failures}})
+        assert job.survives(BY_KIND["Job"], 1, pod.index_failures) is survives
+
+
+def test_of_the_training_operators_jobs_only_an_elastic_one_survives_the_loss_of_a_worker() -> None:
+    assert not found(spec={"runPolicy": {"backoffLimit": 9}}).survives(BY_KIND["PyTorchJob"], 1)
+    assert found(spec={"elasticPolicy": {"maxRestarts": 3}}).survives(BY_KIND["PyTorchJob"], 1)
 
 
 def test_a_train_job_gives_way_under_its_own_name(controlled: Controlled, teams: tuple[str, str]) -> None:
@@ -308,16 +328,20 @@ def test_an_object_with_conditions_of_any_form_is_read() -> None:
 
 
 class Asked(Unanswered):
-    """An API server with a pod of a Job, which never ends its pods."""
+    """An API server with a pod of a Job, which never ends its pods; it is `busy` for so many look-ups."""
 
-    def __init__(self, job: Object) -> None:
+    def __init__(self, job: Object, busy: int = 0) -> None:
         super().__init__()
+        self.busy = busy
         reference = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job", "controller": True}
         self._pod = {"metadata": {"name": "p", "namespace": "a", "uid": "p", "ownerReferences": [reference]}}
         self._job = {**job, "metadata": {"name": "j", "namespace": "a", "uid": "job", **job.get("metadata", {})}}
 
     def answer(self, verb: str, path: str, body: object) -> bytes:
         if verb == "GET" and path.startswith(("/api/v1/namespaces/a/pods/", "/apis/batch/")):
+            self.busy -= 1
+            if self.busy >= 0:
+                raise ApiError(503, "ServiceUnavailable", "")
             return msgspec.json.encode(self._pod if "/pods/" in path else self._job)
         return b"{}"
 
@@ -333,28 +357,31 @@ LOOP = {**OTHER, "apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "j
 
 
 @pytest.mark.parametrize(
-    ("job", "writes"),
+    ("job", "writes", "busy"),
     [
-        ({}, ["j", "eviction"]),
-        ({"metadata": {"ownerReferences": [CRON]}}, ["j", "eviction"]),
-        ({"spec": {"suspend": True}}, ["eviction"]),  # its user has suspended it; it had its time
-        ({"metadata": {"uid": "another"}}, ["eviction"]),
-        ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, ["eviction"]),
-        ({"metadata": {"ownerReferences": [OTHER]}}, ["eviction"]),  # which would undo it
-        ({"metadata": {"ownerReferences": [LOOP]}}, ["eviction"]),
-        ({"status": {"conditions": [{"type": "Complete", "status": "True"}]}}, ["eviction"]),
-        ({"status": {"phase": "Succeeded"}}, ["eviction"]),
-        ({"spec": 7}, ["eviction"]),
+        ({}, ["j", "eviction"], 0),
+        ({}, ["j", "eviction"], 3),  # it was evicted at once, which fails a Job with `backoffLimit: 0`
+        ({}, ["eviction"], 99_999),  # until the time in which pods of suspended owners end
+        ({"metadata": {"ownerReferences": [CRON]}}, ["j", "eviction"], 0),
+        ({"spec": {"suspend": True}}, ["eviction"], 0),  # its user has suspended it; it had its time
+        ({"metadata": {"uid": "another"}}, ["eviction"], 0),
+        ({"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}, ["eviction"], 0),
+        ({"metadata": {"ownerReferences": [OTHER]}}, ["eviction"], 0),  # which would undo it
+        ({"metadata": {"ownerReferences": [LOOP]}}, ["eviction"], 0),
+        ({"status": {"conditions": [{"type": "Complete", "status": "True"}]}}, ["eviction"], 0),
+        ({"status": {"phase": "Succeeded"}}, ["eviction"], 0),
+        ({"spec": 7}, ["eviction"], 0),
     ],
 )  # fmt: skip
 def test_pods_whose_owner_cannot_be_suspended_or_does_not_end_them_are_evicted(
-    monkeypatch: pytest.MonkeyPatch, job: Object, writes: list[str]
+    monkeypatch: pytest.MonkeyPatch, job: Object, writes: list[str], busy: int
 ) -> None:
-    monkeypatch.setattr(suspending, "ENDED_WITHIN_S", 0.01)
+    monkeypatch.setattr(suspending, "ENDED_WITHIN_S", 0.1 if busy else 0.01)
+    monkeypatch.setattr(suspending, "RETRY_S", 0.001)
 
     async def scenario() -> None:
         async with detached() as test:
-            test.controller._writer._connection = connection = Asked(job)
+            test.controller._writer._connection = connection = Asked(job, busy)
             test.node(gpus=1)
             test.team("a", guaranteed=0)
             test.team("b", guaranteed=1)

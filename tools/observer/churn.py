@@ -43,6 +43,7 @@ class Churn:
             (1, self.create_group),
             (2, self.create_deployment),
             (1, self.create_job),
+            (2, self.create_batch_job),
             (2, self.create_share),
             (int(self.ray), self.create_ray_cluster),
             (4, self.finish_pod),
@@ -121,6 +122,20 @@ class Churn:
         body = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "ElasticJob", "metadata": self._meta("job"), "spec": spec}
         self.api.create(jobs, body)
 
+    def create_batch_job(self) -> None:
+        """Create a Job that fails by the loss of one pod, or delete one: its pods start together, or each alone."""
+        team, pods = self._team(), self._random.randint(1, 3)
+        jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+        if len(found := self.api.items(jobs)) > 3:
+            name = self._random.choice(found)["metadata"]["name"]
+            self.api.delete(f"{jobs}/{name}", None, propagationPolicy="Background")
+            return
+        template = self._spec()
+        template["spec"]["restartPolicy"] = "Never"
+        mode = self._random.choice(("Indexed", "NonIndexed"))
+        spec = {"parallelism": pods, "completions": pods, "completionMode": mode, "backoffLimit": 0}
+        self.api.create(jobs, {"metadata": self._meta("batch"), "spec": {**spec, "template": template}})
+
     def create_share(self) -> None:
         """Create a pod with a part of a GPU."""
         team = self._team()
@@ -149,8 +164,8 @@ class Churn:
         self.api.create(clusters, {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": meta, "spec": spec})
 
     def delete_pod(self) -> None:
-        """Delete any pod."""
-        if pod := self._some_pod():
+        """Delete any pod but a Job's, which would fail by that."""
+        if (pod := self._some_pod()) and not is_of_job(pod):
             self.api.delete(f"{_pods(pod)}/{pod['metadata']['name']}", 1)
 
     def delete_owner(self) -> None:
@@ -204,6 +219,11 @@ class Churn:
     def _some_pod(self) -> Object | None:
         pods = self._pods(self._team())
         return self._random.choice(pods) if pods else None
+
+
+def is_of_job(pod: Object) -> bool:
+    """Return whether a Job has created the pod."""
+    return any(owner["kind"] == "Job" for owner in pod["metadata"].get("ownerReferences", []))
 
 
 def _pods(pod: Object) -> str:

@@ -8,6 +8,7 @@
 | limit | an admission brought a team above its limit |
 | guarantee | a pod was evicted from a team within its guarantee, and not to move |
 | destination | a pod was evicted to move to a node that it excludes |
+| failed | a Job has failed by the loss of pods |
 | cause | a pod was evicted while no pod and no job waited |
 | idle | a pod waits beside a node that has the GPUs that it requests, within its team's limit |
 | unbound | a pod that was admitted to a node was not bound |
@@ -32,6 +33,8 @@ DEVICES: Final = f"{GROUP}/devices"
 RESERVES: Final = f"{GROUP}/reserves"
 RESERVED_ON: Final = f"{GROUP}/reserved-on"
 GPU: Final = "nvidia.com/gpu"
+BACKOFF: Final = "BackoffLimitExceeded"
+INDEX: Final = "batch.kubernetes.io/job-completion-index"  # of a Job's pods, which start together
 FRACTION, FRACTION_DEVICES = "gpu-fraction", "gpu-fraction-num-devices"
 SHARES: Final = (FRACTION, "gpu-memory", f"{GROUP}/{FRACTION}", f"{GROUP}/gpu-memory")
 ROUNDING: Final = 1e-6
@@ -121,6 +124,9 @@ class Observer:
             self._quotas.setdefault(name, []).append((at, self._limit(name), self._guaranteed(name)))
         elif kind == "elasticjobs":
             self._put(self.jobs, name, None if gone else found.get("status", {}).get("phase", "Pending"))
+        elif kind == "jobs":
+            if any(one.get("reason") == BACKOFF for one in found.get("status", {}).get("conditions") or ()):
+                self._report(at, "failed", meta["uid"], f"Job {name} has failed: {BACKOFF}")
         elif kind == "events" and found.get("reason") == "Evicted":
             self._see_move(found["involvedObject"].get("uid", ""), found.get("message", ""), at)
 
@@ -262,7 +268,7 @@ def seen_pod(found: Object) -> SeenPod:
     gpus = _parts(notes) if shared else whole
     devices = tuple(int(one) for one in notes.get(DEVICES, "").split(",") if one.isdecimal())
     conditions = status.get("conditions") or []
-    grouped = f"{GROUP}/group" in labels or "ray.io/group" in labels
+    grouped = f"{GROUP}/group" in labels or "ray.io/group" in labels or INDEX in notes
     ordinary = not spec.get("affinity") and not spec.get("volumes") and not grouped and not shared
     node = spec.get("nodeName") or reserved or _pin(spec)
     return SeenPod(

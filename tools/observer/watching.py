@@ -18,6 +18,7 @@ KINDS: Final = {
     "nodes": "/api/v1/nodes",
     "events": "/api/v1/events",
     "gpuquotas": f"/apis/{GROUP}/v1alpha1/gpuquotas",
+    "jobs": "/apis/batch/v1/jobs",
     "elasticjobs": f"/apis/{GROUP}/v1alpha1/elasticjobs",
 }
 WATCH_S: Final = 5.0

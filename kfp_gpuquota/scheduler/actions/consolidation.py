@@ -45,6 +45,7 @@ class MoveCache:
     most_lost_s: float = UNLIMITED
     candidates: dict[tuple[Host, Request, float], tuple[int, Candidate | None]] = field(default_factory=dict)
     mobile: dict[tuple[Queue, Request], bool] = field(default_factory=dict)
+    together: dict[Queue, dict[str, list[Job]]] = field(default_factory=dict)
 
     def may_move(self, ledger: Ledger, task: Task) -> bool:
         """Return whether a task like this one could start on some host now."""
@@ -52,6 +53,16 @@ class MoveCache:
         if key not in self.mobile:
             self.mobile[key] = placement.choose_host(ledger, _copy(task), 1, future=False) is not None
         return self.mobile[key]
+
+    def moved_with(self, job: Job) -> list[Job]:
+        """Return the running jobs whose workers are moved together with the job's, and the job."""
+        if not job.together:
+            return [job]
+        if job.queue not in self.together:
+            by_name = self.together[job.queue] = {}
+            for other in job.queue.running:
+                by_name.setdefault(other.together, []).append(other)
+        return self.together[job.queue].get(job.together, [job])
 
 
 def consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, sheltered: Collection[Job] = ()) -> bool:
@@ -149,7 +160,7 @@ def _candidate(
     movable = [t for t in movable if may_return(t.job, cache.now) and t.job not in sheltered]
     movable = [t for t in movable if not domains.bound_to_domain(t.job)]
     movable = [t for t in movable if lost_work_s(t.job, cache.now) <= cache.most_lost_s]
-    moves = _moves(host, task, [t for t in movable if cache.may_move(ledger, t)])
+    moves = _moves(host, task, [t for t in movable if cache.may_move(ledger, t)], cache)
     if not moves:
         return None
     if _lost_gpu_s(moves, cache.now) > MOST_LOST_PER_GPU_S * task.request.amount(host.gpu_memory_mib).gpu / GPU:
@@ -160,12 +171,12 @@ def _candidate(
     return (restarted, size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
 
 
-def _units(movable: list[Task]) -> list[tuple[Task, ...]]:
+def _units(movable: list[Task], cache: MoveCache) -> list[tuple[Task, ...]]:
     """Return the sets of workers that can be moved together: one above its job's gang, or all of a job.
 
     Moving a part of a gang would leave the rest waiting, or fail, until the moved workers have started again. Pods of
     other controllers are moved one by one: their controllers replace each as it goes (`overlapping`), unless they count
-    that as a failure (`together`).
+    that as a failure (`together`). Then all of them are moved, which may be several jobs.
     """
     by_job: dict[Job, list[Task]] = {}
     for task in movable:
@@ -175,23 +186,22 @@ def _units(movable: list[Task]) -> list[tuple[Task, ...]]:
         ordered = sorted(tasks, key=_youngest)
         if not job.together:
             units.extend((task,) for task in (ordered if job.overlapping else loose(job, ordered)))
-        if len(tasks) == job.active and not below(job) and not _one_of_others(job) and units[-1:] != [tuple(tasks)]:
-            units.append(tuple(tasks))
+        jobs = cache.moved_with(job)
+        if jobs[0] is not job or any(len(by_job.get(one, ())) != one.active or below(one) for one in jobs):
+            continue
+        whole = tuple(task for one in jobs for task in by_job[one])
+        if units[-1:] != [whole]:
+            units.append(whole)
     return units
 
 
-def _one_of_others(job: Job) -> bool:
-    """Return whether the job is a worker that must not be moved without others, which are other jobs."""
-    return job.together and job.replaces
-
-
-def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
+def _moves(host: Host, task: Task, movable: list[Task], cache: MoveCache) -> list[Task]:
     """Return the smallest unit whose move suffices, or as few large ones as needed; the youngest of equals first.
 
     Jobs that resume from a checkpoint come before those that would start from the beginning.
     """
     capacity = placement.Capacity(host, task)
-    units = _units(movable)
+    units = _units(movable, cache)
     units.sort(key=lambda unit: (not unit[0].job.resumable, _size(unit, host), *_youngest(unit[0])))
     for unit in units:
         if capacity.suffices(unit):

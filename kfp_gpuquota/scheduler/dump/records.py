@@ -146,7 +146,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exceeds: bool = False
     movable: bool = True
     overlapping: bool = False
-    together: bool = False
+    together: str = ""
     replaces: bool = False
     promised: tuple[Placement, ...] = ()
     promised_at: Number = 0.0

@@ -51,8 +51,9 @@ class JobSubmitted(Event, frozen=True, tag=True):
 
     `overlapping`: its next run may start while workers of the last one are still exiting; otherwise it waits for them.
     Not `movable`: the owner of its workers does not create replacements, so a worker that is stopped is lost.
-    `together`: all of its workers can be stopped without a loss, a part of them is a failure of the job. With
-    `parts` its workers differ: each spec is the request of a set of them, and all workers of all sets start together.
+    `together`: the name of those workers, of this and of other jobs of the project, that are moved all at once or not
+    at all, because their owner counts the loss of one as a failure; "": each may be moved.
+    With `parts` its workers differ: each spec is the request of a set, and all workers of all sets start together.
     `replaces`: it is a lost worker of a gang that runs, whose other workers are other jobs; a hold lets it start.
     `user` is who submitted it; "": unknown, and all such jobs of a project count as those of one user.
     """
@@ -62,7 +63,7 @@ class JobSubmitted(Event, frozen=True, tag=True):
     at: float
     movable: bool = True
     overlapping: bool = False
-    together: bool = False
+    together: str = ""
     replaces: bool = False
     parts: dict[str, JobSpec] = {}
     user: str = ""

@@ -329,9 +329,9 @@ class Job:
     of workers, `noise_scale` is the gradient noise scale in samples, if it is reported; `pause_s` is how long a change
     of its size stops it. With `groups` the gang has parts; with `spread` its tasks are spread over hosts instead of
     being packed. Workers of a job that is not `movable` are not
-    moved, of one that is `together` only all at a time. `overlapping`: a run may start before the workers of the
-    last one have exited. `replaces`: it is a worker of a gang whose others, which run, are other jobs.
-    `promised` are the placements for which room was made, at `promised_at`, by asking the workers `victims` to leave.
+    moved, those of all jobs of its project with its `together` only all at once. `overlapping`: a run may start before
+    the workers of the last one have exited. `replaces`: it is a worker of a gang whose others, which run, are other
+    jobs. `promised` are the placements for which room was made, at `promised_at`, by asking `victims` to leave.
     `exceeds`: its size was updated while it ran, to a gang beyond the guarantee, so it has no core until this run ends.
     Before `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`. `suspended_for` is
     why it is not considered; None: a user has suspended it.
@@ -352,7 +352,7 @@ class Job:
     exceeds: bool = False
     movable: bool = True
     overlapping: bool = False
-    together: bool = False
+    together: str = ""
     replaces: bool = False
     submitted_at: float = 0.0
     suspended: bool = False

@@ -49,7 +49,7 @@ from kfp_gpuquota.cluster.kubernetes.pods.pod_jobs import (
     takes,
 )
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
-from kfp_gpuquota.cluster.kubernetes.suspension.kinds import may_be_suspended
+from kfp_gpuquota.cluster.kubernetes.suspension.kinds import together_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -144,6 +144,11 @@ class PlainPods:
     def holding(self) -> Iterator[PodView]:
         """Yield the pods that hold devices and are not asked to leave."""
         return (member.view for member in self.members.values() if member.stage is Stage.ASSIGNED)
+
+    def asked_to_leave(self) -> Iterator[PodView]:
+        """Yield the pods that are asked to leave, and were not deleted yet."""
+        members = self.members.values()
+        return (one.view for one in members if one.evicted and one.view.stage is Stage.ASSIGNED)
 
     def running(self) -> Iterator[PodView] | None:
         """Return the pods that hold devices and were not deleted, even if asked to leave; None before `settle`."""
@@ -416,7 +421,7 @@ class PlainPods:
                 first.view.created,
                 movable=movable,
                 overlapping=True,
-                together=may_be_suspended(first.view.controller_kind),
+                together=together_name(first.view),
                 replaces=replaces,
                 parts=parts,
                 user=self._rules.rules.user_of(first.view.labels),

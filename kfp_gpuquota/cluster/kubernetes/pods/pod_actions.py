@@ -68,7 +68,15 @@ class PodActions:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
         self._evictions, self._ray, self._unpinned = evictions, ray, unpinned
-        self._suspending = Suspending(writer, recorder, pods.holding, self._evict, evictions.note_suspended)
+        self._suspending = Suspending(
+            writer,
+            recorder,
+            pods.holding,
+            pods.asked_to_leave,
+            pods.assume_leaving,
+            self._evict,
+            evictions.note_suspended,
+        )
         self._pod = msgspec.json.Decoder(Pod)
         self._watched: set[str] = set()  # jobs with quota reserved for pods that do not exist yet
 
@@ -132,13 +140,14 @@ class PodActions:
         return why if rules.recreates(pod) else f"{why}; {rules.consequence(pod)}"
 
     def remake(self, pod: PodView, reason: str, why: str) -> None:
-        """Evict a pod that cannot stay on its node, so that its owner recreates it."""
+        """Stop a pod that cannot stay on its node, so that its owner recreates it: see Suspending."""
         if pod.uid in self._pods.members:
             self._pods.assume_leaving(pod.uid)
         elif not self._ray.pods.leave(pod.uid):
             return
         self._recorder.record(pod.subject, reason, why)
-        self._evictions.evict(pod, bounded=False)
+        if not self._suspending.stop(pod, why, bounded=False):
+            self._evictions.evict(pod, bounded=False)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:
         """Reserve shared GPUs, wait until the pod's part is free, write its GPU configuration, then admit it."""

@@ -72,6 +72,10 @@ EVICTED: Final = "DisruptionTarget"
 """The condition of a pod that is evicted."""
 BACKOFF_LIMIT: Final = 6
 """The default of a Job's `backoffLimit`."""
+INDEX_FAILURES: Final = "batch.kubernetes.io/job-index-failure-count"
+_EXIT_CODES: Final = (137, 143)
+"""Of containers that SIGKILL or SIGTERM has ended."""
+_WRAPPER_LABEL: Final = "workload.codeflare.dev/appwrapper"
 _TRAINING_LABEL: Final = "training.kubeflow.org/job-name"
 KINDS: Final = (
     Kind("batch/v1", "Job", "jobs"),
@@ -82,7 +86,7 @@ KINDS: Final = (
         Kind("kubeflow.org/v1", kind, f"{kind.lower()}s", within_policy=True, name_label=_TRAINING_LABEL)
         for kind in ("PyTorchJob", "TFJob", "XGBoostJob", "PaddleJob", "JAXJob", "MPIJob")
     ),
-    Kind("workload.codeflare.dev/v1beta2", "AppWrapper", "appwrappers", name_label="workload.codeflare.dev/appwrapper"),
+    Kind("workload.codeflare.dev/v1beta2", "AppWrapper", "appwrappers", name_label=_WRAPPER_LABEL),
 )
 _BY_NAME: Final = {(kind.api_version, kind.kind): kind for kind in KINDS}
 _NAMES: Final = frozenset(f"{kind.api_version.partition('/')[0]}/{kind.kind}" for kind in KINDS)
@@ -98,11 +102,24 @@ class _Policy(Struct, frozen=True):
 
 class _PodCondition(Struct, frozen=True):
     type: str = ""
+    status: str = "True"
+
+
+class _ExitCodes(Struct, frozen=True):
+    operator: str = ""
+    values: tuple[int, ...] | None = None
+
+    @property
+    def of_evictions(self) -> bool:
+        """Return whether it may match a container that an eviction ends."""
+        listed = [code in (self.values or ()) for code in _EXIT_CODES]
+        return any(listed) if self.operator == "In" else not all(listed)
 
 
 class _FailureRule(Struct, frozen=True):
     action: str = ""
     on_pod_conditions: tuple[_PodCondition, ...] | None = None
+    on_exit_codes: _ExitCodes | None = None
 
 
 class _FailurePolicy(Struct, frozen=True):
@@ -116,12 +133,15 @@ class _Spec(Struct, frozen=True):
     backoff_limit: int | None = None
     backoff_limit_per_index: int | None = None
     pod_failure_policy: _FailurePolicy | None = None
+    pod_replacement_policy: str | None = None
+    elastic_policy: Any = None  # of a PyTorchJob
 
 
 class _Status(Struct, frozen=True):
     conditions: tuple[Condition, ...] | None = None
     phase: str = ""
-    failed: Any = None  # a number of a Job's pods
+    failed: Any = None  # numbers of a Job's pods
+    terminating: Any = None
 
 
 class Suspendable(Struct, frozen=True):
@@ -147,17 +167,42 @@ class Suspendable(Struct, frozen=True):
         """Return whether it has completed or failed: its controller suspends and resumes nothing any more."""
         return self.status.phase in _FINISHED or any_is_true(self.status.conditions, _FINISHED)
 
-    def survives(self, evictions: int) -> bool:
-        """Return whether a Job goes on after these evictions of its pods, of which each is a failure."""
-        spec, failed = self.spec, self.status.failed
-        policy = spec.pod_failure_policy
+    @property
+    def index_failures(self) -> int | None:
+        """Return how often the pod's index of its Job has failed before; None if its Job does not count that."""
+        text = (self.metadata.annotations or {}).get(INDEX_FAILURES, "")
+        return int(text) if text.isascii() and text.isdigit() else None
+
+    def survives(self, kind: Kind, evictions: int, index_failures: int | None = None) -> bool:
+        """Return whether the owner of pods goes on after these evictions of them, of which each is a failure for a Job.
+
+        `index_failures` of the one pod that is evicted; None: any number that the Job's status permits. Of other kinds
+        that is known of elastic PyTorchJobs only: the loss of a worker fails the others, or counts as a retry.
+        """
+        if kind.kind != "Job":
+            return self.spec.elastic_policy is not None
+        spec, status = self.spec, self.status
+        action = self._action_on_eviction()
+        if action in {"Ignore", "FailJob", "FailIndex"}:
+            return action == "Ignore"
+        failed = _number(status.failed)
+        if spec.pod_replacement_policy == "Failed":  # else pods count from their deletion on
+            failed += _number(status.terminating)
+        per_index = spec.backoff_limit_per_index
+        if per_index is not None and (failed if index_failures is None else index_failures) >= per_index:
+            return False
+        return failed + evictions <= (BACKOFF_LIMIT if spec.backoff_limit is None else spec.backoff_limit)
+
+    def _action_on_eviction(self) -> str:
+        """Return the action of the first rule that applies to a failure by eviction; "" if none does."""
+        policy = self.spec.pod_failure_policy
         for rule in (policy.rules if policy is not None else None) or ():
-            if rule.action == "Ignore" and any(one.type == EVICTED for one in rule.on_pod_conditions or ()):
-                return True
-        if spec.backoff_limit_per_index is not None:
-            return spec.backoff_limit_per_index > 0
-        limit = BACKOFF_LIMIT if spec.backoff_limit is None else spec.backoff_limit
-        return (failed if isinstance(failed, int) else 0) + evictions <= limit
+            codes, conditions = rule.on_exit_codes, rule.on_pod_conditions or ()
+            if codes is not None and rule.action != "Ignore" and codes.of_evictions:
+                return rule.action
+            if any(one.type == EVICTED and one.status == "True" for one in conditions):
+                return rule.action
+        return ""
 
     @property
     def by_controller(self) -> bool:
@@ -177,6 +222,24 @@ class Suspendable(Struct, frozen=True):
         """Return the reference to the owner that manages it, if any that would undo a change of it."""
         found = next((one for one in self.metadata.owner_references if one.controller), None)
         return None if found is None or f"{found.api_version}/{found.kind}" in _STARTERS else found
+
+
+def _number(found: object) -> int:
+    return found if isinstance(found, int) else 0
+
+
+def owner_key(pod: PodView) -> tuple[str, str]:
+    """Return the namespace and the owner whose pods are suspended together: all Jobs of a JobSet are one."""
+    jobset = pod.owner.group if pod.owner is not None and pod.owner.kind == "JobSet" else ""
+    return pod.namespace, jobset or pod.controller_uid
+
+
+def together_name(pod: PodView) -> str:
+    """Return the name of the pods of which the loss of one may fail all; "" if its owner counts no failures."""
+    if not may_be_suspended(pod.controller_kind):
+        return ""
+    wrapper = pod.labels.get(_WRAPPER_LABEL)
+    return f"AppWrapper/{wrapper}" if wrapper else owner_key(pod)[1]
 
 
 def may_be_suspended(controller_kind: str) -> bool:

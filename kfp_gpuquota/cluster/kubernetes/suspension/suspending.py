@@ -3,7 +3,8 @@
 | what is found | what happens |
 |---|---|
 | other pods of the owner, or of one above, hold GPUs that the plan does not stop | the victims are evicted |
-| the same, and the evictions would exceed the `backoffLimit` of their Job | the topmost owner is suspended |
+| the same, and the victims' own controller would fail by that (`survives`) | the topmost owner is suspended |
+| an object cannot be read at present | it is read again, for ENDED_WITHIN_S from the decision on |
 | the topmost owner has completed or failed | the victims are evicted |
 | an owner above that is of no kind of kinds.py, or is Kueue's or another controller's | the victims are evicted |
 | the owner is suspended already, also by its user | its controller ends the pods |
@@ -25,15 +26,17 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Subject
 from kfp_gpuquota.cluster.kubernetes.suspension.kinds import (
     Suspendable,
     kind_of,
     may_be_suspended,
+    owner_key,
     suspension,
 )
+from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,8 +50,8 @@ ENDED_WITHIN_S: Final = 20.0
 SUSPENDED_UNUSED: Final = "SuspendedUnused"  # a reason of events
 MAX_OWNERS: Final = 4  # above a pod: TrainJob, JobSet, Job, and one more
 MAX_CONFLICTS: Final = 5
+RETRY_S: Final = 1.0
 _LOOK_UP_S: Final = 2.0
-_JOB: Final = "batch/Job"
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +84,9 @@ class _Stop:
     at: float
     not_suspended: NotSuspended | None = None
     unused: frozenset[str] = frozenset()
-    partial: bool = False  # the owner has other pods that hold GPUs
-    fails: bool = False  # its Job would fail by the evictions
+    partial: bool = False  # their owner has other pods that hold GPUs
+    fails: bool = False  # it would fail by the evictions
+    index_failures: int | None = None  # of the first pod
     seen: list[str] = field(default_factory=list)
     conflicts: int = 0
 
@@ -90,7 +94,8 @@ class _Stop:
 class Suspending:
     """Suspensions in progress. `holding()` are the pods that hold GPUs and are not asked to leave.
 
-    `count(pods)` counts the pods whose owner was suspended.
+    `asked()` are those that are asked to leave and were not deleted yet, `leave(uid)` adds one, since its owner is
+    suspended. `count(pods)` counts the pods whose owner was suspended.
     """
 
     def __init__(
@@ -98,11 +103,13 @@ class Suspending:
         writer: Writer,
         events: Recorder,
         holding: Callable[[], Iterable[PodView]],
+        asked: Callable[[], Iterable[PodView]],
+        leave: Callable[[str], None],
         evict: Eviction,
         count: Callable[[int], None],
     ) -> None:
-        self._writer, self._events, self._holding = writer, events, holding
-        self._evict_pod, self._count = evict, count
+        self._writer, self._events, self._holding, self._asked = writer, events, holding, asked
+        self._leave, self._evict_pod, self._count = leave, evict, count
         self._stops: dict[tuple[str, str], _Stop] = {}  # of the present plan, by namespace and owner
         self._object = msgspec.json.Decoder(Suspendable)
 
@@ -140,16 +147,22 @@ class Suspending:
         for key, stop in stops.items():
             pod = next(iter(stop.pods.values()))
             stop.partial = key in kept
-            if stop.partial and pod.controller_kind != _JOB:
-                self._evict(stop)
-            else:
-                self._read(stop, None, join(pods_path(pod.namespace), pod.name), pod.namespace)
+            self._read(stop, None, join(pods_path(pod.namespace), pod.name), pod.namespace)
 
     def _read(self, stop: _Stop, kind: Kind | None, path: str, namespace: str) -> None:
         write = Write(
             verb="GET", path=path, about=namespace, lane=Lane.LOOK_UP, level=logging.DEBUG, limit_s=_LOOK_UP_S
         )
-        self._writer.submit(write, partial(self._found, stop, kind), partial(self._failed, stop))
+        failed = partial(self._unread, stop, partial(self._read, stop, kind, path, namespace))
+        self._writer.submit(write, partial(self._found, stop, kind), failed)
+
+    def _unread(self, stop: _Stop, again: Callable[[], None], error: Exception) -> None:
+        """Read again what a busy API server has not answered: an eviction could fail the owner."""
+        busy = isinstance(error, ApiError | ClusterUnavailableError) and is_retryable(error)
+        if busy and stop.not_suspended is None and time.time() < stop.at + ENDED_WITHIN_S:
+            asyncio.get_running_loop().call_later(RETRY_S, again)
+        else:
+            self._failed(stop, error)
 
     def _found(self, stop: _Stop, kind: Kind | None, answer: bytes) -> None:
         """Go on to the object's owner, or suspend the object if it has none. `kind` is None for the pod."""
@@ -161,11 +174,14 @@ class Suspending:
         if kind is not None and found.metadata.uid != stop.seen[-1]:
             self._evict(stop, "another object has the name of its owner")
             return
-        if stop.partial and not stop.fails and kind is not None:
-            if found.survives(len(stop.pods)):
+        if kind is None:
+            stop.index_failures = found.index_failures if len(stop.pods) == 1 else None
+        elif len(stop.seen) == 1 and stop.not_suspended is None:
+            evictions = sum(pod.controller_uid == found.metadata.uid for pod in self._asked())
+            stop.fails = not found.survives(kind, evictions, stop.index_failures)
+            if stop.partial and not stop.fails:
                 self._evict(stop)
                 return
-            stop.fails = True
         owner = found.owner
         if owner is not None and len(stop.seen) < MAX_OWNERS and (above := kind_of(owner)) is not None:
             stop.seen.append(owner.uid)
@@ -183,20 +199,18 @@ class Suspending:
         if found.has_finished:
             self._evict(stop, "it has finished")
             return
-        if stop.fails:
-            self._write_suspension(stop, kind, found)
-            return
-        others = (pod for pod in self._holding() if pod.uid not in stop.pods and pod.uid not in stop.unused)
-        if any(kind.owns(found.metadata, pod) for pod in others):
+        others = [pod for pod in self._others(stop) if kind.owns(found.metadata, pod)]
+        if others and not stop.fails:
             self._evict(stop, f"its {kind.kind} has other pods whose GPUs are in use", in_use=True)
             return
-        self._write_suspension(stop, kind, found)
-
-    def _write_suspension(self, stop: _Stop, kind: Kind, found: Suspendable) -> None:
         write = suspension(kind, found, stop.reason, resumes=stop.not_suspended is None)
         self._writer.submit(
             write, partial(self._suspended, stop, kind, found), partial(self._refused, stop, kind, found)
         )
+
+    def _others(self, stop: _Stop) -> Iterable[PodView]:
+        """Yield the pods that hold GPUs, except those that are stopped."""
+        return (pod for pod in self._holding() if pod.uid not in stop.pods and pod.uid not in stop.unused)
 
     def _suspended(self, stop: _Stop, kind: Kind, found: Suspendable, _answer: bytes) -> None:
         meta = found.metadata
@@ -204,8 +218,12 @@ class Suspending:
         if stop.not_suspended is not None:
             self._events.record(subject, SUSPENDED_UNUSED, f"{stop.reason}; it is suspended until a user resumes it")
             return
+        others = [pod for pod in self._others(stop) if kind.owns(found.metadata, pod)]
+        for pod in others:  # the next plan counts with their GPUs
+            stop.pods[pod.uid] = pod
+            self._leave(pod.uid)
         self._count(len(stop.pods))
-        whole = ", all of them, since the loss of one would exceed the backoffLimit of its Job" if stop.fails else ""
+        whole = "; all its pods are stopped, since it would fail by the loss of some" if others else ""
         self._events.record(subject, "Suspended", f"{stop.reason}; its new pods wait for their turn{whole}")
         self._watch(stop)
 
@@ -234,9 +252,3 @@ class Suspending:
             return
         for pod in stop.pods.values():
             self._evict_pod(pod, stop.reason, bounded=stop.bounded, requested_at=stop.at)
-
-
-def owner_key(pod: PodView) -> tuple[str, str]:
-    """Return the namespace and the owner whose pods are suspended together: all Jobs of a JobSet are one."""
-    jobset = pod.owner.group if pod.owner is not None and pod.owner.kind == "JobSet" else ""
-    return pod.namespace, jobset or pod.controller_uid

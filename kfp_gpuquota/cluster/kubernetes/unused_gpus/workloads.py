@@ -10,8 +10,7 @@ from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.policy import IdleRule
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import UnusedWorkload
-from kfp_gpuquota.cluster.kubernetes.suspension.kinds import may_be_suspended
-from kfp_gpuquota.cluster.kubernetes.suspension.suspending import owner_key
+from kfp_gpuquota.cluster.kubernetes.suspension.kinds import may_be_suspended, owner_key
 from kfp_gpuquota.engine.unused_gpus import Counted, Warned
 from kfp_gpuquota.errors import InvalidFieldError
 
