@@ -15,6 +15,7 @@ from tests.kubernetes.conftest import skip_or_fail, start_or_skip
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE, QUOTAS
 from tests.kubernetes.test_crds import quota
 from tests.kubernetes.test_manifests import relative
+from tests.kubernetes.test_two_versions import RELEASE, ROOT
 from tools.chart import __main__ as chart
 from tools.devcluster import Options, UnavailableError, binaries, helm
 
@@ -204,19 +205,35 @@ def test_a_value_that_cannot_be_is_refused_before_anything_is_installed(value: s
         template(value)
 
 
+def released_chart(folder: Path) -> Path:
+    """Return the chart of the last release; in a checkout without its commit, today's."""
+    archive = subprocess.run(["git", "archive", RELEASE, "charts"], cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode:
+        return chart.CHART
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    return folder / "charts" / chart.CHART.name
+
+
 @pytest.mark.slow
 def test_the_chart_is_installed_upgraded_and_removed_by_helm(tmp_path: Path) -> None:
+    """From the last release's, as UPGRADE.md writes, and back: `--reuse-values` lacks the values that came later."""
     cluster = start_or_skip(tmp_path / "cluster", Options(kwok_nodes=0))
     try:
-        to_cluster = (str(chart.CHART), "--namespace=default", "--set", "quotaPolicy.unmanaged=deny")
-        run_helm("install", "gpuquota", *to_cluster, kubeconfig=cluster.kubeconfig)
-        policy = cluster.api.get(f"{QUOTAS.removesuffix('gpuquotas')}quotapolicies/default")
-        assert policy["spec"]["unmanaged"] == "deny"
+        values = ("--namespace=default", "--set", "quotaPolicy.unmanaged=deny")
+        run_helm("install", "gpuquota", str(released_chart(tmp_path)), *values, kubeconfig=cluster.kubeconfig)
+        policy = f"{QUOTAS.removesuffix('gpuquotas')}quotapolicies/default"
+        assert cluster.api.get(policy)["spec"]["unmanaged"] == "deny"
         deployment = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/gpuquota-controller"
         cluster.api.until(deployment, lambda one: one.get("status", {}).get("replicas") == 2)
-        again = ("--set", "controller.replicas=3")
-        run_helm("upgrade", "gpuquota", *to_cluster, *again, kubeconfig=cluster.kubeconfig)
+        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(chart.CHART / "crds"))
+        again = (str(chart.CHART), "--reset-then-reuse-values", "--namespace=default", "--set", "controller.replicas=3")
+        run_helm("upgrade", "gpuquota", *again, kubeconfig=cluster.kubeconfig)
         assert cluster.api.get(deployment)["spec"]["replicas"] == 3
+        assert cluster.api.get(policy)["spec"]["unmanaged"] == "deny"
+        run_helm("rollback", "gpuquota", "1", "--namespace=default", kubeconfig=cluster.kubeconfig)
+        assert cluster.api.get(deployment)["spec"]["replicas"] == 2
+        to_cluster = (str(chart.CHART), *values)
+        run_helm("upgrade", "gpuquota", *to_cluster, kubeconfig=cluster.kubeconfig)
         cluster.api.create(QUOTAS, quota("team-a", guaranteed=1))
         run_helm("uninstall", "gpuquota", "--wait", "--namespace=default", kubeconfig=cluster.kubeconfig)
         left = {one["metadata"]["name"] for one in cluster.api.items("/api/v1/namespaces")}

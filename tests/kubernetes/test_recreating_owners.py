@@ -10,6 +10,7 @@ import pytest
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
@@ -106,6 +107,8 @@ def test_a_pod_whose_owner_counts_that_as_a_failure_is_not_moved_without_the_oth
     replica, job = owned_by("apps/v1", "StatefulSet"), owned_by("batch/v1", "Job")
     assert moved_for_a_large_pod(msgspec.structs.replace(replica, **gang))
     assert not moved_for_a_large_pod(msgspec.structs.replace(job, **gang))
+    leader = Owner("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "team", "x", "0")
+    assert not moved_for_a_large_pod(msgspec.structs.replace(replica, owner=leader, **gang)), "all are created again"
     assert not moved_for_a_large_pod(job), "two pods of a work queue, each of which starts alone"
     assert moved_for_a_large_pod(job, ("one", "two")), "of two Jobs"
     assert not moved_for_a_large_pod(msgspec.structs.replace(job, **wrapped), ("one", "two")), "of one AppWrapper"

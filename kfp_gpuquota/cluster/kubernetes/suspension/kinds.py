@@ -235,7 +235,9 @@ def owner_key(pod: PodView) -> tuple[str, str]:
 
 
 def together_name(pod: PodView) -> str:
-    """Return the name of the pods of which the loss of one may fail all; "" if its owner counts no failures."""
+    """Return the name of the pods of which the loss of one may fail all, or restart all; "" if it is alone in that."""
+    if pod.owner is not None and pod.owner.kind == "LeaderWorkerSet":
+        return pod.owner.group  # by default its controller creates all pods of a replica again
     if not may_be_suspended(pod.controller_kind):
         return ""
     wrapper = pod.labels.get(_WRAPPER_LABEL)

@@ -92,8 +92,8 @@ def _why_not_ready(facts: Facts, name: str, namespace: str) -> tuple[str, str]:
             if waiting.get("reason") in _BAD_IMAGE:
                 return (
                     f": {waiting['reason']} of {status['image']}",
-                    "build and push the images, and name registry and tag: helm upgrade --reuse-values --set "
-                    "image.registry=... --set image.tag=...; for a private registry image.pullSecrets",
+                    "build and push the images, and name registry and tag: helm upgrade --reset-then-reuse-values "
+                    "--set image.registry=... --set image.tag=...; for a private registry image.pullSecrets",
                 )
             if waiting.get("reason"):
                 return f": {waiting['reason']}", f"see: kubectl -n {namespace} logs {metadata['name']} --previous"
