@@ -123,3 +123,11 @@ def test_a_project_is_taken_out_of_its_department(cli: Cli) -> None:
     views = json.loads(cli("project list -o json"))
     assert [view["project"].get("parent") for view in views] == [None, None]
     cli("project delete vision")
+
+
+def test_a_project_is_as_before_where_its_members_cannot_be_changed(cli: Cli) -> None:
+    assert cli.run("project create team-x --guaranteed 1 --member root").code == 2
+    assert "team-x" not in cli("project list -o json")
+    cli("project create team-x --guaranteed 1")
+    assert cli.run("project set team-x --guaranteed 2 --member root").code == 2
+    assert json.loads(cli("project list -o json"))[0]["project"]["guaranteed"] == 1

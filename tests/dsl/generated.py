@@ -1,7 +1,7 @@
 """Pipelines composed of what real ones have, drawn by a seed, with their steps plain or routed."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, valid-type, type-arg, attr-defined, no-untyped-call, no-any-return"
-# ruff: noqa: E501, PLC0415, PTH123, UP006, UP045 - components as users write them
+# ruff: noqa: E501, FBT002, PLC0415, PTH101, PTH103, PTH109, PTH110, PTH114, PTH115, PTH116, PTH118, PTH123, PTH208, PTH211, PYI024, UP006, UP045 - as users write
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def values(
 ):
     from collections import namedtuple
 
-    Values = namedtuple("Values", ["text", "total", "names", "options", "on", "x"])  # noqa: PYI024
+    Values = namedtuple("Values", ["text", "total", "names", "options", "on", "x"])
     return Values(
         f'"{number}" ü\n$x {{}}', number, ["a", "{{ $ }}", str(number)], {"k": [1, {"é": "ü"}]}, number > 2, 1 / 3
     )
@@ -33,7 +33,7 @@ def consume(
     text: str,
     names: List[str] = ["default"],  # noqa: B006
     options: Optional[Dict[str, Any]] = None,
-    on: bool = True,  # noqa: FBT002
+    on: bool = True,
     maybe: Optional[str] = None,
     x: float = 0.25,
 ) -> str:
@@ -50,8 +50,8 @@ def write(text: str, data: dsl.Output[dsl.Dataset], model: dsl.Output[dsl.Model]
     with open(data.path, "w") as file:
         file.write(text)
     data.metadata.update({"n": 3, "x": 0.5, "yes": True, "text": text, "list": [1, "b"], "deep": {"a": {"b": []}}})
-    os.makedirs(os.path.join(model.path, "deep"))  # noqa: PTH103, PTH118
-    with open(os.path.join(model.path, "deep", "weights"), "wb") as binary:  # noqa: PTH118
+    os.makedirs(os.path.join(model.path, "deep"))
+    with open(os.path.join(model.path, "deep", "weights"), "wb") as binary:
         binary.write(bytes(range(256)))
     model.framework = "none"
     with open(count, "w") as file:
@@ -64,7 +64,7 @@ def read(data: dsl.Input[dsl.Dataset], model: Optional[dsl.Input[dsl.Model]] = N
 
     with open(data.path) as file:
         text = file.read()
-    inside = sorted(os.listdir(model.path)) if model else []  # noqa: PTH208
+    inside = sorted(os.listdir(model.path)) if model else []
     return {"text": text, "metadata": data.metadata, "name": data.name, "inside": inside}
 
 
@@ -112,7 +112,7 @@ def _doubled(number: int) -> int:
 def helped(number: int, folder: dsl.EmbeddedInput[dsl.Dataset]) -> int:
     import os
 
-    return _doubled(number) + len(os.listdir(folder.path))  # noqa: PTH208
+    return _doubled(number) + len(os.listdir(folder.path))
 
 
 embedding = dsl.component(
@@ -160,6 +160,193 @@ def command(
     )
 
 
+@lightweight
+def old_style(
+    text: dsl.InputPath(str),
+    data: dsl.InputPath("Dataset"),
+    out: dsl.OutputPath("Model"),
+    options: dsl.OutputPath(dict),
+    note: dsl.OutputPath(str),
+):
+    import json
+
+    with open(text) as given, open(data, "rb") as binary, open(out, "wb") as file:
+        file.write(given.read().encode() + binary.read())
+    with open(options, "w") as file:
+        json.dump({"e": "é", "big": 1 << 53, "x": 1e-300, "none": None}, file)
+    with open(note, "w") as file:
+        file.write(" ends with spaces and lines \n\n")
+
+
+@lightweight
+def around(data: dsl.Output[dsl.Artifact]) -> dict:
+    """Returns what a process has around it."""
+    import os
+    import resource
+    import signal
+    import stat
+    import sys
+
+    def state(number: int) -> str:
+        return str(signal.getsignal(number))
+
+    with open(data.path, "w") as file:
+        file.write("x")
+    os.chmod(data.path, 0o750)
+    names = ("HOME", "PATH", "LANG", "PWD", "GREETING", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OF_THE_AUTHOR")
+    return {
+        "variables": {name: os.environ.get(name) for name in names},
+        "folder": os.getcwd(),
+        "umask": os.umask(0o022),
+        "input": sys.stdin.read(),
+        "signals": {str(number): state(number) for number in (1, 2, 3, 10, 13, 15, 17)},
+        "blocked": sorted(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+        "files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        "mode": oct(stat.S_IMODE(os.stat(data.path).st_mode)),
+        "argv": len(sys.argv),
+    }
+
+
+@lightweight
+def folders(out: dsl.Output[dsl.Artifact], empty: dsl.Output[dsl.Dataset]):
+    """An artifact that is a folder with what folders may have, and one that is an empty folder."""
+    import os
+
+    os.makedirs(os.path.join(out.path, "a", "empty"))
+    os.makedirs(empty.path)
+    for name in ("a/program", ".hidden", "a/with space", "a/ünï"):
+        with open(os.path.join(out.path, name), "w") as file:
+            file.write(name)
+    os.chmod(os.path.join(out.path, "a/program"), 0o755)
+    os.symlink("program", os.path.join(out.path, "a/link"))
+    os.symlink(os.path.join(out.path, "a/program"), os.path.join(out.path, "a/absolute"))
+    os.symlink("a", os.path.join(out.path, "folder"))
+    os.link(os.path.join(out.path, ".hidden"), os.path.join(out.path, "hard"))
+    empty.metadata["path"] = empty.path
+    empty.metadata["uri"] = empty.uri
+
+
+@lightweight
+def walked(out: dsl.Input[dsl.Artifact]) -> list:
+    import os
+
+    found = []
+    for folder, names, files in os.walk(out.path):
+        for name in [*names, *files]:
+            path = os.path.join(folder, name)
+            mode = oct(os.lstat(path).st_mode)
+            leads = os.readlink(path).replace(out.path, "OUT") if os.path.islink(path) else ""
+            found.append([os.path.relpath(path, out.path), mode, leads, os.path.exists(path)])
+    return sorted(found)
+
+
+@lightweight
+def several(text: str) -> NamedTuple("Several", [("data", dsl.Dataset), ("scores", dsl.Metrics), ("text", str)]):
+    from collections import namedtuple
+
+    data = dsl.Dataset(uri=dsl.get_uri("data"), metadata={"none": None, "deep": [{"a": 1}]})
+    with open(data.path, "w") as file:
+        file.write(text)
+    scores = dsl.Metrics(uri=dsl.get_uri("scores"), metadata={"loss": 0.5})
+    return namedtuple("Several", ["data", "scores", "text"])(data, scores, text * 2)
+
+
+@lightweight
+def slices(sliced: dsl.Output[dsl.SlicedClassificationMetrics], page: dsl.Output[dsl.HTML]):
+    sliced.load_confusion_matrix("one", ["a", "b"], [[1, 2], [3, 4]])
+    page.uri = page.uri + ".html"
+    page.metadata["title"] = 'a "page" <b>'
+    with open(page.path, "w") as file:
+        file.write("<html></html>")
+
+
+@lightweight
+def noisy(text: str) -> str:
+    """Writes what a terminal may get."""
+    import os
+    import sys
+
+    os.write(1, b"\xc3\xbc \x1b[31mred\x1b[0m\r50%\r100%\n" + b"x" * 70000 + b"\n")
+    sys.stderr.write("an error, and no newline at the end")
+    print("ünï", end="")
+    return text + "\u2028\x07\t\u200b\U0001f600"
+
+
+@lightweight
+def large(count: int, out: dsl.OutputPath(str)) -> str:
+    with open(out, "w") as file:
+        file.write("0123456789ü" * 20_000)
+    return "a'\"\\" * (count + 4_000)
+
+
+@lightweight
+def size_of(text: str, again: str = "") -> int:
+    return len(text) + len(again)
+
+
+@lightweight
+def nothing():
+    pass
+
+
+@lightweight
+def forgets(way: str, text: dsl.OutputPath(str), data: dsl.Output[dsl.Dataset]):
+    """Leaves without what it declares, or as steps should not."""
+    import os
+    import signal
+    import sys
+
+    data.metadata["way"] = way
+    if way != "nothing":
+        with open(data.path, "w") as file:
+            file.write(way)
+    if way == "text":
+        return
+    with open(text, "w") as file:
+        file.write("text")
+    if way == "exit 0":
+        sys.exit(0)
+    if way == "_exit 0":
+        os._exit(0)
+    if way == "_exit 3":
+        os._exit(3)
+    if way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if way == "interrupted":
+        raise KeyboardInterrupt
+
+
+@dsl.container_component
+def any_types(
+    on: bool,
+    x: float,
+    names: list,
+    options: dict,
+    data: dsl.Output[dsl.Artifact],
+    folder: dsl.Output[dsl.Dataset],
+    result: dsl.OutputPath(list),
+    maybe: Optional[float] = None,
+    model: Optional[dsl.Input[dsl.Model]] = None,
+):
+    script = (
+        'mkdir -p "${0%/*}" "$1" "${2%/*}"; out=$0; echo in > "$1/file"; echo "[1, \'a\', {}]" | tr "\'" \'"\' > "$2"; '
+        'shift 2; shift; printf "%s\n" "$#" "$@" > "$out"'
+    )
+    return dsl.ContainerSpec(
+        image=IMAGE,
+        command=["sh", "-c", script, data.path, folder.path, result],
+        args=[
+            "--on", on, "--x", x, names, options, "", " ", "*", "a\nb", "{{x}}", "{{$", "$(VAR) $$(VAR)",
+            dsl.IfPresentPlaceholder("maybe", then=["--maybe", dsl.ConcatPlaceholder(["<", maybe, ">"])]),
+            dsl.IfPresentPlaceholder("model", then=["--model", model.path, model.uri], else_=["--no-model"]),
+            dsl.ConcatPlaceholder([data.uri, "|", data.path, "|", folder.path]),
+            dsl.PIPELINE_TASK_NAME_PLACEHOLDER, dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
+        ],
+    )  # fmt: skip
+
+
 Wrap = Callable[[Component], Component]
 """Returns a component as it is, or decorated."""
 
@@ -168,9 +355,16 @@ class Pool:
     """What steps of a scope may use: parameters by their types, and artifacts."""
 
     def __init__(
-        self, rng: Random, wrap: Wrap, *, numbers: list[Any], texts: list[Any], nested: Component | None = None
+        self,
+        rng: Random,
+        wrap: Wrap,
+        *,
+        numbers: list[Any],
+        texts: list[Any],
+        nested: Component | None = None,
+        with_artifacts: Component | None = None,
     ) -> None:
-        self.rng, self.wrap, self.nested = rng, wrap, nested
+        self.rng, self.wrap, self.nested, self.with_artifacts = rng, wrap, nested, with_artifacts
         self.numbers, self.texts = numbers, texts
         self.names: list[Any] = [["x", "y"], []]
         self.options: list[Any] = [{"a": {"b": [1]}}, {}]
@@ -283,6 +477,123 @@ def _imported(pool: Pool) -> None:
     pool.sets.append(made.output)
 
 
+def _old_style(pool: Pool) -> None:
+    if not pool.sets:
+        _write(pool)
+    made = pool.step(old_style, text=pool.one("texts"), data=pool.one("sets")).outputs
+    pool.models.append(made["out"])
+    pool.options.append(made["options"])
+    pool.texts.append(made["note"])
+
+
+def _around(pool: Pool) -> None:
+    pool.step(around)
+
+
+def _folders(pool: Pool) -> None:
+    made = pool.step(folders).outputs
+    pool.step(walked, out=made["out"])
+    pool.step(walked, out=made["empty"])
+
+
+def _several(pool: Pool) -> None:
+    made = pool.step(several, text=pool.one("texts")).outputs
+    pool.sets.append(made["data"])
+    pool.texts.append(made["text"])
+
+
+def _slices(pool: Pool) -> None:
+    pool.step(slices)
+
+
+def _noisy(pool: Pool) -> None:
+    pool.texts.append(pool.step(noisy, text=pool.one("texts")).output)
+
+
+def _large(pool: Pool) -> None:
+    made = pool.step(large, count=pool.one("numbers")).outputs
+    pool.numbers.append(pool.step(size_of, text=made["Output"], again=made["out"]).output)
+
+
+def _nothing(pool: Pool) -> None:
+    pool.step(nothing).after(pool.step(nothing))
+
+
+def _any_types(pool: Pool) -> None:
+    maybe = {"maybe": 0.5} if pool.rng.random() < 0.5 else {}
+    model = {"model": pool.one("models")} if pool.models and pool.rng.random() < 0.7 else {}
+    made = pool.step(
+        any_types, on=pool.one("flags"), x=pool.rng.choice([0.1, 1e300, 5.0, -0.0]), names=pool.one("names"),
+        options=pool.one("options"), **maybe, **model,
+    ).outputs  # fmt: skip
+    pool.names.append(made["result"])
+    pool.step(walked, out=made["data"])
+
+
+def _forgets(pool: Pool) -> None:
+    ways = ["nothing", "text", "exit 0", "_exit 0", "_exit 3", "killed", "term", "interrupted"]
+    made = pool.step(forgets, way=pool.rng.choice(ways)).outputs
+    pool.step(read, data=made["data"])
+    pool.step(size_of, text=made["text"])
+
+
+def _nested_loops(pool: Pool) -> None:
+    items = [{"a": 1, "b": ["x", "y"]}, {"a": 2, "b": []}]
+    with dsl.ParallelFor(items, parallelism=pool.rng.choice([None, 1, 2])) as item:
+        inside = pool.inner()
+        inside.numbers.append(item.a)
+        made = inside.step(values, number=item.a).outputs["total"]
+        with dsl.If(item.a > 1):
+            inside.step(consume, text="more", names=item.b)
+        with dsl.ParallelFor(["p", "q"]) as text:
+            inside.inner().step(consume, text=text, options={"item": item.a})
+    pool.names.append(pool.step(joined, parts=dsl.Collected(made)).output)
+
+
+@lightweight
+def joined(parts: List[int]) -> list:
+    return sorted(str(part) for part in parts)
+
+
+def _conditions(pool: Pool) -> None:
+    made = pool.step(values, number=pool.one("numbers")).outputs
+    with dsl.If(made["on"] == True):  # noqa: E712
+        one = pool.inner().step(returned, text="on").output
+    with dsl.Elif(made["text"] == "other"):
+        two = pool.inner().step(returned, text="other").output
+    with dsl.Else():
+        three = pool.inner().step(several, text="else").outputs["data"]
+    pool.step(read, data=dsl.OneOf(one, two, three))
+
+
+def _artifacts_nested(pool: Pool) -> None:
+    if pool.nested is None:
+        return
+    if not pool.sets:
+        _write(pool)
+    made = pool.with_artifacts(data=pool.one("sets"), text=pool.one("texts")).outputs
+    pool.sets.append(made["data"])
+    pool.numbers.append(made["count"])
+
+
+def _with_artifacts(rng: Random, wrap: Wrap) -> Component:
+    @dsl.pipeline(name="with-artifacts")
+    def with_artifacts(
+        data: dsl.Input[dsl.Dataset], text: str, maybe: Optional[int] = None, on: bool = False
+    ) -> NamedTuple("Made", [("data", dsl.Dataset), ("count", int)]):
+        from collections import namedtuple
+
+        inside = Pool(rng, wrap, numbers=[1], texts=[text])
+        inside.sets.append(data)
+        inside.flags.append(on)
+        _draw(inside, LEAVES, 1)
+        made = inside.step(write, text=text)
+        inside.step(read, data=data)
+        return namedtuple("Made", ["data", "count"])(made.outputs["data"], made.outputs["count"])
+
+    return with_artifacts
+
+
 def _loop(pool: Pool) -> None:
     items = pool.rng.choice([["p", "q"], [1], pool.one("names")])
     with dsl.ParallelFor(items) as item:
@@ -325,8 +636,11 @@ def _exit(pool: Pool) -> None:
             inside.step(fails, code=pool.rng.choice([1, 7]))
 
 
-LEAVES = [_values, _consume, _write, _read, _elsewhere, _report, _returned, _command, _embedded, _imported]
-PARTS = [*LEAVES, _loop, _condition, _nested]
+LEAVES = [
+    _values, _consume, _write, _read, _elsewhere, _report, _returned, _command, _embedded, _imported, _old_style,
+    _around, _folders, _several, _slices, _noisy, _large, _nothing, _any_types,
+]  # fmt: skip
+PARTS = [*LEAVES, _loop, _condition, _nested, _nested_loops, _conditions, _artifacts_nested]
 
 
 def _draw(pool: Pool, parts: Sequence[Callable[[Pool], None]], count: int) -> None:
@@ -337,16 +651,25 @@ def _draw(pool: Pool, parts: Sequence[Callable[[Pool], None]], count: int) -> No
 def drawn(seed: int, wrap: Wrap) -> Component:
     """Return the pipeline of a seed, with its steps as `wrap` has them; both have the same parts and inputs."""
     rng = Random(seed)
-    nested = _inner(rng, wrap)
+    nested, with_artifacts = _inner(rng, wrap), _with_artifacts(rng, wrap)
 
     @dsl.pipeline(name=f"drawn-{seed}")
     def pipeline(number: int = 3, text: str = "from outside") -> str:
-        pool = Pool(rng, wrap, numbers=[number, 1], texts=[text, "", dsl.PIPELINE_TASK_NAME_PLACEHOLDER], nested=nested)
+        pool = Pool(
+            rng,
+            wrap,
+            numbers=[number, 1],
+            texts=[text, "", dsl.PIPELINE_TASK_NAME_PLACEHOLDER],
+            nested=nested,
+            with_artifacts=with_artifacts,
+        )
         _draw(pool, PARTS, rng.randint(2, 3))
         if rng.random() < 0.3:
             _exit(pool)
         elif rng.random() < 0.1:
             pool.step(fails, code=rng.choice([1, 7]))
+        elif rng.random() < 0.25:
+            _forgets(pool)
         return pool.step(consume, text=pool.one("texts"), names=pool.one("names"), options=pool.one("options")).output
 
     return gpuquota.pipeline(project="team-a")(pipeline) if wrap is routed else pipeline

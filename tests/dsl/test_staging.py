@@ -80,6 +80,26 @@ def test_what_kfp_reads_names_the_final_places(tmp_path: Path, executor_input: d
     assert (tmp_path / "train/where").read_text() == model
 
 
+def test_lists_of_files_in_an_artifact_name_the_final_places(tmp_path: Path, executor_input: dict[str, Any]) -> None:
+    """As a data set's description does, and the index of a checkpoint."""
+    staging = Staging(executor_input, "train-1")
+    staging.create(["true"], {})
+    folder = tmp_path / "bucket" / staging.tag / "w-1"
+    (folder / "model").mkdir(parents=True)
+    listed, binary, other = folder / "model" / "files.txt", folder / "model" / "0.bin", f"{folder}0/model"
+    listed.write_text(f"path: {folder}\n{folder}/model/0.bin {folder}/model/é.bin {other}")
+    listed.chmod(0o750)
+    binary.write_bytes(bytes(1) + str(folder).encode())
+    (folder / "model" / "empty").touch()
+    staging.publish_outputs("w-1")
+    final = tmp_path / "bucket"
+    listed = final / "model" / "files.txt"
+    assert listed.read_text() == f"path: {final}\n{final}/model/0.bin {final}/model/é.bin {other}"
+    assert stat.S_IMODE(listed.stat().st_mode) == 0o750
+    assert (final / "model" / "0.bin").read_bytes() == bytes(1) + str(folder).encode()
+    assert _files(final) == {"model/files.txt", "model/0.bin", "model/empty"}
+
+
 def test_a_result_replaces_what_an_earlier_attempt_left(tmp_path: Path, executor_input: dict[str, Any]) -> None:
     (tmp_path / "bucket/model").mkdir(parents=True)
     (tmp_path / "bucket/model/stale.bin").write_text("stale")

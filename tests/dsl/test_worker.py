@@ -86,6 +86,8 @@ def test_a_redirected_path_is_the_final_one_with_the_tag_taken_out(outputs: dict
         ("{{$.outputs.artifacts['model'].uri}}", "minio://bucket/run/train/model"),
         ("{{$.outputs.artifacts['model'].path}}", "/minio/bucket/run/train/model"),
         ("{{$.outputs.artifacts['model_card'].path}}", "/c/d"),
+        ("{{$.outputs.artifacts['no'].uri}}", "{{$.outputs.artifacts['no'].uri}}"),
+        ("{{$.outputs.parameters['no'].output_file}}", "{{$.outputs.parameters['no'].output_file}}"),
         ("a {{$.outputs.output_file}} {{$}}", f"a /root/train/executor_output.json {json.dumps(EXECUTOR_INPUT)}"),
     ],
 )

@@ -95,6 +95,30 @@ def test_a_team_that_is_held_or_drained_says_so_and_can_be_chosen() -> None:
     assert list(shown_below.flags()) == [("stopped", "drained")]
 
 
+def test_a_departments_figures_are_exact_sums_of_parts_of_gpus() -> None:
+    """Random parts, in thousandths: a sum of binary numbers borrows 0 GPUs, or waits for 0 GPUs."""
+    chance = random.Random(4)
+    for _ in range(300):
+        held, wanted = ([chance.randrange(2000) for _ in range(4)] for _ in range(2))
+        wanted = chance.choice([held, wanted])
+        guaranteed = chance.choice([sum(held), chance.randrange(8000)])
+        views = [
+            ProjectView(
+                project=Project(name=f"p-{i}", parent="top"), allocated=h / 1000, over_quota=0, requested=w / 1000
+            )
+            for i, (h, w) in enumerate(zip(held, wanted, strict=True))
+        ]
+        top = ProjectView(
+            project=Project(name="top", guaranteed=guaranteed / 1000), allocated=0, over_quota=0, requested=0
+        )
+        team = next(teams.tree([top, *views]))
+        amounts = team.amounts
+        shown = [amounts.held, amounts.borrowed, amounts.unused, amounts.waiting]
+        more, less, waits = sum(held) - guaranteed, guaranteed - sum(held), sum(wanted) - sum(held)
+        assert shown == [each / 1000 for each in (sum(held), max(0, more), max(0, less), max(0, waits))]
+        assert not re.search(r"\b0 GPUs", str(list(team.flags())))
+
+
 def test_a_page_has_its_part_of_the_list_and_links_to_the_others() -> None:
     cluster = Cluster([job(f"j-{i:03}", submitted_at=NOW + i) for i in range(260)])
     shown = cluster.show("/queue?size=100&page=2&word=j-")

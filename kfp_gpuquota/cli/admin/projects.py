@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -16,9 +17,11 @@ from kfp_gpuquota.cli.arguments.parsers import pairs, seconds
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.terminal import echo
-from kfp_gpuquota.errors import ConflictError, InvalidFieldError, UnauthorizedError, UsageError
+from kfp_gpuquota.errors import ConflictError, GpuQuotaError, InvalidFieldError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfp_gpuquota.api.wire import ProjectView
     from kfp_gpuquota.server.cluster_api import ClusterApi
 
@@ -135,7 +138,7 @@ def create(
     reached = client()
     view = reached.create_project(project)
     if member:
-        view = _with_members(name, member, [])
+        view = _with_members(reached, name, member, [], undo=partial(reached.delete_project, name))
     echo(f"project {name} created: {_quota(view)}{_members(view)}")
     for note in (reached.quota_gap(name), _overcommitted(reached)):
         _note(note)
@@ -181,19 +184,28 @@ def set_quota(
         config_project(name)
         return
     reached = client()
+    before = reached.get_project(name).project
     if quota:
         view = _changed(reached, name, changed, _pools(pool or []))
     if members:
-        view = _with_members(name, member or [], remove_member or [])
+        undo = partial(reached.set_project, before) if quota else None
+        view = _with_members(reached, name, member or [], remove_member or [], undo)
     echo(f"project {name} changed: {_quota(view)}{_members(view)}")
     _note(_overcommitted(reached))
 
 
-def _with_members(name: str, add: list[str], remove: list[str]) -> ProjectView:
-    """Change a project's members. Raises UsageError where a cluster has none."""
+def _with_members(
+    reached: ClusterApi, name: str, add: list[str], remove: list[str], undo: Callable[[], object] | None
+) -> ProjectView:
+    """Change a project's members; where it fails, undo what the command has changed before. Raises ConflictError."""
     from kfp_gpuquota.api.wire import MembersChange  # noqa: PLC0415 (other commands do without it)
 
-    return client().change_members(name, MembersChange(add=tuple(add), remove=tuple(remove)))
+    try:
+        return reached.change_members(name, MembersChange(add=tuple(add), remove=tuple(remove)))
+    except GpuQuotaError:
+        if undo:
+            undo()
+        raise
 
 
 def _members(view: ProjectView) -> str:

@@ -53,9 +53,10 @@ def update(
     reached, project = client(), project_or_configured(project)
     was_elastic = one_job(reached, project, job).spec.elastic
     updated = reached.update_job(project, job, changed)
-    echo(f"job {job} updated")
+    if output is Format.TABLE:
+        echo(f"job {job} updated")
+    else:
+        show(updated, output)
     if updated.spec.elastic and not was_elastic:
         program = "its program has to use elastic_runtime: several workers of another one would each do all of the work"
         echo(f"warning: the job is elastic from now on, and {program}", err=True)
-    if output is not Format.TABLE:
-        show(updated, output)

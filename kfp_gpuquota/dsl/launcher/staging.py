@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 STEP_FILE: Final = "step.json"
 _LOGS: Final = "executor-logs"
+_BEGINNING: Final = 8192
 PRIVATE_DIRECTORY: Final = 0o700
 PRIVATE_FILE: Final = 0o600
 
@@ -98,13 +101,16 @@ class Staging:
         return list(dict.fromkeys(Path(local_path(owner[key])).parent for owner, key in locations))
 
     def _translate(self, worker: str) -> None:
-        """Replace staged paths by final ones in the files that KFP reads; the staging directory's name is unique."""
-        outputs = self._executor_input["outputs"]
-        names = [outputs["outputFile"], *(p["outputFile"] for p in outputs.get("parameters", {}).values())]
-        staged = f"{self.tag}/{worker}/".encode()
-        for path in (Path(name).parent / self.tag / worker / Path(name).name for name in names):
-            if path.is_file() and staged in (content := path.read_bytes()):
-                path.write_bytes(content.replace(staged, b""))
+        """Replace staged paths by final ones in all text files; the staging directory's name is unique.
+
+        They are in the files that KFP reads, and in artifacts: a list of a data set's files, a checkpoint's index.
+        """
+        staged = re.compile(rf"/{re.escape(self.tag)}/{re.escape(worker)}(?![\w.-])".encode())
+        for final in self._final_directories():
+            for folder, _, names in os.walk(final / self.tag / worker):
+                for path in (Path(folder, name) for name in names):
+                    if path.is_file() and not path.is_symlink():
+                        _remove_from_text(path, staged, final / self.tag / "rewritten")
 
     def _elsewhere(self) -> str:
         """Return "NAME at PATH" of an artifact that the command has at a path of its own that does not exist here."""
@@ -151,6 +157,24 @@ class Staging:
             yield self.root.exists()
         finally:
             os.close(descriptor)
+
+
+def _remove_from_text(path: Path, pattern: re.Pattern[bytes], temporary: Path) -> None:
+    """Remove what matches from a file without zero bytes in its beginning. Of any size: it is not read into memory."""
+    with path.open("rb") as file:
+        if bytes(1) in (file.read(_BEGINNING) or bytes(1)):
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            spans = [found.span() for found in pattern.finditer(content)]  # type: ignore[call-overload]
+            if not spans:
+                return
+            with temporary.open("wb") as target:
+                end = 0
+                for begin, after in (*spans, (len(content), len(content))):
+                    target.write(memoryview(content)[end:begin])
+                    end = after
+    shutil.copystat(path, temporary)
+    temporary.replace(path)
 
 
 def _move_into(source: Path, target: Path) -> None:

@@ -102,8 +102,11 @@ def output_folders(executor_input: Json) -> list[str]:
 
 
 def resolved(element: str, executor_input: Json) -> str:
-    """Return one element of the original command with the masked placeholders for outputs filled in."""
-    return _PLACEHOLDER.sub(lambda match: _value(match[1], executor_input) or match[0], element)
+    """Return one element of the original command with the masked placeholders for outputs filled in.
+
+    One for an output that the step does not declare stays as its author wrote it, as in KFP.
+    """
+    return _PLACEHOLDER.sub(lambda match: _value(match[1], executor_input) or f"{{{{${match[1]}}}}}", element)
 
 
 def _value(path: str, executor_input: Json) -> str:
@@ -116,6 +119,8 @@ def _value(path: str, executor_input: Json) -> str:
     if not match:
         return ""
     kind, name, field = match.groups()
+    if name not in outputs.get(kind, {}):
+        return ""
     if kind == "parameters":
         return str(outputs["parameters"][name]["outputFile"])
     artifact = outputs["artifacts"][name]["artifacts"][0]

@@ -10,7 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api import StopPolicy
 from kfp_gpuquota.api.project import run_times_of, stopped_by
-from kfp_gpuquota.api.quantity import show_gpus
+from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.query import Choices, Query
 from kfp_gpuquota.web.rendering import render
@@ -51,17 +51,17 @@ class Amounts:
     @property
     def borrowed(self) -> float:
         """What is held beyond the guarantee."""
-        return max(0.0, self.held - self.guaranteed)
+        return _amount(self.held - self.guaranteed)
 
     @property
     def unused(self) -> float:
         """What is guaranteed and not held."""
-        return max(0.0, self.guaranteed - self.held)
+        return _amount(self.guaranteed - self.held)
 
     @property
     def waiting(self) -> float:
         """What jobs ask for and do not hold; what others hold above their request does not meet it."""
-        return max(0.0, self.wanted - (self.held - self.surplus))
+        return _amount(self.wanted - (self.held - self.surplus))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Team:
         amounts = self.amounts
         if self.stop_policy is not StopPolicy.NONE:
             yield "stopped", "drained" if self.stop_policy is StopPolicy.HOLD_AND_DRAIN else "held"
-        if amounts.waiting and amounts.held < amounts.guaranteed:
+        if amounts.waiting and amounts.unused:
             within = amounts.waiting <= amounts.unused
             left = "of its guarantee" if within else f"and has {show_gpus(amounts.unused)} of its guarantee left"
             yield "starved", f"waits for {show_gpus(amounts.waiting)} {left}"
@@ -166,12 +166,12 @@ def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
         views = [by_name[each] for each in below(name)] if department else [by_name[name]]
         project = by_name[name].project
         summed = Amounts(
-            held=sum(view.allocated for view in views),
+            held=_amount(sum(view.allocated for view in views)),
             guaranteed=project.guaranteed,
-            wanted=sum(view.requested for view in views),
+            wanted=_amount(sum(view.requested for view in views)),
             limit=project.limit,
-            lent=sum(view.lent for view in views),
-            surplus=sum(view.surplus for view in views),
+            lent=_amount(sum(view.lent for view in views)),
+            surplus=_amount(sum(view.surplus for view in views)),
         )
         by = stopped_by(project, lambda above: by_name[above].project if above in by_name else None)
         policy = StopPolicy.NONE if by is None else by.stop_policy
@@ -181,6 +181,11 @@ def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
 
     for top in [chosen] if chosen in by_name else children.get("", []) if not chosen else []:
         yield from lines(top, 0)
+
+
+def _amount(gpus: float) -> float:
+    """Return a sum of parts of GPUs, at least 0, without the digits that such a sum only has as binary numbers."""
+    return max(0.0, float(as_number(gpus)))
 
 
 def most(amounts: Amounts) -> float:
