@@ -87,6 +87,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	  tests/kubernetes/test_plain_pods.py
 	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m slow --timeout 7200 tests/server/test_fuzz.py \
 	  $(SOAKED:%=tests/kubernetes/test_%.py)
+	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --timeout 7200 tests/cli/test_generated_commands.py
 	SOAK=1 $(BIN)/python -m pytest -n 0 -m slow --timeout 3600 tests/test_release_images.py $(SOAKED_TESTS:%=tests/%.py)
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 	ELASTIC_RECIPES=2000 $(BIN)/python -m pytest -n 2 -m slow tests/elastic_runtime/test_generated.py --timeout 7200
