@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from kfp_gpuquota.api import ExpectedStart
-from kfp_gpuquota.scheduler import JobRemoved, WorkerGone, WorkerLeaving, WorkerStarted, plan
+from kfp_gpuquota.api import ExpectedStart, Order
+from kfp_gpuquota.scheduler import (
+    JobRemoved,
+    JobResumed,
+    JobSuspended,
+    WorkerGone,
+    WorkerLeaving,
+    WorkerStarted,
+    plan,
+)
 from kfp_gpuquota.scheduler.dump import take_dump
 from kfp_gpuquota.scheduler.forecast import UNKNOWN, Accuracy, Effort, RunTime, expected_starts
+from tests.effort import effort
 from tests.scheduler.world import World
 
 if TYPE_CHECKING:
@@ -79,15 +88,31 @@ class Reality:
                     self.world.state.apply(WorkerGone(worker, self.world.now))
             again_at = self.plan()
 
+    def stop(self, job: str) -> None:
+        """Stop the job, which is to start again; its workers do not exit yet."""
+        state = self.world.state
+        self.lasts[job] = self.ends.pop(job) - self.world.now
+        state.apply(JobSuspended(job))
+        for worker in list(state.jobs[job].tasks):
+            state.apply(WorkerLeaving(worker, self.world.now))
+        state.apply(JobResumed(job))
 
-def reality(jobs: list[tuple[str, int, int]], guaranteed: dict[str, int], reserve_after_s: float) -> Reality:
+    def exit_stopped(self) -> None:
+        """End all workers that were stopped."""
+        for worker in [task.id for task in self.world.state.ledger.leaving]:
+            self.world.state.apply(WorkerGone(worker, self.world.now))
+
+
+def reality(
+    jobs: list[tuple[str, int, int]], guaranteed: dict[str, int], reserve_after_s: float, order: Order = Order.FAIR
+) -> Reality:
     """Return a cluster on which the first job has started, and all others of the list wait or run."""
     world = World()
     world.state.ledger.reserve_after_s, world.state.ledger.moves = reserve_after_s, False
     for number in range(NODES):
         world.node(f"node-{number}", GPUS)
     for name, gpus in guaranteed.items():
-        world.project(name, gpus)
+        world.project(name, gpus, order=order)
     one = Reality(world, {})
     for number, (team, gpus, lasts) in enumerate(jobs):
         one.lasts[world.submit(f"job-{number}", team, gpus, gpus_per_worker=min(gpus, GPUS))] = lasts
@@ -201,6 +226,24 @@ def test_with_exact_run_times_the_estimate_is_the_actual_start(
     assert take_dump(one.world.state, one.world.now, "") == before
     waiting = {uid for uid, job in one.world.state.jobs.items() if not job.active}
     one.started.clear()
+    one.play()
+    assert {uid: each.earliest for uid, each in found.items()} == {uid: one.started[uid] for uid in waiting}
+
+
+@settings(max_examples=effort(25, 2000), deadline=None)
+@given(Jobs, st.integers(0, 8), st.sampled_from(list(Order)), st.sets(st.integers(0, 11), min_size=1))
+def test_a_stopped_job_starts_again_when_the_estimate_says_once_its_workers_have_exited(
+    jobs: list[tuple[str, int, int]], ours: int, order: Order, stopped: set[int]
+) -> None:
+    one = reality(jobs, {"ours": ours, "theirs": NODES * GPUS - ours}, inf, order)
+    for job in sorted({f"job-{number}" for number in stopped} & one.ends.keys()):
+        one.stop(job)
+    before = take_dump(one.world.state, one.world.now, "")
+    found = _forecast(one)
+    assert take_dump(one.world.state, one.world.now, "") == before
+    waiting = {uid for uid, job in one.world.state.jobs.items() if not job.active}
+    one.started.clear()
+    one.exit_stopped()
     one.play()
     assert {uid: each.earliest for uid, each in found.items()} == {uid: one.started[uid] for uid in waiting}
 

@@ -348,3 +348,23 @@ def test_jobs_for_which_nothing_can_be_kept_do_not_hide_that_of_a_later_team() -
     world.now += AFTER_S
     waiting = world.plan().waiting
     assert [job for job, reason in waiting.items() if "reserved_nodes" in reason.details] == ["large-19"]
+
+
+def test_that_many_teams_wait_for_long_jobs_does_not_hide_a_later_team() -> None:
+    teams = 20
+    stream = Stream(world_of(teams, 2, **{f"team-{number}": 2 for number in range(teams)}))
+
+    def submit(number: int, name: str, gpus: int, rounds: int) -> None:
+        stream.submit(f"{name}-{number}", gpus, rounds, f"team-{number}", node_selector={"team": f"{number}"})
+
+    for number in range(teams):
+        stream.world.node(f"node-{number}", 2, labels={"team": f"{number}"})
+        submit(number, "long", 1, 1000 if number < teams - 1 else 2)
+    stream.play()
+    for number in range(teams):
+        submit(number, "large", 2, 1)
+        stream.world.now += 1
+    for number in range(teams, teams + 20):
+        stream.submit(f"small-{number}", 1, 3, f"team-{teams - 1}", node_selector={"team": f"{teams - 1}"})
+        stream.play()
+    assert f"large-{teams - 1}" not in stream.world.specs, "smaller jobs pass it without end"

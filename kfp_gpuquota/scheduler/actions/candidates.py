@@ -6,6 +6,7 @@ all jobs that are alike until the host changes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api.resources import capacity_of
@@ -65,7 +66,7 @@ def candidates_for(
             continue
         version, candidate = known.get(host, (-1, None))
         if version != host.version:
-            candidate = _candidate(host, tasks[0], len(tasks), now)
+            candidate = _candidate(ledger, host, tasks[0], len(tasks), now)
             known[host] = host.version, candidate
         if candidate is not None:
             found[host] = candidate
@@ -88,18 +89,29 @@ def _in_order(ledger: Ledger, *, shared: bool) -> Iterator[Host]:
             yield ledger.hosts[name]
 
 
-def _candidate(host: Host, task: Task, most: int, now: float) -> Candidate | None:
+def _candidate(ledger: Ledger, host: Host, task: Task, most: int, now: float) -> Candidate | None:
+    """Return the host with what the job could have there, or None.
+
+    All leave it some day but the tasks of a core, and what is held for a job that waits. What is started or promised in
+    this plan does, too: else nothing could be kept for the next job behind it. The placeholders of a reservation are of
+    a job without any pending task.
+    """
     if not host.ready or not placement.may_use(host, task):
         return None
     request = task.request
-    ending = [other for other in host.tasks if _ends(other)]
+    ending = [
+        other
+        for other in host.tasks
+        if other.status is Status.LEAVING
+        or (not other.job.core and (other.status is not Status.NOMINATED or other.job.pending))
+    ]
     if not ending and request.whole and host.idle_whole < request.devices:
         return None
     staying = [other for other in host.tasks if other not in ending] if ending else list(host.tasks)
     workers = _room(host, request, staying)
     if workers < 1:
         return None
-    lent = lent_on(host)
+    lent = lent_on(ledger, host)
     on_loan = {device for other in lent for device in other.devices}
     share = min(request.share_of(host.gpu_memory_mib), GPU)
     if share == GPU and not on_loan and not host.shared:
@@ -109,18 +121,6 @@ def _candidate(host: Host, task: Task, most: int, now: float) -> Candidate | Non
     latest = max((now if other.status in _PLANNED else other.started_at for other in ending), default=0.0)
     free_at = free_at_of(host, request, min(workers, most), now, lent)
     return Candidate(min(idle, workers * request.devices), latest, host, workers, free_at)
-
-
-def _ends(task: Task) -> bool:
-    """Return whether the task leaves its host some day: not one of a core, nor what is held for a job that waits.
-
-    What is started or promised in this plan ends, too: else nothing could be kept for the next job behind it. The
-    placeholders of a reservation are of a job without any pending task.
-    """
-    status = task.status
-    if status is Status.LEAVING:
-        return True
-    return not task.job.core and (status is not Status.NOMINATED or bool(task.job.pending))
 
 
 def _ends_by(task: Task, now: float) -> float:
@@ -133,10 +133,10 @@ def _ends_by(task: Task, now: float) -> float:
     return (task.job.started_at if runs else now) + task.job.most_s
 
 
-def lent_on(host: Host) -> set[Task]:
+def lent_on(ledger: Ledger, host: Host) -> set[Task]:
     """Return the lent workers on the host. Of a job on several hosts none: it is open where it would lose them."""
     lent: set[Task] = set()
-    for job in {task.job for task in host.tasks}:
+    for job in {task.job for task in host.tasks} if ledger.lent_tasks else ():
         if job.lent and len(job.hosts) == 1:
             held = [task for task in job.tasks.values() if task.status is Status.HELD]
             lent.update(sorted(held, key=lambda task: -task.index)[: job.lent])
@@ -146,15 +146,16 @@ def lent_on(host: Host) -> set[Task]:
 def free_at_of(host: Host, request: Request, workers: int, now: float, lent: Collection[Task]) -> float:
     """Return when so many workers fit at the latest, by the ends that are enforced; `inf` if unknown or far away."""
     staying = [other for other in host.tasks if other.status is not Status.LEAVING and other not in lent]
+    timed = [other for other in staying if other.job.most_s < UNLIMITED]
     free_at = now
-    for other in sorted(staying, key=lambda other: _ends_by(other, now)):
+    for other in sorted(timed, key=partial(_ends_by, now=now)):
         if _room(host, request, staying) >= workers:
-            break
+            return free_at
         free_at = max(now, _ends_by(other, now))
         if free_at > now + _NEAR_S:
             return UNLIMITED
         staying.remove(other)
-    return free_at
+    return free_at if _room(host, request, staying) >= workers else UNLIMITED
 
 
 def _room(host: Host, request: Request, staying: Sequence[Task]) -> int:

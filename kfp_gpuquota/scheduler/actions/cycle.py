@@ -368,7 +368,7 @@ class Cycle:
 
     def _has_to_wait(self, pending: PendingQueue, group: pending_queue.Group, job: Job) -> bool:
         """Return whether the job is not tried: it may not start or grow now, or would pass one that comes before it."""
-        if (first := self._before(job)) is not None:
+        if self.absent and (first := self._before(job)) is not None:
             self.blocking[job.queue] = first
             pending.close_queue(job.queue)
         elif job in self.victims or job in self.tried or self._must_not_grow(job):

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.order import Position, RankOf
 
 
-MOST: Final = 8
-"""Reservations of one plan, those of the queues that have waited longest."""
+MOST: Final = 64
+"""Reservations of one plan, those of the queues that have waited longest: each one costs a search through nodes."""
 MOST_TRIES: Final = 4
 """Jobs of one queue that a plan tries in vain to serve first: it may begin with some for which nothing can be kept."""
 MOST_FILLED: Final = 64
@@ -175,7 +175,7 @@ class Overdue:
         if _due(self._cycle.ledger, job) > self._cycle.now:
             return True
         entitled = not self._strict or _is_entitled(self._cycle.ledger, self._queue, self._shapes[number])
-        return not entitled or self._cycle.is_behind(job)
+        return not entitled or (self._strict and self._cycle.is_behind(job))
 
     def _find_soonest(self) -> float | None:
         """Return when the first job that is not due will be; a longer one can come before shorter ones from then on."""
@@ -232,7 +232,7 @@ def reserve(ledger: Ledger, job: Job, tasks: Sequence[Task], now: float, known: 
         return None
     alike = known.setdefault((request, job.queue.pool, tasks[0].within, len(tasks)), {})
     candidates = candidates_for(ledger, tasks, now, alike)
-    soonest = [candidate for candidate in candidates if _is_timed(job, candidate)]
+    soonest = [one for one in candidates if one.free_at < UNLIMITED and _is_timed(job, one)]
     found = _of(ledger, job, tasks, _chosen(sorted(soonest, key=lambda one: (one.free_at, *one.key)), len(tasks)), now)
     if found is None or found.starts_by == UNLIMITED:
         found = _of(ledger, job, tasks, _chosen(sorted(candidates, key=lambda one: one.key), len(tasks)), now)
@@ -266,7 +266,9 @@ def _of(ledger: Ledger, job: Job, tasks: Sequence[Task], chosen: Sequence[Candid
     lacks = Amount(*(max(0.0, all_of_it - part) for all_of_it, part in zip(wanted, held, strict=True)))
     starts_by = UNLIMITED
     if all(_is_timed(job, one) for one in chosen) and _holds_all(job, held, chosen):
-        starts_by = max(free_at_of(one.host, job.request, one.workers, now, lent_on(one.host)) for one in chosen)
+        starts_by = max(
+            free_at_of(one.host, job.request, one.workers, now, lent_on(ledger, one.host)) for one in chosen
+        )
     return Reservation(job, placeholders, lacks, frozenset(one.host for one in chosen), starts_by)
 
 

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.gc_pause import collector_paused
 from kfp_gpuquota.scheduler.actions.cycle import Cycle
+from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 from kfp_gpuquota.scheduler.state.order import job_key, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kfp_gpuquota.scheduler.state.model import Host, OrderKey, Queue, Shape
     from kfp_gpuquota.scheduler.state.state import State
@@ -110,6 +111,8 @@ class _Play:
         self._began: dict[Job, float] = {}
         self._tasks_began: dict[Task, float] = {}
         self._promised = [job for job in state.promised.values() if not job.active]
+        emptying = (job for job in state.emptying.values() if job.stopped and not job.promised)
+        self._stopped = [job for job in emptying if not self._is_deferred(job)]
         self._filed: dict[Queue, _Filed] = {}
         self._held_by = {host: dict(host.tasks) for host in self._ledger.hosts.values()}
         self._leaving = dict(self._ledger.leaving)
@@ -153,7 +156,7 @@ class _Play:
         return self._batch == 1 and self._ends[0][0] <= at
 
     def _begin_all(self) -> None:
-        """Begin with the jobs that run; what leaves has left at once."""
+        """Begin with the jobs that run. What leaves has left at once, so stopped jobs wait for their next start."""
         for queue in self._ledger.queues.values():
             self._filed[queue] = _Filed(queue.waiting, dict(queue.running), list(queue.requested))
             queue.waiting = self._copied(queue)
@@ -162,6 +165,10 @@ class _Play:
         self._largest = max(1, len(running) // min(FEWEST_CYCLES, self._cycles))
         for task in list(self._ledger.leaving):
             self._ledger.set(task, Status.PENDING, None)
+        for job in self._stopped:
+            self._submit(again := _resubmitted(job))
+            again.requested = quota.total(self._ledger, again.pending)
+            self._request(again, [amount - part for amount, part in zip(again.requested, job.requested, strict=True)])
         for job in running:
             self._begin(job, [task for task in job.tasks.values() if task.status is Status.HELD], self._now)
 
@@ -193,11 +200,15 @@ class _Play:
             if task.node is not None and self._batch > 1:
                 self._freed.update(((task.node, device), at) for device in task.devices)
             self._ledger.set(task, Status.PENDING, None)
-        for queue in run.job.queue.path:
-            for r, amount in enumerate(run.job.requested):
-                queue.requested[r] -= amount
+        self._request(run.job, [-amount for amount in run.job.requested])
         del self._runs[run.job]
         return True
+
+    def _request(self, job: Job, more: Sequence[float]) -> None:
+        """Add to what the job's queue and its departments request."""
+        for queue in job.queue.path:
+            for r, amount in enumerate(more):
+                queue.requested[r] += amount
 
     def _start(self, now: float, at: float) -> None:
         """Start what can start, in one cycle where ends share cycles, else as plans do: until there is no more."""
@@ -281,7 +292,9 @@ class _Play:
         del self._runs[job]
         self._left[job.uid] = run.ends_at - at
         run.ends_at = -inf
-        again = _resubmitted(job)
+        self._submit(_resubmitted(job))
+
+    def _submit(self, again: Job) -> None:
         again.filed = (shape_of(again, next_tasks(again)), job_key(again))
         entries = again.queue.waiting.setdefault(again.filed[0], [])
         insort(entries, (again.filed[1], again), key=_key_of)
