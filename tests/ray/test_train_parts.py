@@ -9,12 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
+import torch
 from ray.train import Checkpoint, RunConfig, ScalingConfig
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, ray_internals
@@ -23,6 +27,7 @@ from elastic_runtime.integrations.ray.datasets import Shards
 from elastic_runtime.integrations.ray.first_checkpoint import FirstCheckpoint
 from elastic_runtime.integrations.ray.loop_api import training_job
 from elastic_runtime.integrations.ray.reports import Point, Reports
+from elastic_runtime.integrations.ray.unmodified.loaders import LoaderSource
 from elastic_runtime.integrations.ray.worker import used_job
 from tests.forked import run
 from tests.ray import fixed_loops
@@ -145,3 +150,19 @@ def test_a_coordinator_that_cannot_listen_says_why_in_one_sentence() -> None:
     )
     assert ended.returncode == 1
     assert ended.stderr.decode().startswith("workers cannot be served at 203.0.113.1:0")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["prepared", "sampler of the loop"])
+def test_a_loop_that_continues_at_a_checkpoint_has_the_orders_of_its_epochs(*, own: bool) -> None:
+    """The job of each attempt begins with its epoch 0."""
+    driver: Any = SimpleNamespace(make_job=lambda size, loader_of: (None, loader_of(size)))
+    data = TensorDataset(torch.arange(32.0))
+    sampler = DistributedSampler(data, 1, 0)
+    loader = DataLoader(data, batch_size=4, sampler=sampler) if own else DataLoader(data, batch_size=4, shuffle=True)
+    source = LoaderSource(loader, driver)
+    (sampler if own else source.order).set_epoch(3)
+    order = source.make_job()[1].sampler
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        sampler.set_epoch(3 + epoch)
+        assert list(order) == list(sampler)

@@ -39,11 +39,12 @@ class TrainingSource(Protocol):
 class EpochOrder(Sampler[int]):
     """The order in which DistributedSampler deals samples out, as a whole and without padding.
 
-    So step k has the samples that it has in Ray, at every size. The job sets the epoch.
+    So step k has the samples that it has in Ray, at every size. The job sets the epoch; its epoch 0 is number `first`
+    of the script, which continues at a checkpoint of its own.
     """
 
-    def __init__(self, length: int, *, shuffle: bool, seed: int) -> None:
-        self.length, self.shuffle, self.seed, self.epoch = length, shuffle, seed, 0
+    def __init__(self, length: int, *, shuffle: bool, seed: int, first: int = 0) -> None:
+        self.length, self.shuffle, self.seed, self.epoch, self._first = length, shuffle, seed, first, first
 
     def __len__(self) -> int:
         return self.length
@@ -58,7 +59,11 @@ class EpochOrder(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, as a loop does for a DistributedSampler."""
-        self.epoch = epoch
+        self.epoch = self._first + epoch
+
+    def of_job(self, first: int) -> EpochOrder:
+        """Return the order for a job that begins with this epoch of the script."""
+        return EpochOrder(self.length, shuffle=self.shuffle, seed=self.seed, first=first)
 
 
 class LoaderSource:
@@ -74,8 +79,11 @@ class LoaderSource:
         return f"{len(self.order)} samples of a {kind}"
 
     def make_job(self) -> tuple[Job, Any]:
-        """Make the job of the whole order."""
-        return self._driver.make_job(self.batch_size, lambda size: self.over(self.order, size))
+        """Make the job of the whole order, from the epoch on that the script has set: of this loader's sampler, or of
+        the DistributedSampler that it was prepared with.
+        """
+        order = self.order.of_job(self.order.epoch or getattr(self._loader.sampler, "epoch", 0))
+        return self._driver.make_job(self.batch_size, lambda size: self.over(order, size))
 
     def same_as(self, other: Any) -> bool:
         """Whether it has as many samples of the same kind; the batches keep their size."""
