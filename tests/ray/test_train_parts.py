@@ -157,7 +157,7 @@ def test_a_loop_that_continues_at_a_checkpoint_has_the_orders_of_its_epochs(*, o
     """The job of each attempt begins with its epoch 0."""
     driver: Any = SimpleNamespace(make_job=lambda size, loader_of: (None, loader_of(size)))
     data = TensorDataset(torch.arange(32.0))
-    sampler = DistributedSampler(data, 1, 0)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, 0)
     loader = DataLoader(data, batch_size=4, sampler=sampler) if own else DataLoader(data, batch_size=4, shuffle=True)
     source = LoaderSource(loader, driver)
     (sampler if own else source.order).set_epoch(3)
