@@ -213,8 +213,12 @@ def test_a_train_job_gives_way_under_its_own_name(controlled: Controlled, teams:
     api.delete(path)
 
 
-def test_an_app_wrapper_gives_way_as_a_whole(controlled: Controlled, teams: tuple[str, str]) -> None:
-    """An eviction would be a failed pod, after which it counts a retry and deletes all that it wraps."""
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_an_app_wrapper_gives_way_as_a_whole(controlled: Controlled, teams: tuple[str, str], gpus: int) -> None:
+    """An eviction would be a failed pod, after which it counts a retry and deletes all that it wraps.
+
+    Also if one of its Jobs is stopped: a Job with `backoffLimit: 0` would fail by that.
+    """
     borrower, owner = teams
     api = controlled.cluster.api
     install_kinds(api)
@@ -226,8 +230,8 @@ def test_an_app_wrapper_gives_way_as_a_whole(controlled: Controlled, teams: tupl
     path = path_of("appwrappers", borrower, "all")
     api.create(path_of("appwrappers", borrower), {**body, "spec": {"components": [{"template": job} for job in jobs]}})
     controlled.wait(lambda: len(controlled.bound(borrower)) == 2, lambda: controlled.log()[-3000:])
-    controlled.until_bound(controlled.pod(owner, "back", gpus=2))
-    controlled.wait(lambda: len(controlled.waiting(borrower)) == 2, lambda: controlled.log()[-3000:])
+    controlled.until_bound(controlled.pod(owner, "back", gpus=gpus))
+    controlled.wait(lambda: len(controlled.waiting(borrower)) == gpus, lambda: controlled.log()[-3000:])
     controlled.wait(lambda: wrappers.phases == ["Running", "Suspending", "Suspended", "Running"])
     controlled.wait(lambda: set(reasons(controlled, borrower, "AppWrapper")) == {"Suspended", "Resumed"})
     assert not reasons(controlled, borrower, "Job")
