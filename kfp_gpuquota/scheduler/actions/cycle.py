@@ -38,7 +38,8 @@ from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
 from kfp_gpuquota.scheduler.fairness.pending_queue import PendingQueue
-from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.placement.empty_nodes import fit_when_empty
 from kfp_gpuquota.scheduler.placement.finder import Finders
 from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
 from kfp_gpuquota.scheduler.state import usage
@@ -399,9 +400,8 @@ class Cycle:
             return True
         alike = job.queue, shape_of(job, tasks)
         if alike not in self._impossible:
-            self._impossible[alike] = not (
-                quota.can_be_within(job, quota.total(self.ledger, tasks)) and domains.fit_when_empty(self.ledger, tasks)
-            )
+            forbidden = quota.barred_by_size(job, quota.total(self.ledger, tasks)) is not None
+            self._impossible[alike] = forbidden or not fit_when_empty(self.ledger, tasks)
         return self._impossible[alike]
 
     def _useful(self, action: str) -> Callable[[Queue], bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
@@ -10,6 +10,7 @@ from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.resources import GPU_PART_PREFIX, WHOLE_GPU, capacity_of
 from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, segments, shown_resource
 from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.placement.empty_nodes import fit_when_empty
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
 
 if TYPE_CHECKING:
@@ -41,10 +42,26 @@ def are(n: float) -> str:
 
 def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     """Return why the tasks can never start on these nodes, or None."""
+    if fit_when_empty(ledger, tasks):
+        return None
+    of_one_kind = ([task for task in tasks if task.request == one] for one in dict.fromkeys(t.request for t in tasks))
+    causes = (_impossible(ledger, alike) for alike in of_one_kind)
+    return next((cause for cause in causes if cause is not None), _TORN)
+
+
+_TORN: Final = Cause(
+    ReasonCode.FRAGMENTED,
+    "its workers do not fit together on the nodes that they may use, even if nothing else runs there",
+)
+"""Each kind of them fits by itself. Plans consider the job further: in another order they might fit."""
+
+
+def _impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
+    """Return why tasks of one kind can never start, by counts of what fits on each node; None where these suffice."""
     task = tasks[0]
     if (cause := _no_domain(ledger, tasks) or _no_segments(ledger, tasks)) is not None:
         return cause
-    if task.request.plain and not ledger.special:
+    if task.request.plain and not ledger.special and not task.job.queue.pool:
         return _too_large_for(ledger.by_size, task.request.devices, len(tasks))
     hosts = placement.usable(ledger, task)
     if not hosts:

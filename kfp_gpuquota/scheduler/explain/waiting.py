@@ -90,7 +90,14 @@ def _forbidden(job: Job, amount: Amount, promised: Promised) -> Cause | None:
         )
     barred = quota.barred_by_limit(job, amount, future=True)
     if barred is not None:
-        queue, _, r = barred
+        queue, _, r = quota.barred_by_size(job, amount) or barred
+        if amount[r] > queue.limit[r]:
+            return Cause(
+                ReasonCode.OVER_LIMIT,
+                f"project {queue.label} has a limit of {_number(queue.limit[r], r)}",
+                f"its limit grows to {_number(amount[r], r)}",
+                (("queue", queue.name), ("short", (amount[r] - queue.limit[r]) / _UNITS[r]), ("resource", _NAMES[r])),
+            )
         short = queue.held[r] + amount[r] - queue.limit[r]
         return Cause(
             ReasonCode.OVER_LIMIT,

@@ -65,11 +65,15 @@ def barred_by_guarantee(job: Job, amount: Amount) -> Barred | None:
     return None
 
 
-def can_be_within(job: Job, amount: Amount) -> bool:
-    """Return whether all limits, and of a job that is not preemptible the guarantees, are as large as its request."""
-    bounds = [queue.limit for queue in job.queue.path]
-    bounds += [queue.deserved for queue in job.queue.path if job.active < job.core]
-    return all(value <= bound[r] for bound in bounds for r, value in enumerate(amount) if value)
+def barred_by_size(job: Job, amount: Amount) -> Barred | None:
+    """Return the limit, or of a core the guarantee, that the job exceeds alone, so that it never starts; else None."""
+    for queue in job.queue.path:
+        for r, value in enumerate(amount):
+            if value and value > queue.limit[r]:
+                return Barred(queue, Bar.LIMIT, r)
+            if value and value > queue.deserved[r] and job.active < job.core:
+                return Barred(queue, Bar.GUARANTEED, r)
+    return None
 
 
 def barred_by_share(job: Job, amount: Amount) -> Barred | None:

@@ -99,26 +99,6 @@ def required(ledger: Ledger, task: Task) -> Required | None:
     return Required(topology.levels[topology.required], types, areas)
 
 
-def fit_when_empty(ledger: Ledger, tasks: Sequence[Task]) -> bool:
-    """Return whether the nodes could hold the tasks if nothing ran on them; those of several parts each by itself."""
-    for request in dict.fromkeys(task.request for task in tasks):
-        alike = [task for task in tasks if task.request == request]
-        room = partial(_room_when_empty, alike[0])
-        if alike[0].job.segments is not None:
-            most: float = most_segments(ledger, alike[0], room) * alike[0].job.segment
-        else:
-            found = required(ledger, alike[0])
-            areas = [placement.usable(ledger, alike[0])] if found is None else found.areas
-            most = max((sum(map(room, area)) for area in areas), default=0)
-        if most < len(alike):
-            return False
-    return True
-
-
-def _room_when_empty(task: Task, host: Host) -> float:
-    return placement.workers_on_empty(host, task.request) if placement.may_use(host, task, anywhere=True) else 0
-
-
 def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
     """Return (level, the most tasks that fit in one required domain now); None without a required level."""
     found = required(ledger, tasks[0])

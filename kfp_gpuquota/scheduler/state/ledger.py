@@ -37,8 +37,9 @@ class Ledger:
     and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
     `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state` identifies what is held:
     after a rollback it is what it was. `epoch` counts changes of hosts by which a task that no host can hold may become
-    one that fits. `packing`: the ranking for shares, during a plan. `one_by_one`: each task of a gang is packed by
-    itself, and shares onto the fullest device, as KAI-Scheduler does, instead of close to the others and with the least
+    one that fits; `changed_hosts` are the names of hosts whose copies in `empty_nodes` (placement/empty_nodes.py) are
+    older. `packing`: the ranking for shares, during a plan. `one_by_one`: each task of a gang is packed by itself, and
+    shares onto the fullest device, as KAI-Scheduler does, instead of close to the others and with the least
     fragmentation.
     """
 
@@ -56,6 +57,8 @@ class Ledger:
         self.reserve_after_s = RESERVE_AFTER_S
         self.moves = True
         self.packing: Packing | None = None
+        self.empty_nodes: object | None = None
+        self.changed_hosts: dict[str, None] = {}
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
         self.leaving: dict[Task, None] = {}
@@ -91,6 +94,7 @@ class Ledger:
                 task.node = host
                 task.job.hosts[host] = task.job.hosts.pop(old, 0) or task.job.hosts[host]
         self.epoch += old is None or _offers_more(host, old)
+        self._note_changed(host)
         self.hosts[host.name] = host
         self._count_capacity(host, 1)
         self._recount(host)
@@ -98,6 +102,10 @@ class Ledger:
         self._note_memory(host, old)
         for task, status, devices in held:
             self._change(task, status, host, devices)
+
+    def _note_changed(self, host: Host) -> None:
+        if self.empty_nodes is not None:
+            self.changed_hosts[host.name] = None
 
     def _note_memory(self, host: Host, old: Host | None) -> None:
         """Update the memory of the smallest device; all hosts are searched only when a host that had it changes."""
@@ -108,6 +116,7 @@ class Ledger:
 
     def drop_host(self, host: Host) -> None:
         """Remove a host without tasks."""
+        self._note_changed(host)
         self._unindex(host)
         self._count_capacity(host, -1)
         del self.hosts[host.name]
