@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api.job import Phase
+from kfp_gpuquota.api.project import Order
 from kfp_gpuquota.api.reason import ReasonCode
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ def queued(job: Job) -> Queued | None:
         pool=job.spec.node_pool,
         user_gpus=float(job.status.reason.details.get("user_gpus", 0.0)) if job.status.reason else 0.0,
     )
+
+
+def has_places(order: Order, *, uses_known: bool) -> bool:
+    """Return whether the places of a project's waiting jobs are known: by run time they change as time passes.
+
+    `uses_known`: the reasons of jobs have what their users use; the status of objects on Kubernetes does not.
+    """
+    return order is not Order.SHORTEST and (uses_known or order is not Order.FAIR_USERS)
 
 
 def ahead_of(one: Queued, all_: Iterable[Queued]) -> list[Queued]:

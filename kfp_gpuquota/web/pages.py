@@ -49,7 +49,7 @@ class Pages:
 
     def __init__(self, source: Source, site: SiteConfig) -> None:
         self._source, self._site, self._base = source, site, site.base
-        self._board = Board(source)
+        self._board = Board(source, uses_known=site.uses_known)
         self._rows, self._tiles = queue.Rows(site.base), nodes.Tiles(site.base)
 
     def at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:

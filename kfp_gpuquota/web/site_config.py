@@ -26,6 +26,7 @@ class SiteConfig:
     submits: bool = True  # jobs can be submitted
     images: bool = False  # a job runs in an image, and not in a directory of this machine
     quotas: bool = True  # quotas can be changed
+    uses_known: bool = True  # reasons of jobs have what their users use
     http_api: bool = True  # the cluster has the API under /v1
     deletes: str = "The job is stopped, and its logs and checkpoints are removed."
     run_page: str = ""  # a run in Kubeflow Pipelines, with {run} and {namespace}; "" where there is none

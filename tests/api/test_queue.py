@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Reason, ReasonCode
-from kfp_gpuquota.api.queue import Queued, ahead_of, queued
+from kfp_gpuquota.api import Job, JobSpec, JobStatus, Order, Phase, Reason, ReasonCode
+from kfp_gpuquota.api.queue import Queued, ahead_of, has_places, queued
 
 
 def job(name: str, at: float = 0.0, phase: Phase = Phase.PENDING, **spec: object) -> Job:
@@ -41,6 +41,15 @@ def test_one_that_rests_after_its_workers_did_not_come_up_is_in_no_queue() -> No
     reason = Reason(code=ReasonCode.PODS_NOT_READY, message="no such image")
     rests = msgspec.structs.replace(rests, status=msgspec.structs.replace(rests.status, reason=reason))
     assert queued(rests) is None
+
+
+def test_a_place_is_told_where_the_order_is_known_and_does_not_change_with_time() -> None:
+    told = {(order, known): has_places(order, uses_known=known) for order in Order for known in (True, False)}
+    assert {one for one, is_told in told.items() if not is_told} == {
+        (Order.SHORTEST, True),
+        (Order.SHORTEST, False),
+        (Order.FAIR_USERS, False),
+    }
 
 
 def test_the_order_is_that_of_the_scheduler() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qsl
 
-from kfp_gpuquota.api import Device, Job, JobSpec, JobStatus, Node, Phase, Project, Worker, WorkerPhase
+from kfp_gpuquota.api import Device, Job, JobSpec, JobStatus, Node, Order, Phase, Project, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.site_config import SiteConfig
@@ -28,6 +28,7 @@ class Cluster:
         self.sizes: dict[str, list[tuple[float, float]]] = {}
         self.used: list[Usage] = []
         self.steps: tuple[RunStep, ...] = ()
+        self.order = Order.FAIR
 
     def revision(self) -> int:
         return 1
@@ -47,7 +48,9 @@ class Cluster:
     def projects(self) -> tuple[ProjectView, ...]:
         names = ("team-a", "team-b")
         return tuple(
-            ProjectView(project=Project(name=name, guaranteed=4), allocated=0, over_quota=0, requested=0)
+            ProjectView(
+                project=Project(name=name, guaranteed=4, order=self.order), allocated=0, over_quota=0, requested=0
+            )
             for name in names
         )
 
@@ -66,8 +69,8 @@ class Cluster:
     def usage(self, _width_s: int, _since: float) -> list[Usage]:
         return self.used
 
-    def board(self) -> Board:
-        return Board(cast("Any", self))
+    def board(self, *, uses_known: bool = True) -> Board:
+        return Board(cast("Any", self), uses_known=uses_known)
 
     def show(self, address: str) -> Elements:
         path, _, query = address.partition("?")

@@ -10,8 +10,9 @@ from urllib.parse import parse_qsl
 import pytest
 from msgspec.structs import replace
 
-from kfp_gpuquota.api import Job, Phase, Project, Reason, ReasonCode, StopPolicy
+from kfp_gpuquota.api import Job, Order, Phase, Project, Reason, ReasonCode, StopPolicy
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
+from kfp_gpuquota.api.queue import has_places
 from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.api.wire import ProjectView, ResourceView
 from kfp_gpuquota.errors import NotFoundError
@@ -184,6 +185,15 @@ def test_what_is_derived_step_by_step_is_what_is_derived_at_once() -> None:
         assert list(map(id, facts.in_order)) == list(map(id, whole.in_order))
         assert facts.fragmented == whole.fragmented
         assert [facts.place(one) for one in jobs] == [whole.place(one) for one in jobs]
+
+
+@pytest.mark.parametrize("uses_known", [True, False])
+@pytest.mark.parametrize("order", list(Order))
+def test_a_job_has_a_place_where_the_command_line_shows_one(order: Order, uses_known: bool) -> None:
+    cluster = Cluster([job("waits", project="team-a")])
+    cluster.order = order
+    place = cluster.board(uses_known=uses_known).place(cluster.listed[0])
+    assert bool(place) is has_places(order, uses_known=uses_known)
 
 
 def test_names_are_in_the_order_of_their_numbers() -> None:

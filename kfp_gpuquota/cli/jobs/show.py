@@ -12,7 +12,7 @@ from kfp_gpuquota.api import Order, Phase
 from kfp_gpuquota.api.durations import text_of
 from kfp_gpuquota.api.job_sentences import place_of, preemption_of, request_of, show_field
 from kfp_gpuquota.api.quantity import show_gpus
-from kfp_gpuquota.api.queue import ahead_of, queued
+from kfp_gpuquota.api.queue import ahead_of, has_places, queued
 from kfp_gpuquota.api.time_spent import time_spent
 from kfp_gpuquota.api.wire import JobName, Supposition
 from kfp_gpuquota.cli.arguments.completion import complete_job, complete_named
@@ -186,10 +186,8 @@ def _stragglers(job: Job) -> str:
 def _place_in_queue(reached: ClusterApi, job: Job) -> str:
     """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait."""
     mine = queued(job)
-    if mine is None or (order := _order_of(reached, job.spec.project)) is Order.SHORTEST:
-        return ""  # it changes with time
-    if not reached.runs_here and order is Order.FAIR_USERS:
-        return ""  # on Kubernetes a job's status does not have what its user uses
+    if mine is None or not has_places(_order_of(reached, job.spec.project), uses_known=reached.runs_here):
+        return ""
     waiting = [each for each in reached.queue(job.spec.project) if each.pool == mine.pool]
     return place_of(sorted(waiting, key=lambda each: each.key), len(ahead_of(mine, waiting)))
 

@@ -11,9 +11,9 @@ import re
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kfp_gpuquota.api import Order, Phase, ReasonCode
+from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.job_sentences import place_of
-from kfp_gpuquota.api.queue import Queued, queued
+from kfp_gpuquota.api.queue import Queued, has_places, queued
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,10 +34,10 @@ _NUMBERS: Final = re.compile(r"(\d+)")
 
 
 class Board:
-    """The jobs and nodes of one source."""
+    """The jobs and nodes of one source. For `uses_known` see `api.queue.has_places`."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, *, uses_known: bool = True) -> None:
+        self.source, self._uses_known = source, uses_known
         self._facts = JobFacts((), ())
         self._nodes: tuple[NodeView, ...] = ()
         self._read: tuple[NodeView, ...] = ()
@@ -51,13 +51,14 @@ class Board:
         return self._facts
 
     def place(self, job: Job) -> str:
-        """Return the place of a waiting job in its project; "" for another one, and where it changes with time."""
+        """Return the place of a waiting job in its project; "" for another one, and where it is not known."""
         return self.places()(job)
 
     def places(self) -> Callable[[Job], str]:
         """Return `place` for many jobs, for which the projects are read once."""
-        shortest = {view.project.name for view in self.source.projects() if view.project.order is Order.SHORTEST}
-        return lambda job: "" if job.spec.project in shortest else self.facts.place(job)
+        orders = ((view.project.name, view.project.order) for view in self.source.projects())
+        without = {name for name, order in orders if not has_places(order, uses_known=self._uses_known)}
+        return lambda job: "" if job.spec.project in without else self.facts.place(job)
 
     def nodes(self) -> tuple[NodeView, ...]:
         """Return all nodes in the order of their names; one that is equal to what it was is the same object."""

@@ -115,6 +115,7 @@ async def serving(options: Options, objects: Objects, connection: Connection, me
         submits=options.submit,
         images=True,
         quotas=options.quotas,
+        uses_known=False,
         http_api=False,
         deletes="The job is stopped and deleted, with its logs; checkpoints in a volume stay.",
         run_page=options.run_page,
