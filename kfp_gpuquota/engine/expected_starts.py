@@ -22,7 +22,7 @@ from kfp_gpuquota.scheduler import RunTimeExpected
 from kfp_gpuquota.scheduler.forecast import UNKNOWN, RunTime, examples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api import ExpectedStart, JobSpec
     from kfp_gpuquota.engine.job_book import JobBook
@@ -64,48 +64,55 @@ class RunTimesOfWaiting:
     """Passes the expected run times of waiting jobs to the scheduler, in projects that start the shortest one first.
 
     The median of jobs that have ended is what counts: those that run change it with every second. It follows from the
-    records alone, so that a restarted process has the same, and is computed again only once another job has ended. What
-    the scheduler has is compared with it each time: a job that was submitted to it again has no run time any more.
+    records alone, so that a restarted process has the same, and is computed again only once another job of the project
+    has ended. What the scheduler has is compared with it each time: a job that was submitted to it again has no run
+    time any more.
     """
 
     def __init__(self, book: JobBook) -> None:
         self._book = book
-        self._ended: dict[str, float] = {}
-        self._medians: dict[Key, float] = {}
-        self._expected: dict[str, tuple[JobSpec, float | None]] = {}
+        self._known: dict[str, _RunTimesOfProject] = {}
 
     def changes(self, state: State) -> list[RunTimeExpected]:
         """Return the events for jobs whose expected run time is new or has changed."""
-        queues = [queue for queue in state.ledger.queues.values() if queue.order is Order.SHORTEST and queue.waiting]
-        if not queues:
-            return []
-        waiting = {job.uid: job for queue in queues for entries in queue.waiting.values() for _, job in entries}
-        projects = {queue.name for queue in queues}
-        jobs = (job for job in self._book.jobs.values() if job.spec.project in projects)
-        ended = {job.uid: job.status.finished_at or 0.0 for job in jobs if job.status.phase is Phase.SUCCEEDED}
-        if ended != self._ended:
-            self._ended, self._medians, self._expected = ended, self._medians_of(ended), {}
-        self._expected = {uid: self._expected_of(self._book.jobs[uid]) for uid in waiting if uid in self._book.jobs}
-        return [
-            RunTimeExpected(uid, expected)
-            for uid, (_, expected) in self._expected.items()
-            if waiting[uid].expected_s != (inf if expected is None else expected)
-        ]
+        found: list[RunTimeExpected] = []
+        for queue in state.ledger.queues.values():
+            if queue.order is Order.SHORTEST and queue.waiting:
+                known = self._of(queue.name)
+                for job in (job for entries in queue.waiting.values() for _, job in entries):
+                    if (record := self._book.jobs.get(job.uid)) is not None:
+                        seconds = known.expected(record)
+                        if job.expected_s != (inf if seconds is None else seconds):
+                            found.append(RunTimeExpected(job.uid, seconds))
+        return found
 
-    def _expected_of(self, job: JobRecord) -> tuple[JobSpec, float | None]:
-        before = self._expected.get(job.uid)
-        if before is not None and before[0] is job.spec:
-            return before
-        return job.spec, next((self._medians[key] for key in _closer_keys(job) if key in self._medians), None)
+    def _of(self, project: str) -> _RunTimesOfProject:
+        known, changes = self._known.get(project), self._book.successes[project]
+        if known is None or known.changes != changes:
+            known = self._known[project] = _RunTimesOfProject(changes, self._book.succeeded.get(project, {}).values())
+        return known
 
-    def _medians_of(self, ended: Mapping[str, float]) -> dict[Key, float]:
+
+class _RunTimesOfProject:
+    """The medians of the jobs of a project that have ended, after so many `changes` of these."""
+
+    def __init__(self, changes: int, ended: Iterable[JobRecord]) -> None:
+        self.changes = changes
         ran: dict[Key, list[float]] = {}
-        for at, uid in sorted((at, uid) for uid, at in ended.items()):
-            job = self._book.jobs[uid]
+        for at, _, job in sorted((job.status.finished_at or 0.0, job.uid, job) for job in ended):
             for key in _keys(job):
                 ran.setdefault(key, []).append(_ran_s(job, at))
         several = {key: times[-MOST:] for key, times in ran.items() if len(times) >= FEWEST}
-        return {key: RunTime(tuple(sorted(times))).left(0.5) for key, times in several.items()}
+        self._medians = {key: RunTime(tuple(sorted(times))).left(0.5) for key, times in several.items()}
+        self._expected: dict[str, tuple[JobSpec, float | None]] = {}
+
+    def expected(self, job: JobRecord) -> float | None:
+        """Return how long the job is expected to run, in seconds; None if that is not known."""
+        before = self._expected.get(job.uid)
+        if before is None or before[0] is not job.spec:
+            median = next((self._medians[key] for key in _closer_keys(job) if key in self._medians), None)
+            before = self._expected[job.uid] = (job.spec, median)
+        return before[1]
 
 
 def _closer_keys(job: JobRecord) -> Iterator[Key]:

@@ -5,6 +5,7 @@ Shared by all kinds of cluster; each one's subclass adds its persistent store an
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,9 @@ class JobBook:
 
     `expected_starts` are those of waiting jobs, as far as they are known: kept in memory, and shown by all views, as is
     the `accuracy` of past ones. `conditional` are the jobs whose starts have conditions that are not met, `dependents`
-    those of them that wait for a name in a project, `array_jobs` all of an array that have not ended. `notify` receives
-    what people outside of the cluster are informed of, and must return at once.
+    those of them that wait for a name in a project, `array_jobs` all of an array that have not ended. `succeeded` are
+    the records of jobs that have, by project; `successes` counts the changes of these, of each project. `notify`
+    receives what people outside of the cluster are informed of, and must return at once.
     """
 
     notify: Callable[[Notification], None] = staticmethod(lambda _: None)
@@ -56,6 +58,8 @@ class JobBook:
         self.conditional: dict[str, None] = {}
         self.dependents: dict[tuple[str, str], dict[str, None]] = {}
         self.array_jobs: dict[tuple[str, str, int], dict[str, None]] = {}
+        self.succeeded: dict[str, dict[str, JobRecord]] = {}
+        self.successes: Counter[str] = Counter()
         self._uids: dict[tuple[str, str], str] = {}
 
     def uid_of(self, project: str, name: str) -> str | None:
@@ -123,6 +127,7 @@ class JobBook:
         """Add or replace the job's record."""
         if job.uid not in self.jobs:
             self._uids[job.spec.project, job.spec.name] = job.uid
+        self._index_success(job.uid, job)
         self.jobs[job.uid] = job
         self._index_conditions(job)
         if job.status.phase is not Phase.PENDING:
@@ -133,6 +138,16 @@ class JobBook:
             self.promised[job.uid] = job.promised
         else:
             self.promised.pop(job.uid, None)
+
+    def _index_success(self, uid: str, job: JobRecord | None) -> None:
+        before = self.jobs.get(uid)
+        for one in (before, job):
+            if before is not job and one is not None and one.status.phase is Phase.SUCCEEDED:
+                self.successes[one.spec.project] += 1
+        if before is not None:
+            self.succeeded.get(before.spec.project, {}).pop(uid, None)
+        if job is not None and job.status.phase is Phase.SUCCEEDED:
+            self.succeeded.setdefault(job.spec.project, {})[uid] = job
 
     def _index_conditions(self, job: JobRecord) -> None:
         if job.conditional:
@@ -173,6 +188,7 @@ class JobBook:
 
     def remove_job(self, uid: str) -> list[str]:
         """Remove the job and its workers; return the workers' ids."""
+        self._index_success(uid, None)
         if (job := self.jobs.pop(uid, None)) is not None:
             self._leave_array(job)
             self._leave_conditional(job)

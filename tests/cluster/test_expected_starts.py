@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from random import Random
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -127,6 +128,31 @@ def test_the_scheduler_gets_a_run_time_again_for_a_job_that_it_gets_again_or_tha
     world.state.apply(RunTimeExpected("b", 20))
     records.put_job(record("b", WAITING, command="other", max_runtime_s=7200.0))
     assert [event.seconds for event in waiting.changes(world.state)] == [None]
+
+
+def test_after_random_changes_of_records_the_run_times_are_those_of_the_records_alone() -> None:
+    chance, records, world = Random(3), book(), World()
+    waiting = RunTimesOfWaiting(records)
+    for project in ("team", "other"):
+        world.project(project, 1, order=Order.SHORTEST)
+    for name in ("a7", "b9"):
+        world.submit(name, "team")
+        records.put_job(record(name, WAITING, command="none"))
+    for _ in range(300):
+        kind, number = chance.choice("abc"), chance.randint(0, 9)
+        uid = f"{kind}-{number}"
+        if chance.random() < 0.2:
+            records.remove_job(uid)
+        else:
+            status = chance.choice([ended(chance.randint(1, 900)), RUNNING, WAITING])
+            one = record(uid, status, command=f"{number}")
+            project = "team" if uid not in records.jobs else records.jobs[uid].spec.project
+            project = project if chance.random() < 0.9 else "other"
+            records.put_job(msgspec.structs.replace(one, spec=msgspec.structs.replace(one.spec, project=project)))
+        changes = waiting.changes(world.state)
+        assert changes == RunTimesOfWaiting(book(*records.jobs.values())).changes(world.state)
+        for event in changes:
+            world.state.apply(event)
 
 
 def test_a_job_that_is_held_has_no_expected_start_from_then_on() -> None:
