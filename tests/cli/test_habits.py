@@ -142,7 +142,8 @@ def test_a_list_longer_than_a_page_is_complete(team: Cli) -> None:
 def test_a_job_is_updated_while_it_runs_and_shrinks_to_its_new_maximum(team: Cli) -> None:
     team("submit", "update1", "-g", "1", "--max-gpus", "3", "--cool-down", "0", "--grace-period", "1", *SLEEP)
     team.await_gpus("team-a", update1=3)
-    assert team("update update1 --max-gpus 2 --priority 70") == "job update1 updated\n"
+    assert team("update update1 --max-gpus 2 --priority 60") == "job update1 updated\n"
+    assert json.loads(team("update update1 --priority 70 -o json"))["spec"]["priority"] == 70
     team.await_gpus("team-a", update1=2)
     rows = [line.split() for line in team("top --gpus").splitlines() if "update1" in line]
     assert [(row[2], row[3], row[4]) for row in rows] == [("update1", "team-a", "whole")] * 2

@@ -285,6 +285,17 @@ def size_of(text: str, again: str = "") -> int:
 
 
 @lightweight
+def kept(folder: str, text: str) -> list:
+    """Adds a file to the run's workspace, and returns what is there."""
+    import os
+
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, f"{len(os.listdir(folder))}"), "w") as file:
+        file.write(text)
+    return [open(os.path.join(folder, name)).read() for name in sorted(os.listdir(folder))]
+
+
+@lightweight
 def nothing():
     pass
 
@@ -519,6 +530,12 @@ def _nothing(pool: Pool) -> None:
     pool.step(nothing).after(pool.step(nothing))
 
 
+def _workspace(pool: Pool) -> None:
+    folder = f"{dsl.WORKSPACE_PATH_PLACEHOLDER}/a folder"
+    first = pool.step(kept, folder=folder, text=pool.one("texts"))
+    pool.names.append(pool.step(kept, folder=folder, text="second").after(first).output)
+
+
 def _any_types(pool: Pool) -> None:
     maybe = {"maybe": 0.5} if pool.rng.random() < 0.5 else {}
     model = {"model": pool.one("models")} if pool.models and pool.rng.random() < 0.7 else {}
@@ -538,15 +555,15 @@ def _forgets(pool: Pool) -> None:
 
 
 def _nested_loops(pool: Pool) -> None:
-    items = [{"a": 1, "b": ["x", "y"]}, {"a": 2, "b": []}]
+    items = [{"a": 1, "b": 5}, {"a": 3, "b": 6}]
     with dsl.ParallelFor(items, parallelism=pool.rng.choice([None, 1, 2])) as item:
         inside = pool.inner()
-        inside.numbers.append(item.a)
+        inside.step(values, number=item.b)
         made = inside.step(values, number=item.a).outputs["total"]
-        with dsl.If(item.a > 1):
-            inside.step(consume, text="more", names=item.b)
+        with dsl.If(made > 1):
+            inside.step(consume, text="more")
         with dsl.ParallelFor(["p", "q"]) as text:
-            inside.inner().step(consume, text=text, options={"item": item.a})
+            inside.inner().step(consume, text=text, maybe="inner")
     pool.names.append(pool.step(joined, parts=dsl.Collected(made)).output)
 
 
@@ -595,7 +612,7 @@ def _with_artifacts(rng: Random, wrap: Wrap) -> Component:
 
 
 def _loop(pool: Pool) -> None:
-    items = pool.rng.choice([["p", "q"], [1], pool.one("names")])
+    items = pool.rng.choice([["p", "q"], [1], pool.one("names") or ["r"]])
     with dsl.ParallelFor(items) as item:
         inside = pool.inner()
         made = inside.step(consume, text=item if pool.rng.random() < 0.5 else "in a loop").output
@@ -640,7 +657,10 @@ LEAVES = [
     _values, _consume, _write, _read, _elsewhere, _report, _returned, _command, _embedded, _imported, _old_style,
     _around, _folders, _several, _slices, _noisy, _large, _nothing, _any_types,
 ]  # fmt: skip
-PARTS = [*LEAVES, _loop, _condition, _nested, _nested_loops, _conditions, _artifacts_nested]
+PARTS = [*LEAVES, _workspace, _loop, _condition, _nested, _nested_loops, _conditions, _artifacts_nested]
+
+
+WORKSPACE = dsl.PipelineConfig(workspace=dsl.WorkspaceConfig(size="1Gi"))
 
 
 def _draw(pool: Pool, parts: Sequence[Callable[[Pool], None]], count: int) -> None:
@@ -653,7 +673,7 @@ def drawn(seed: int, wrap: Wrap) -> Component:
     rng = Random(seed)
     nested, with_artifacts = _inner(rng, wrap), _with_artifacts(rng, wrap)
 
-    @dsl.pipeline(name=f"drawn-{seed}")
+    @dsl.pipeline(name=f"drawn-{seed}", pipeline_config=WORKSPACE)
     def pipeline(number: int = 3, text: str = "from outside") -> str:
         pool = Pool(
             rng,

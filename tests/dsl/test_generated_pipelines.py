@@ -49,9 +49,9 @@ def cluster(embedded_cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch) 
 def outcome(seed: int, wrap: Wrap, root: Path) -> dict[str, Any]:
     """Everything that a run leaves: its outputs, all files by their paths, and its failure."""
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root))
-    failure, outputs = "", None
+    failure, outputs, pipeline = "", None, drawn(seed, wrap)
     try:
-        outputs = drawn(seed, wrap)(number=3).outputs
+        outputs = pipeline(number=3).outputs
     except Exception as error:  # noqa: BLE001 - KFP's own defects are those of both
         failure = f"{type(error).__name__}: {error}"
     runs = list(root.iterdir()) if root.exists() else []

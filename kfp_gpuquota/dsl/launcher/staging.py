@@ -165,7 +165,7 @@ def _remove_from_text(path: Path, pattern: re.Pattern[bytes], temporary: Path) -
         if bytes(1) in (file.read(_BEGINNING) or bytes(1)):
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            spans = [found.span() for found in pattern.finditer(content)]  # type: ignore[call-overload]
+            spans = [found.span() for found in pattern.finditer(content)]
             if not spans:
                 return
             with temporary.open("wb") as target:
