@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 import typer
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cli.main import application, main
 from tests.effort import effort
@@ -79,7 +79,13 @@ RIGHT: Final[dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-PROGRAMS: Final = (["sleep", "infinity"], ["true"], ["sh", "-c", "echo é; exit 3"], ["no-such-program"], [])
+PROGRAMS: Final[tuple[list[str], ...]] = (
+    ["sleep", "infinity"],
+    ["true"],
+    ["sh", "-c", "echo é; exit 3"],
+    ["no-such-program"],
+    [],
+)
 LIKELY: Final = {"output": 0.5, "help": 0.01}
 CODES: Final = {0, 1, 2, 3, 124}
 KILLS: Final = 0.01
@@ -235,6 +241,8 @@ def agree(cluster: EmbeddedCluster, visitor: Visitor) -> Iterator[str]:
         if uid in described and json.loads(described[uid]) != shown:
             yield f"described as {described[uid]}, is {shown}"
         row = re.search(f'<tr id="job-{uid}">.*', page)
+        if row is None and job.spec.array is None:
+            yield f"not on the page: {shown}"
         if row is not None:
             phase, gpus = (
                 re.findall('class="badge.*?>(.*?)<', row[0])[0],

@@ -1,6 +1,6 @@
 """Pipelines composed of what real ones have, drawn by a seed, with their steps plain or routed."""
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, valid-type, type-arg, attr-defined, no-untyped-call, no-any-return"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, valid-type, type-arg, attr-defined, no-untyped-call, no-any-return, union-attr"
 # ruff: noqa: E501, FBT002, PLC0415, PTH101, PTH103, PTH109, PTH110, PTH114, PTH115, PTH116, PTH118, PTH123, PTH208, PTH211, PYI024, UP006, UP045 - as users write
 
 from collections.abc import Callable, Sequence
@@ -248,7 +248,8 @@ def several(text: str) -> NamedTuple("Several", [("data", dsl.Dataset), ("scores
     with open(data.path, "w") as file:
         file.write(text)
     scores = dsl.Metrics(uri=dsl.get_uri("scores"), metadata={"loss": 0.5})
-    return namedtuple("Several", ["data", "scores", "text"])(data, scores, text * 2)
+    Several = namedtuple("Several", ["data", "scores", "text"])
+    return Several(data, scores, text * 2)
 
 
 @lightweight
@@ -584,7 +585,7 @@ def _conditions(pool: Pool) -> None:
 
 
 def _artifacts_nested(pool: Pool) -> None:
-    if pool.nested is None:
+    if pool.with_artifacts is None:
         return
     if not pool.sets:
         _write(pool)
@@ -606,7 +607,8 @@ def _with_artifacts(rng: Random, wrap: Wrap) -> Component:
         _draw(inside, LEAVES, 1)
         made = inside.step(write, text=text)
         inside.step(read, data=data)
-        return namedtuple("Made", ["data", "count"])(made.outputs["data"], made.outputs["count"])
+        Made = namedtuple("Made", ["data", "count"])
+        return Made(made.outputs["data"], made.outputs["count"])
 
     return with_artifacts
 
