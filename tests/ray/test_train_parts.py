@@ -28,7 +28,7 @@ from elastic_runtime.integrations.ray.first_checkpoint import FirstCheckpoint
 from elastic_runtime.integrations.ray.loop_api import training_job
 from elastic_runtime.integrations.ray.reports import Point, Reports
 from elastic_runtime.integrations.ray.unmodified.loaders import LoaderSource
-from elastic_runtime.integrations.ray.worker import used_job
+from elastic_runtime.integrations.ray.worker import FAILED, FINISHED, outcome_of, used_job
 from tests.forked import run
 from tests.ray import fixed_loops
 from tests.ray.train_loops import train
@@ -101,6 +101,17 @@ def test_a_report_before_the_training_says_where_it_belongs() -> None:
 def test_a_loop_that_prepares_nothing_is_refused_at_its_end() -> None:
     with pytest.raises(UsageError, match=r"has ended, and its workers never trained together.*prepare_model"):
         used_job()
+
+
+@pytest.mark.parametrize(("checkpoint", "kind"), [("checkpoint", FINISHED), (None, FAILED)])
+def test_a_loop_that_continues_at_a_checkpoint_of_its_end_has_nothing_left_to_train(
+    checkpoint: str | None, kind: str
+) -> None:
+    driver = SimpleNamespace(models=[torch.nn.Linear(1, 1)], finish=lambda: None)
+    context: Any = SimpleNamespace(
+        driver=driver, finish=lambda: None, get_world_rank=lambda: 0, get_checkpoint=lambda: checkpoint
+    )
+    assert outcome_of(context, lambda: 7).kind == kind
 
 
 SLOW = {"with_transformers", "with_lightning"}  # seconds for imports

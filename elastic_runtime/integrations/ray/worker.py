@@ -128,7 +128,8 @@ def outcome_of(context: ElasticTrainContext, function: Callable[[], Any], *, lea
         value = function()
         context.driver.finish()
         context.finish()
-        used_job().close()
+        if not _nothing_was_left(context):
+            used_job().close()
         return Outcome(FINISHED, context.get_world_rank(), value=value)
     except SystemExit as end:
         job = current_job()
@@ -139,6 +140,11 @@ def outcome_of(context: ElasticTrainContext, function: Callable[[], Any], *, lea
         return _failed(context, end)
     except BaseException as error:  # noqa: BLE001  (the user's, whatever it is)
         return _failed(context, error)
+
+
+def _nothing_was_left(context: ElasticTrainContext) -> bool:
+    """Whether the loop continued at a checkpoint of its end: workers were lost after its last report."""
+    return current_job() is None and bool(context.driver.models) and context.get_checkpoint() is not None
 
 
 def used_job() -> Job:
