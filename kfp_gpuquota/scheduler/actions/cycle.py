@@ -85,8 +85,10 @@ class Cycle:
         in_order: bool = False,
         strict: bool = False,
         shapes: Mapping[Queue, Collection[Shape]] | None = None,
+        most_reserved: int = MOST,
     ) -> None:
         self.ledger = ledger
+        self._most_reserved = most_reserved
         self.shapes = shapes or {}
         self.workers = workers or {}
         self.below = below
@@ -200,7 +202,7 @@ class Cycle:
             self._too_early(min(soonest))
         heads = [_head(job, line) for line in self.overdue.values() if (job := line.first()) is not None]
         heapify(heads)
-        while heads and len(self.reserved) < MOST:
+        while heads and len(self.reserved) < self._most_reserved:
             *_, first, line = heappop(heads)
             if self._reserve_for(first, line, tries) and (job := line.first()) is not None:
                 heappush(heads, _head(job, line))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.gc_pause import collector_paused
 from kfp_gpuquota.scheduler.actions.cycle import Cycle
+from kfp_gpuquota.scheduler.actions.reservations import MOST
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.state.groups import next_tasks
 from kfp_gpuquota.scheduler.state.model import Job, Status, Task
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 ACTIONS: Final = ("allocate", "reclaim", "preempt")
 COARSE_ACTIONS: Final = ("allocate",)
 """Where ends share cycles: who may reclaim comes first in the order, and most often gets what the others release."""
+COARSE_RESERVED: Final = 8
+"""Where ends share cycles GPUs are kept for so many projects: each costs a search through nodes."""
 FEW: Final = 50
 """Of so many jobs no two ends share a cycle."""
 LOOKS: Final = 16
@@ -217,7 +220,8 @@ class _Play:
 
     def _cycle(self, now: float, at: float) -> bool:
         """Carry one cycle out; return whether it changed anything."""
-        cycle = Cycle(self._ledger, promised=self._promised, now=now)
+        most = MOST if self._batch == 1 else COARSE_RESERVED
+        cycle = Cycle(self._ledger, promised=self._promised, now=now, most_reserved=most)
         self._promised = []
         cycle.run(ACTIONS if self._batch == 1 else COARSE_ACTIONS)
         changed = cycle.changed()
