@@ -24,8 +24,10 @@ def with_lent(views: Iterable[ProjectView], gpus: float | None = None) -> tuple[
     views = tuple(views)
     parents = {view.project.parent for view in views}
     projects = [view for view in views if view.project.name not in parents]
-    unused = {view.project.name: max(0.0, view.project.guaranteed - view.allocated) for view in projects}
-    unguaranteed = max(0.0, (gpus or 0.0) - sum(view.project.guaranteed for view in projects))
+    within = {view.project.name: view.allocated - view.over_quota for view in projects}
+    guaranteed = {view.project.name: view.project.guaranteed_in_all for view in projects}
+    unused = {name: max(0.0, of_it - within[name]) for name, of_it in guaranteed.items()}
+    unguaranteed = max(0.0, (gpus or 0.0) - sum(guaranteed.values()))
     taken = max(0.0, sum(view.over_quota for view in projects) - unguaranteed)
     part = min(1.0, taken / (sum(unused.values()) or 1.0))
     return tuple(

@@ -133,6 +133,17 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The maximum run time of a job that has none of its own."""
         return self.max_runtime_s if self.default_runtime_s is None else self.default_runtime_s
 
+    @property
+    def guaranteed_in_all(self) -> int | float:
+        """What is guaranteed in all node pools together."""
+        return as_number(self.guaranteed + sum(quota.guaranteed for quota in self.pools.values()))
+
+    def quota_in(self, pool: str) -> PoolQuota:
+        """Return the quota in a node pool; "": in nodes of none."""
+        if pool:
+            return self.pools.get(pool, PoolQuota())
+        return PoolQuota(guaranteed=self.guaranteed, limit=self.limit)
+
     def _check_run_times(self) -> None:
         for field in ("default_runtime_s", "max_runtime_s"):
             if (value := getattr(self, field)) is not None:

@@ -70,7 +70,8 @@ class StopJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
-    """A project and what it holds now, in GPUs, a share of one as such; `over_quota` is the part above guaranteed.
+    """A project and what it holds now, in GPUs, a share of one as such. `over_quota` is the part above what is
+    guaranteed, in each node pool.
 
     `surplus` is the part above what its jobs request, which does not count where fair shares are compared; `lent` is
     what other projects hold of its guarantee (`lending.with_lent`). `members` are the users and @groups that may submit

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.scheduler.dump import decode_dump, load_state
+from kfp_gpuquota.scheduler.state.model import GPU
+from kfp_gpuquota.web.views.teams import tree
 from tests.cli.conftest import Cli
 from tests.conftest import running_cluster
 
@@ -12,6 +15,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SLEEP = ("--", "sleep", "infinity")
+
+
+def test_what_a_project_holds_in_a_pool_is_compared_with_its_quota_there(tmp_path: Path) -> None:
+    config = ClusterConfig(nodes=3, gpus_per_node=4, pools={"fast": 1, "slow": 1})
+    with running_cluster(tmp_path / "home", config) as cluster:
+        cli = Cli(cluster)
+        cli("project create team-a --guaranteed 2 --pool fast=2:3")
+        cli("config project team-a")
+        cli("submit", "fixed", "-g", "2", "--node-pool", "fast", "--interactive", *SLEEP)
+        for name, words in (("more", "--node-pool fast"), ("slow", "-g 2 --node-pool slow"), ("own", "-g 3")):
+            cli("submit", name, *words.split(), *SLEEP)
+        for name in ("fixed", "more", "slow", "own"):
+            cluster.wait_for_phase(name, "Running")
+        (view,) = cluster.client.list_projects()
+        assert (view.allocated, view.over_quota, view.lent) == (8, 1 + 2 + 1, 0)
+        state = load_state(decode_dump(cluster.client.debug_state()))
+        held = [(queue.held[0], queue.deserved[0]) for queue in state.queues_of("team-a")]
+        assert view.over_quota * GPU == sum(max(0.0, has - guaranteed) for has, guaranteed in held)
+        (team,) = tree([view])
+        assert (team.amounts.guaranteed, team.amounts.own, team.amounts.borrowed, team.amounts.unused) == (4, 4, 4, 0)
+        cli("project set team-a --guaranteed 0")  # nothing that it holds there cannot be preempted
+        for words, sentence in (
+            ("--pool fast=1:3", "holds 2 GPUs of node pool fast in jobs that cannot be preempted, more than"),
+            ("--pool fast=2:2", "holds 3 GPUs of node pool fast, more than the new limit 2"),
+            ("--limit 2", "holds 3 GPUs, more than the new limit 2"),
+        ):
+            answer = cli.run(f"project set team-a {words}")
+            assert (answer.code, sentence in answer.err) == (2, True), answer
 
 
 def test_a_job_waits_for_its_pool_while_others_are_idle(tmp_path: Path) -> None:

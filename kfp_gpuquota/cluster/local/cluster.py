@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -385,23 +386,24 @@ class LocalCluster:
             raise ConflictError(over(job.spec.name, job.status.phase))
 
     def _check_not_below_use(self, project: Project) -> None:
-        held = {"fixed": 0.0, "all": 0.0}
+        fixed, held = Counter[str](), Counter[str]()  # by node pool
         for uid, job in self._state.jobs.items():
             if job.spec.project == project.name:
                 gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
-                held["all"] += gpus
-                held["fixed"] += 0 if self._state.exceeds_guarantee(uid) else job.spec.protected_of(gpus)
-        held = {kind: as_number(gpus) for kind, gpus in held.items()}
-        if held["fixed"] > project.guaranteed:
-            raise ConflictError(
-                f"project {project.name!r} holds {show_gpus(held['fixed'])} in jobs that cannot be preempted, more "
-                f"than the new guaranteed {project.guaranteed}; delete some of them first"
-            )
-        if project.limit is not None and held["all"] > project.limit:
-            raise ConflictError(
-                f"project {project.name!r} holds {show_gpus(held['all'])}, more than the new limit {project.limit}; "
-                "suspend or delete some of its jobs first"
-            )
+                held[job.spec.node_pool] += gpus
+                fixed[job.spec.node_pool] += 0 if self._state.exceeds_guarantee(uid) else job.spec.protected_of(gpus)
+        for pool in held:
+            quota, where = project.quota_in(pool), f" of node pool {pool}" if pool else ""
+            if (kept := as_number(fixed[pool])) > quota.guaranteed:
+                raise ConflictError(
+                    f"project {project.name!r} holds {show_gpus(kept)}{where} in jobs that cannot be preempted, more "
+                    f"than the new guaranteed {quota.guaranteed}; delete some of them first"
+                )
+            if quota.limit is not None and (in_use := as_number(held[pool])) > quota.limit:
+                raise ConflictError(
+                    f"project {project.name!r} holds {show_gpus(in_use)}{where}, more than the new limit "
+                    f"{quota.limit}; suspend or delete some of its jobs first"
+                )
 
     def _delete_outdated(self) -> None:
         """Delete the jobs that ended too long ago, and look again after a while."""

@@ -43,20 +43,21 @@ class Amounts:
 
     held: float
     guaranteed: float
+    borrowed: float
     wanted: float
     limit: float | None
     lent: float
     surplus: float = 0.0
 
     @property
-    def borrowed(self) -> float:
-        """What is held beyond the guarantee."""
-        return _amount(self.held - self.guaranteed)
+    def own(self) -> float:
+        """What is held within the guarantee."""
+        return _amount(self.held - self.borrowed)
 
     @property
     def unused(self) -> float:
         """What is guaranteed and not held."""
-        return _amount(self.guaranteed - self.held)
+        return _amount(self.guaranteed - self.own)
 
     @property
     def waiting(self) -> float:
@@ -165,11 +166,13 @@ def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
         department = name in children
         views = [by_name[each] for each in below(name)] if department else [by_name[name]]
         project = by_name[name].project
+        held = _amount(sum(view.allocated for view in views))
         summed = Amounts(
-            held=_amount(sum(view.allocated for view in views)),
-            guaranteed=project.guaranteed,
+            held=held,
+            guaranteed=project.guaranteed_in_all,
+            borrowed=_amount(held - project.guaranteed_in_all if department else by_name[name].over_quota),
             wanted=_amount(sum(view.requested for view in views)),
-            limit=project.limit,
+            limit=None if project.pools else project.limit,
             lent=_amount(sum(view.lent for view in views)),
             surplus=_amount(sum(view.surplus for view in views)),
         )
@@ -199,10 +202,9 @@ def bar(amounts: Amounts, scale: float) -> dict[str, str]:
     def percent(value: float) -> str:
         return f"{min(100.0, 100.0 * value / scale):.2f}".rstrip("0").rstrip(".")
 
-    own = min(amounts.held, amounts.guaranteed)
     limit = amounts.limit
     return {
-        "own": percent(own),
+        "own": percent(amounts.own),
         "borrowed": percent(amounts.borrowed),
         "held": percent(amounts.held),
         "waiting": percent(amounts.waiting),

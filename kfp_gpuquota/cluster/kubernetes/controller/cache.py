@@ -55,12 +55,16 @@ log = logging.getLogger(__name__)
 
 
 class ProjectUsage(NamedTuple):
-    """A project's GPUs held (including terminating pods), borrowed and requested, and its number of waiting jobs."""
+    """A project's GPUs held (including terminating pods), borrowed and requested, and its number of waiting jobs.
+
+    `unmet` are those that are requested within the guarantee and not held.
+    """
 
     gpus: float = 0
     borrowed: float = 0
     requested: float = 0
     waiting: int = 0
+    unmet: float = 0
 
 
 def _shown(micro: float) -> int | float:
@@ -290,14 +294,15 @@ class Snapshot:
 
     def held(self, name: str) -> ProjectUsage:
         """Return what a project holds and waits for in all node pools, as counted by the scheduler."""
-        held = borrowed = requested = waiting = 0.0
+        held = borrowed = requested = unmet = waiting = 0.0
         for queue in self.state.queues_of(name):
             here = queue.held[0] + queue.leaving[0]
             held, borrowed = held + here, borrowed + max(0.0, here - queue.deserved[0])
             requested += queue.requested[0]
+            unmet += max(0.0, min(queue.requested[0], queue.deserved[0]) - here)
             filed = (*queue.waiting.items(), *queue.shelved.items())
             waiting += sum(len(jobs) for shape, jobs in filed if shape.starts)
-        return ProjectUsage(_shown(held), _shown(borrowed), _shown(requested), int(waiting))
+        return ProjectUsage(_shown(held), _shown(borrowed), _shown(requested), int(waiting), _shown(unmet))
 
     def exceeds_limit(self, name: str) -> bool:
         """Return whether a project holds more than its limit without what is leaving."""

@@ -177,9 +177,9 @@ class Metrics:
             held = snapshot.held(name)
             self.held.labels(name).set(held.gpus)
             self.waiting.labels(name).set(held.waiting)
-            self.guaranteed.labels(name).set(project.guaranteed)
+            self.guaranteed.labels(name).set(project.guaranteed_in_all)
             self.borrowed.labels(name).set(held.borrowed)
-            self.unmet.labels(name).set(max(0.0, min(held.requested, project.guaranteed) - held.gpus))
+            self.unmet.labels(name).set(held.unmet)
 
 
 def _gpus(snapshot: Snapshot) -> float:

@@ -35,7 +35,7 @@ class UsageHistory:
     def note(self, view: ProjectView, at: float) -> None:
         """Take what a team holds from now on."""
         found = self._changes.setdefault(view.project.name, deque(maxlen=MAX_CHANGES))
-        change = _Change(at, view.allocated, view.over_quota, view.requested, view.project.guaranteed)
+        change = _Change(at, view.allocated, view.over_quota, view.requested, view.project.guaranteed_in_all)
         if not found or found[-1][1:] != change[1:]:
             found.append(change)
 

@@ -134,10 +134,10 @@ class UsageHistory:
                 view.allocated * seconds,
                 view.over_quota * seconds,
                 view.requested * seconds,
-                view.project.guaranteed * seconds,
+                view.project.guaranteed_in_all * seconds,
             )
             for view in projects
-            if view.allocated or view.requested or view.project.guaranteed
+            if view.allocated or view.requested or view.project.guaranteed_in_all
             for width_s in KEPT_S
         ]
         if not rows:

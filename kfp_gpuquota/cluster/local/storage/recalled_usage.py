@@ -22,12 +22,12 @@ def recalled(
 ) -> Iterator[scheduler.UsageRecalled]:
     """Yield one event for each project and department, computed with its present quota for all of the history.
 
-    With the use of each project's users.
+    With the use of each project's users. The history names no node pools: what is guaranteed counts in all of them.
     """
     held, used, until = (dict.fromkeys(projects, 0.0) for _ in range(3))
 
     def catch_up(name: str, at: float) -> None:
-        borrowed = max(0.0, held[name] - projects[name].guaranteed)
+        borrowed = max(0.0, held[name] - projects[name].guaranteed_in_all)
         used[name] = decayed(used[name], borrowed, at - until[name], half_life_s)
         until[name] = max(at, until[name])
 

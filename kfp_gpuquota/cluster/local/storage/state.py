@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import time
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,7 @@ class ClusterState(JobStore):
 
     def list_projects(self) -> tuple[ProjectView, ...]:
         """All projects with what they hold, by name."""
-        held = dict.fromkeys(self.projects, 0.0)
+        held: dict[str, Counter[str]] = {name: Counter() for name in self.projects}  # by node pool
         wanted = dict.fromkeys(self.projects, 0.0)
         surplus = dict.fromkeys(self.projects, 0.0)
         device_memory_mib = None
@@ -153,7 +154,7 @@ class ClusterState(JobStore):
             if spec.project not in held or job.status.phase.final:
                 continue
             gpus = sum(w.worker.gpus for w in self.alive_of(uid)) if self._workers_of.get(uid) else 0
-            held[spec.project] += gpus
+            held[spec.project][spec.node_pool] += gpus
             if spec.shared:
                 device_memory_mib = self._device_memory_mib() if device_memory_mib is None else device_memory_mib
                 wanted[spec.project] += spec.gpus * min(1.0, spec.share_of(device_memory_mib))
@@ -163,8 +164,10 @@ class ClusterState(JobStore):
         views = (
             ProjectView(
                 project=project,
-                allocated=as_number(held[name]),
-                over_quota=as_number(max(0.0, held[name] - project.guaranteed)),
+                allocated=as_number(held[name].total()),
+                over_quota=as_number(
+                    sum(max(0.0, gpus - project.quota_in(pool).guaranteed) for pool, gpus in held[name].items())
+                ),
                 requested=as_number(wanted[name]),
                 surplus=as_number(surplus[name]),
             )
