@@ -15,7 +15,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.history import GPU_USE_WIDTH_S, DeviceUse, GpuHours, UsePoint
-from kfp_gpuquota.api.request_paths import with_query
+from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.dcgm import BUSY, LONGEST_INDEX, MEMORY
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 
@@ -127,7 +127,7 @@ def _results(
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise UsageError(f"--prometheus is {prometheus!r}, but must be a URL such as http://localhost:9090")
     path, key = ("query", "value") if over is None else ("query_range", "values")
-    url = with_query(f"{prometheus.rstrip('/')}/api/v1/{path}", query=expression, **(over or {}))
+    url = with_query(join(f"{prometheus.rstrip('/')}/api/v1", path), query=expression, **(over or {}))
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # noqa: S310 (checked above)
             answer: dict[str, Any] = json.loads(response.read())
