@@ -40,9 +40,10 @@ class FaultyProxy:
     """`with FaultyProxy(cluster, folder, rate=0.2, seed=1) as proxy:` and use `proxy.kubeconfig`.
 
     `rate` is the share of calls that fail; set it at any time. `injected` counts them by (verb, fault). The next
-    `conflicts[verb, end]` calls to paths that end so are answered with 409. `restart` does what a server does that
-    starts again: every connection breaks, and then all are refused until it has its roles. `first` are the answers to
-    the first requests of each verb and path.
+    `conflicts[verb, end]` calls to paths that end so are answered with 409, and the answers to the next
+    `lost[verb, end]` are lost. While `stall` is on, watches of pods report nothing. `restart` does what a server does
+    that starts again: every connection breaks, and then all are refused until it has its roles. `first` are the answers
+    to the first requests of each verb and path.
     """
 
     def __init__(self, cluster: DevCluster, folder: Path, rate: float, seed: int) -> None:
@@ -52,6 +53,8 @@ class FaultyProxy:
         self._faults = itertools.cycle(self._random.sample(FAULTS, len(FAULTS)))
         self.injected: Counter[tuple[str, str]] = Counter()
         self.conflicts: Counter[tuple[str, str]] = Counter()
+        self.lost: Counter[tuple[str, str]] = Counter()
+        self.looks: Counter[str] = Counter()  # GETs by path
         self.first: tuple[str, ...] = ()
         self.begun: Counter[tuple[str, str]] = Counter()  # requests that were answered so, by verb and path
         self._live: set[asyncio.Transport] = set()
@@ -59,6 +62,8 @@ class FaultyProxy:
         self.partitioned = False  # nothing comes through
         self.load_balancer = 0  # the status of the page that one in front of the server shows instead
         self.writes: list[tuple[str, str]] = []  # that came, by verb and path
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
@@ -72,6 +77,10 @@ class FaultyProxy:
             self._live.clear()
 
         asyncio.run_coroutine_threadsafe(now(), self._loop).result(TIMEOUT_S)
+
+    def stall(self, *, on: bool) -> None:
+        """Hold back what watches of pods report, or let it through again."""
+        self._loop.call_soon_threadsafe(self._flowing.clear if on else self._flowing.set)
 
     def restart(self, refusals: int) -> None:
         """Break all connections off, and answer the next calls, this many, with 403."""
@@ -125,6 +134,8 @@ class FaultyProxy:
         self._live.add(request.transport)
         if request.method not in {"GET", "HEAD"}:
             self.writes.append((request.method, request.path))
+        else:
+            self.looks[request.path] += 1
         if self.partitioned:
             return _break_off(request)
         if self.load_balancer:
@@ -152,6 +163,8 @@ class FaultyProxy:
         response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
         await response.prepare(request)
         async for chunk in answer.content.iter_any():
+            if "watch" in request.query and request.path.endswith("/pods"):
+                await self._flowing.wait()
             await response.write(chunk)
             if self.rate and "watch" in request.query and self._random.random() < 0.02:
                 self.injected["WATCH", "410"] += 1
@@ -173,6 +186,10 @@ class FaultyProxy:
             if left and request.method == wanted and request.path.endswith(end):
                 self.conflicts[wanted, end] -= 1
                 return "409"
+        for (wanted, end), left in self.lost.items():
+            if left and request.method == wanted and request.path.endswith(end):
+                self.lost[wanted, end] -= 1
+                return "lost answer"
         if self._random.random() >= self.rate:
             return ""
         verb = "WATCH" if "watch" in request.query else request.method

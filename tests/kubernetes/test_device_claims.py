@@ -575,10 +575,16 @@ def test_devices_that_were_exchanged_for_uncounted_ones_are_not_kept(world: Cont
     )
     world.cluster.api.delete(template)
     create_template(world, team, "nic", request(UNLISTED))
-    (made,) = (one["resourceClaimName"] for one in pod["status"]["resourceClaimStatuses"])
-    world.cluster.api.delete(f"{API}/namespaces/{team}/resourceclaims/{made}")
-    old = pod["metadata"]["uid"]
-    world.wait(lambda: old not in {one["metadata"]["uid"] for one in world.pods(team).values()}, world.log)
+    claims, old = f"{API}/namespaces/{team}/resourceclaims", pod["metadata"]["uid"]
+
+    def is_gone() -> bool:
+        """Kubernetes' controller may have seen the new template not yet, and makes another claim of the former one."""
+        for claim in world.cluster.api.items(claims):
+            if claim["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] != UNLISTED:
+                world.cluster.api.delete(f"{claims}/{claim['metadata']['name']}")
+        return old not in {one["metadata"]["uid"] for one in world.pods(team).values()}
+
+    world.wait(is_gone, world.log)
     if kind == "pod":
         world.wait(lambda: "DeviceClass unlisted" in events(world, team), lambda: events(world, team))
     else:

@@ -13,6 +13,8 @@ import pytest
 
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tests.kubernetes.faulty_proxy import FaultyProxy
+from tests.kubernetes.installation import QUOTAS
+from tests.kubernetes.test_suspended_owners import reasons
 from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
@@ -117,6 +119,30 @@ def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: C
         controlled.until(job, lambda j: j["status"]["phase"] == "Suspended" and not j["status"]["gpus"])
         assert not controlled.pods(jobs)
         assert not +proxy.conflicts  # all of them were met
+        controlled.stop()
+
+
+def test_gpus_of_an_admission_whose_answer_was_lost_go_to_no_other_pod(controlled: Controlled, tmp_path: Path) -> None:
+    """The next attempt is refused, since the pod is admitted already; and the watch is slow to report that."""
+    first, second = controlled.team(guaranteed=1), controlled.team(guaranteed=1, priority=200, stopPolicy="Hold")
+    with FaultyProxy(controlled.cluster, tmp_path, 0.0, seed=1) as proxy:
+        controlled.kubeconfig = proxy.kubeconfig
+        controlled.start()
+        pod, other = controlled.pod(first, "admitted"), controlled.pod(second, "other")
+        controlled.wait(lambda: all("Waiting" in reasons(controlled, team, "Pod") for team in (first, second)))
+        proxy.stall(on=True)
+        proxy.lost["PATCH", "/admitted"] = 1
+        controlled.add_nodes(1, gpus=1)
+        controlled.until_bound(pod)
+        controlled.wait(lambda: "could not be admitted" in controlled.log(), controlled.log)
+        quota = f"{QUOTAS}/{second}"
+        controlled.cluster.api.patch(quota, {"spec": {"stopPolicy": "None"}})
+        controlled.wait(lambda: proxy.looks[pod] or not controlled.waiting(second), controlled.log)
+        proxy.stall(on=False)
+        controlled.cluster.api.delete(pod, 0)
+        controlled.until_bound(other)
+        assert "PlaceTaken" not in reasons(controlled, second, "Pod")
+        assert proxy.looks[pod] == 1
         controlled.stop()
 
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import ReasonCode
+from kfp_gpuquota.api.request_paths import join
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
@@ -23,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_na
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.cluster.kubernetes.suspension.suspending import Suspending
+from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder
-    from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
@@ -177,10 +180,30 @@ class PodActions:
         self._written_pods.note(self._pod.decode(answer))
 
     def _admission_failed(self, pod: PodView, error: Exception) -> None:
-        """Undo the assumptions after a pause, in which the watch reports the pod's state."""
+        """Look at the pod after a pause: the answer to an attempt before this one may have been lost."""
         log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
         self._unpinned.release_failed(pod.uid)
-        self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
+        self._later(REFUSED_PAUSE_S, partial(self._look_at, pod))
+
+    def _look_at(self, pod: PodView) -> None:
+        """Undo the assumptions about a pod that is not admitted; its GPUs are not given to others before that is known.
+
+        The watch may report it much later, and a pod that has no controller stays on a node that is full.
+        """
+        name = f"{pod.namespace}/{pod.name}"
+        path = join(pods_path(pod.namespace), pod.name)
+        look = Write(verb="GET", path=path, about=name, lane=Lane.LOOK_UP, level=logging.DEBUG)
+        self._writer.submit(look, partial(self._found, pod), partial(self._not_found, pod))
+
+    def _found(self, pod: PodView, answer: bytes) -> None:
+        self._answered(answer)
+        self._pods.take_back(pod.uid)
+
+    def _not_found(self, pod: PodView, error: Exception) -> None:
+        if isinstance(error, ApiError | ClusterUnavailableError) and is_retryable(error):
+            self._later(REFUSED_PAUSE_S, partial(self._look_at, pod))
+        else:
+            self._pods.take_back(pod.uid)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, action)
