@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -386,7 +386,7 @@ class LocalCluster:
             raise ConflictError(over(job.spec.name, job.status.phase))
 
     def _check_not_below_use(self, project: Project) -> None:
-        fixed, held = Counter[str](), Counter[str]()  # by node pool
+        fixed, held = defaultdict[str, float](float), defaultdict[str, float](float)  # by node pool
         for uid, job in self._state.jobs.items():
             if job.spec.project == project.name:
                 gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))

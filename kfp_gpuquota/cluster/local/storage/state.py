@@ -15,7 +15,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,7 @@ class ClusterState(JobStore):
 
     def list_projects(self) -> tuple[ProjectView, ...]:
         """All projects with what they hold, by name."""
-        held: dict[str, Counter[str]] = {name: Counter() for name in self.projects}  # by node pool
+        held = {name: defaultdict[str, float](float) for name in self.projects}  # by node pool
         wanted = dict.fromkeys(self.projects, 0.0)
         surplus = dict.fromkeys(self.projects, 0.0)
         device_memory_mib = None
@@ -164,7 +164,7 @@ class ClusterState(JobStore):
         views = (
             ProjectView(
                 project=project,
-                allocated=as_number(held[name].total()),
+                allocated=as_number(sum(held[name].values())),
                 over_quota=as_number(
                     sum(max(0.0, gpus - project.quota_in(pool).guaranteed) for pool, gpus in held[name].items())
                 ),
