@@ -87,13 +87,13 @@ class Link:
     def install(self, modules: Sequence[FSDPModule], device: str) -> None:
         """Use it for all collectives of these modules; on CUDA for the exchanges of gradients only."""
         for module in modules:
-            if self.exact:
-                _check_sum_type(module)
             if device == "cpu":
                 module.set_custom_all_gather(_AllGather(self))
-                module.set_custom_reduce_scatter(_ReduceScatter(self))
             if self.exact:
+                _check_sum_type(module)
                 module.set_custom_reduce_scatter(_Exchange(self))
+            elif device == "cpu":
+                module.set_custom_reduce_scatter(_ReduceScatter(self))
 
 
 class _Allocating:

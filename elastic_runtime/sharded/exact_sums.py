@@ -13,7 +13,7 @@ and hold the gradients of the whole model on each worker, which `shard=` is ther
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -182,20 +182,13 @@ class ExactShardedMode(ExactParts, ShardedMode):
 
     _reducer_type = ExactShardedReducer
     _total_norm = staticmethod(norm_of_parameters)
+    remember = ShardedMode.remember  # with the streams, since copies of the state are stored in the middle of a step
+    rewound = ShardedMode.rewound
 
     def __init__(self, sharding: Sharding, buffers: FollowedBuffers, streams: RandomStreams, seed: int) -> None:
         ShardedMode.__init__(self, sharding, buffers, streams)
         self._seed = seed
         use_deterministic_algorithms()
-
-    def remember(self) -> None:
-        """Save the buffers, and the streams with which copies of the state are stored."""
-        super().remember()
-        self._streams.save()
-
-    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of the step's beginning, with the streams that `remember` has saved."""
-        return {**super().rewound(captured), "streams": self._streams.saved}
 
 
 def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:

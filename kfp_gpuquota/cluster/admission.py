@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import PoolQuota
 from kfp_gpuquota.api.affinity import GPU_PRODUCT, keeps_off
 from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
 from kfp_gpuquota.api.share import refuse_small_share
@@ -31,7 +30,7 @@ def check_fits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
 def _check_limits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
     share = spec.share_of(max((node.gpu_memory_mib for node in nodes), default=0))
     asked = as_number(spec.smallest * min(share, 1.0))
-    most = project.pools.get(spec.node_pool, PoolQuota()).limit if spec.node_pool else project.limit
+    most = project.quota_in(spec.node_pool).limit
     if most is not None and asked > most:
         where = f" of node pool {spec.node_pool}" if spec.node_pool else ""
         option = f"--pool {spec.node_pool}=GUARANTEED:LIMIT" if spec.node_pool else f"--limit {spec.smallest}"

@@ -44,8 +44,8 @@ def test_one_that_rests_after_its_workers_did_not_come_up_is_in_no_queue() -> No
 
 
 def test_a_place_is_told_where_the_order_is_known_and_does_not_change_with_time() -> None:
-    told = {(order, known): has_places(order, uses_known=known) for order in Order for known in (True, False)}
-    assert {one for one, is_told in told.items() if not is_told} == {
+    shown = {(order, known): has_places(order, uses_known=known) for order in Order for known in (True, False)}
+    assert {one for one, has in shown.items() if not has} == {
         (Order.SHORTEST, True),
         (Order.SHORTEST, False),
         (Order.FAIR_USERS, False),

@@ -162,7 +162,7 @@ def on_exit(operator: str, *codes: int) -> Object:
         ({"backoffLimitPerIndex": 0, "backoffLimit": 9}, {}, False),
         ({"backoffLimitPerIndex": 1, "backoffLimit": 99}, {}, True),
         ({"backoffLimitPerIndex": 1, "backoffLimit": 1}, {}, False),  # both hold
-        ({"backoffLimitPerIndex": 1, "backoffLimit": 99}, {"failed": 1}, False),  # perhaps of the same index
+        ({"backoffLimitPerIndex": 1, "backoffLimit": 99}, {"failed": 1}, False),  # it may be of the same index
         ({"backoffLimit": 0, "podFailurePolicy": {"rules": [IGNORE]}}, {}, True),
         ({"backoffLimit": 0, "podFailurePolicy": {"rules": [on_exit("In", 42), IGNORE, FAIL]}}, {}, True),
         ({"backoffLimit": 9, "podFailurePolicy": {"rules": [on_exit("In", 143), IGNORE]}}, {}, False),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kfp_gpuquota.api.durations import text_of
+from kfp_gpuquota.api.durations import UNITS_S, text_of
 from kfp_gpuquota.api.history import GPU_USE_KEPT_S
 from kfp_gpuquota.cli.arguments.options import (
     OutputOption,
@@ -37,7 +37,7 @@ app = typer.Typer()
 
 
 GPU_REFRESH_S: Final = 0.5
-DAY_S: Final = 86400.0
+DAY_S: Final = UNITS_S["d"]
 
 
 @app.command("top", short_help="Show the use of GPUs.")

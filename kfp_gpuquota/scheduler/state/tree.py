@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import Order, PoolQuota, StopPolicy
+from kfp_gpuquota.api import Order, StopPolicy
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler.state.model import BOUNDLESS, GPU, MILLI, NOTHING, UNLIMITED, Amount, Queue
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def set_quota(queue: Queue, project: Project) -> None:
     """Set the queue's quota to the project's quota in its node pool."""
     if queue.pool:
-        quota = project.pools.get(queue.pool, PoolQuota())
+        quota = project.quota_in(queue.pool)
         queue.deserved, queue.limit = _amount(quota.guaranteed, None, None), _amount(quota.limit, None, None)
     else:
         queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)

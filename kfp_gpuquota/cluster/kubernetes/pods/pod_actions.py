@@ -15,7 +15,7 @@ import msgspec
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.request_paths import join
-from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_retryable
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pod_view import Stage
@@ -26,7 +26,6 @@ from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_na
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.cluster.kubernetes.suspension.suspending import Suspending
-from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -200,7 +199,7 @@ class PodActions:
         self._pods.take_back(pod.uid)
 
     def _not_found(self, pod: PodView, error: Exception) -> None:
-        if isinstance(error, ApiError | ClusterUnavailableError) and is_retryable(error):
+        if is_retryable(error):
             self._later(REFUSED_PAUSE_S, partial(self._look_at, pod))
         else:
             self._pods.take_back(pod.uid)

@@ -36,7 +36,6 @@ from kfp_gpuquota.cluster.kubernetes.suspension.kinds import (
     owner_key,
     suspension,
 )
-from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -158,8 +157,7 @@ class Suspending:
 
     def _unread(self, stop: _Stop, again: Callable[[], None], error: Exception) -> None:
         """Read again what a busy API server has not answered: an eviction could fail the owner."""
-        busy = isinstance(error, ApiError | ClusterUnavailableError) and is_retryable(error)
-        if busy and stop.not_suspended is None and time.time() < stop.at + ENDED_WITHIN_S:
+        if is_retryable(error) and stop.not_suspended is None and time.time() < stop.at + ENDED_WITHIN_S:
             asyncio.get_running_loop().call_later(RETRY_S, again)
         else:
             self._failed(stop, error)

@@ -1,4 +1,4 @@
-"""What a Prometheus knows of the past: the GPU-hours of each project, and the use of each GPU.
+"""What a Prometheus has of the past: the GPU-hours of each project, and the use of each GPU.
 
 The controller adds up GPU-seconds while it leads and keeps none of them, so that only the Prometheus that scrapes it
 has a history. A gap in which no controller led counts nothing. What GPUs did is measured by NVIDIA's exporter

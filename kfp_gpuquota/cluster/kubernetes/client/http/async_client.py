@@ -212,14 +212,14 @@ class Connection:
         return ApiError(code, status.reason, status.message, float(later) if later.isdigit() else None)
 
 
-def is_retryable(error: ApiError | ClusterUnavailableError) -> bool:
+def is_retryable(error: Exception) -> bool:
     """Return whether a later attempt may succeed: the server is overloaded or unreachable, or the token was rotated.
 
     The 429 of a disruption budget is not retryable: it may last for days. Nor is the 500 of an apply with a field that
     the kind lacks, which is a fault of the object.
     """
-    if isinstance(error, ClusterUnavailableError):
-        return True
+    if not isinstance(error, ApiError):
+        return isinstance(error, ClusterUnavailableError)
     if error.status == 500 and MISFIT in error.message:
         return False
     return error.status == 401 or error.status >= 500 or (error.status == 429 and not is_disruption_budget(error))
