@@ -4,6 +4,7 @@ got one sample, and of Lightning's loops.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING
@@ -22,24 +23,32 @@ _ONE_SAMPLE = (
     "DataLoader(drop_last=True), a larger global_batch_size, with reduction='exact' fewer shards, or SyncBatchNorm"
 )
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_before = sys.excepthook
 
 
 def explain_errors(session: Session) -> None:
     """Add a note to an error that ends the script within such an iteration of the session."""
-    global _before
+    _take_hook()
     _sessions.add(session)
-    if sys.excepthook is not _explain:
-        _before, sys.excepthook = sys.excepthook, _explain
 
 
-def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+@functools.cache
+def _take_hook() -> None:
+    """Take the interpreter's hook, once: whoever takes it later calls the one before, as init_process_group's does."""
+    before = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _add_notes(kind, error)
+        before(kind, error, trace)
+
+    sys.excepthook = explain
+
+
+def _add_notes(kind: type[BaseException], error: BaseException) -> None:
     about_none = issubclass(kind, AttributeError | TypeError) and "None" in str(error)
     if about_none and any(session.without_gradients for session in _sessions):
         error.add_note(_WITHOUT_GRADIENTS)
     if "more than 1 value per channel" in str(error) and any(session.newest_samples == 1 for session in _sessions):
         error.add_note(_ONE_SAMPLE)
-    _before(kind, error, trace)
 
 
 def note_on_lightning() -> str:

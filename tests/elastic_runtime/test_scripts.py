@@ -301,6 +301,36 @@ def test_batch_normalization_that_gets_one_sample_ends_with_the_remedy(capsys: p
     assert "this iteration has one sample of the global batch, and its statistics need two" in capsys.readouterr().err
 
 
+def test_hooks_taken_between_two_sessions_are_called_once_each() -> None:
+    """init_process_group takes the interpreter's hook at each call, and calls the one before it."""
+    script = """
+import sys
+import torch
+import elastic_runtime
+
+def train():
+    model = torch.nn.Linear(1, 1)
+    data = torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=4)
+    job = elastic_runtime.init(global_batch_size=4)
+    model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters()), data)
+    for _ in job.epochs(1):
+        for x in loader:
+            job.backward(model(x).sum())
+
+for _ in range(2):
+    train()
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.destroy_process_group()
+train()
+raise ValueError("of the script")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "Error in sys.excepthook" not in ended.stderr, ended.stderr
+    assert ended.stderr.count("ValueError: of the script") == 1
+
+
 def test_gradients_that_are_added_up_by_the_loop_itself_are_refused() -> None:
     model, optimizer = linear()
     job, loader = made(model, optimizer)
