@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -281,7 +282,7 @@ def _promised(cycle: Cycle, tasks: Iterable[Task]) -> Promised:
             amounts[queue] = [a + b for a, b in zip(found, ledger.amount(task), strict=True)]
         if (host := task.node) is not None:
             idle.update((host.name, device) for device in task.devices if not any(host.taken[device][:2]))
-    return Promised(amounts, len(idle))
+    return Promised(amounts, Counter(node for node, _ in idle))
 
 
 def _waiting(state: State, cycle: Cycle, placed: Container[Job], tasks: Sequence[Task]) -> dict[str, Reason]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import JobUpdate, Lease, StopAction, SubmitJob
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
@@ -113,7 +112,8 @@ class SimulatedCluster:
             f"n{i}": Node(
                 name=f"n{i}",
                 devices=tuple(Device(index=d) for d in range(gpus)),
-                labels={GPU_PRODUCT: h.type_of(f"n{i}"), h.ROW: h.row_of(f"n{i}")},
+                labels=history.labels_of(f"n{i}"),
+                pool=history.pool_of(f"n{i}"),
             )
             for i, gpus in enumerate(history.nodes)
         }

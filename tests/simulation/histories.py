@@ -9,8 +9,10 @@ from zlib import crc32
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind, Order, Project, StopPolicy
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.policy import IdleRule
+from kfp_gpuquota.api.project import PoolQuota
 from kfp_gpuquota.api.start_conditions import ArrayTask
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from tests.simulation.trainings import ELASTIC, EPOCH, Pace
@@ -36,6 +38,10 @@ ORDERS_EVERY = 2
 SEGMENTS_EVERY = 3
 SEGMENT = 2
 ROW = "example.com/row"
+POOL = "x"
+POOLS_EVERY = 5
+POOLED = 0.4
+"""Of the jobs in a cluster with a node pool, the part that runs in it."""
 HOLDS_EVERY = 2
 """Each second history has projects that are held: the others go on for longer."""
 PROJECTS = ("a", "b", "c")
@@ -115,6 +121,7 @@ class History(msgspec.Struct, frozen=True):
     reserve_after_s: float = RESERVE_AFTER_S
     usage_half_life_s: float | None = None
     idle: IdleRule | None = None
+    pooled: tuple[str, ...] = ()  # the nodes of POOL
 
     def with_reservations(self) -> History:
         """Return the same history in a cluster in which a job gets a reservation soon; many have a maximum run time."""
@@ -199,6 +206,41 @@ class History(msgspec.Struct, frozen=True):
                 found.append((wait_s, happening))
         return msgspec.structs.replace(self, happenings=tuple(found))
 
+    def with_pools(self) -> History:
+        """Return the same history, in which one or two of several nodes are a pool, in which projects have quotas."""
+        if len(self.nodes) == 1:
+            return self
+        chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
+        names = [f"n{i}" for i in range(len(self.nodes))]
+        pooled = tuple(sorted(chance.sample(names, chance.randint(1, len(names) - 1))))
+        gpus = sum(self.nodes[names.index(name)] for name in pooled)
+
+        def with_pool(project: Project) -> Project:
+            guaranteed = chance.randint(0, max(1, gpus // 2))
+            quota = PoolQuota(
+                guaranteed=guaranteed, limit=chance.choice((None, None, guaranteed + chance.randint(0, 3)))
+            )
+            return msgspec.structs.replace(project, pools={POOL: quota} if chance.randint(0, 3) else {})
+
+        for wait_s, happening in self.happenings:
+            if isinstance(happening, Submit) and chance.random() < POOLED:
+                spec = msgspec.structs.replace(happening.spec, node_pool=POOL)
+                found.append((wait_s, msgspec.structs.replace(happening, spec=spec)))
+            elif isinstance(happening, SetQuota):
+                found.append((wait_s, SetQuota(with_pool(happening.project))))
+            else:
+                found.append((wait_s, happening))
+        projects = tuple(map(with_pool, self.projects))
+        return msgspec.structs.replace(self, projects=projects, happenings=tuple(found), pooled=pooled)
+
+    def pool_of(self, node: str) -> str:
+        """Return the pool of a node; "" if it is in none."""
+        return POOL if node in self.pooled else ""
+
+    def labels_of(self, node: str) -> dict[str, str]:
+        """Return the labels of a node, without that of its pool."""
+        return {GPU_PRODUCT: type_of(node), ROW: row_of(node)}
+
     def with_idle_rule(self) -> History:
         """Return the same history in a cluster that suspends jobs whose GPUs are unused."""
         chance = random.Random(self.seed)
@@ -270,6 +312,7 @@ def hard_history(seed: int) -> History:
     history = history.with_idle_rule() if seed % IDLE_EVERY == 0 else history
     history = history.with_types() if seed % TYPES_EVERY == 0 else history
     history = history.with_segments() if seed % SEGMENTS_EVERY == 1 else history
+    history = history.with_pools() if seed % POOLS_EVERY == 0 else history
     return (history.with_holds() if seed % HOLDS_EVERY == 0 else history).with_kills()
 
 

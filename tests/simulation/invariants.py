@@ -37,7 +37,8 @@ USE_EPSILON_S = 0.5
 MOST_LOST_S = 60.0
 IDLE = re.compile(r"; (\d+)(?: of type [\w ]+)? (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
 HOLDS = re.compile(
-    r"project (\w+) holds ([\d.]+)(?: \(and [\d.]+ promised\))? of its [a-z ]+[\d.]+(?: \(([\d.]+) more)?"
+    r"project (\w+)(?: \(node pool (\w+)\))? holds ([\d.]+)(?: \(and [\d.]+ promised\))? of its [a-z ]+[\d.]+"
+    r"(?: \(([\d.]+) more)?"
 )
 STARTS = re.compile(r"starts with (\d+) GPUs? of the (\d+) requested")
 FIRST_OF = re.compile(r"so the first of (\d+) such jobs starts when")
@@ -251,10 +252,13 @@ class Invariants:
         project, own = state.projects[served.spec.project], moved.spec
         if own.project == project.name and own.effective_priority < served.spec.effective_priority:
             return
-        names = [r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == project.name]
-        held = sum(record.worker.gpus for record in names if not record.released)
+        kept = (record for record in self.cluster.alive_workers() if not record.released)
+        held = self._held_by_pool(kept)[project.name, served.spec.node_pool]
         needs = served.spec.smallest * min(1.0, served.spec.share_of(0))
-        if not state.alive_of(beneficiary) and held + needs > project.guaranteed + EPSILON:
+        if (
+            not state.alive_of(beneficiary)
+            and held + needs > project.quota_in(served.spec.node_pool).guaranteed + EPSILON
+        ):
             self.fail(f"{moved.spec.name} loses its work for {served.spec.name}, which borrows")
 
     def _check_charge(self, job: JobRecord, change: Change) -> None:
@@ -306,6 +310,7 @@ class Invariants:
         return any(not w.alive and w.worker.exit_code for w in self.cluster.state.workers_of(job.uid))
 
     def _check_devices(self, alive: list[WorkerRecord]) -> None:
+        history = self.cluster.history
         recorded = (record.worker for record in alive)
         really = (process.worker for process in self.cluster.processes.all.values() if process.code is None)
         for workers in (recorded, really):
@@ -321,6 +326,9 @@ class Invariants:
             types = {type_of(record.worker.node) for record in alive if record.worker.job_uid == uid}
             if spec.gpu_types and (len(types) > 1 or not types <= {*spec.gpu_types}):
                 self.fail(f"{spec.name} accepts {spec.gpu_types}, and has {types}")
+            pools = {history.pool_of(record.worker.node) for record in alive if record.worker.job_uid == uid}
+            if pools != {spec.node_pool}:
+                self.fail(f"{spec.name} asks for node pool {spec.node_pool!r}, and is in {pools}")
 
     def _check_stops(self, alive: list[WorkerRecord]) -> None:
         """All workers of a job that stops have been asked to leave: those of a gang that lost one wait for it else."""
@@ -331,15 +339,21 @@ class Invariants:
 
     def _check_limits(self, alive: list[WorkerRecord]) -> None:
         state = self.cluster.state
-        held: Counter[str] = Counter()
-        for record in alive:
-            held[state.jobs[record.worker.job_uid].spec.project] += record.worker.gpus  # type: ignore[assignment]
-        for name, project in state.projects.items():
-            if project.limit is not None and held[name] > project.limit + EPSILON:
-                self.fail(f"project {name} holds {held[name]:g} of at most {project.limit:g}")
+        held = self._held_by_pool(alive)
+        for (name, pool), gpus in held.items():
+            limit = state.projects[name].quota_in(pool).limit
+            if limit is not None and gpus > limit + EPSILON:
+                self.fail(f"project {name} holds {gpus:g} of at most {limit:g} in pool {pool!r}")
         for queue in state.scheduler.ledger.queues.values():
             if queue.fixed[0] > queue.deserved[0]:
                 self.fail(f"cores of project {queue.name} hold {queue.fixed[0]} of {queue.deserved[0]} guaranteed")
+
+    def _held_by_pool(self, alive: Iterable[WorkerRecord]) -> dict[tuple[str, str], float]:
+        held = defaultdict[tuple[str, str], float](float)
+        for record in alive:
+            spec = self.cluster.state.jobs[record.worker.job_uid].spec
+            held[spec.project, spec.node_pool] += record.worker.gpus
+        return held
 
     def _check_views(self) -> None:
         """The sums that users see equal the records."""
@@ -435,12 +449,12 @@ class Invariants:
 
     def check_reasons(self, plan: scheduler.Plan) -> None:
         """The figures in the reasons of waiting jobs are those that the views show."""
-        state = self.cluster.state
+        state, history = self.cluster.state, self.cluster.history
         if not plan.empty:
             return
         ready = [view for view in state.list_nodes() if view.node.ready]
         left = {view.node.name: len(view.node.devices) - len(view.used) for view in ready}
-        held = {view.project.name: view.allocated for view in state.list_projects()}
+        held = self._held_by_pool(self.cluster.alive_workers())
         alike = Counter((reason.project, reason.message) for reason in plan.waiting.values())
         for uid, reason in plan.waiting.items():
             name = state.jobs[uid].spec.name
@@ -451,16 +465,17 @@ class Invariants:
                 self.fail(f"{count} jobs wait for this: {reason.message!r}")
             if found := IDLE.search(reason.message):
                 idle = int(found[1]) + int(found[2] or 0)
-                types = state.jobs[uid].spec.gpu_types or TYPES
-                unused = sum(n for node, n in left.items() if type_of(node) in types)
-                comparable = types == TYPES or not found[2]  # what is promised to others may be of any type
-                if not self.cluster.lost and comparable and idle != unused:
+                types, pool = state.jobs[uid].spec.gpu_types or TYPES, state.jobs[uid].spec.node_pool
+                usable = (node for node in left if type_of(node) in types and history.pool_of(node) == pool)
+                unused = sum(left[node] for node in usable)
+                if not self.cluster.lost and idle != unused:
                     self.fail(f"{name}: {unused} GPUs are unused, but {reason.message!r}")
             if found := HOLDS.search(reason.message):
-                surplus = float(found[3] or 0)
-                leaving = state.scheduler.ledger.queues[found[1]].leaving[0] / 1e6
-                if abs(float(found[2]) + surplus + leaving - held[found[1]]) > EPSILON:
-                    self.fail(f"{name}: project {found[1]} holds {held[found[1]]}, but {reason.message!r}")
+                project, pool = found[1], found[2] or ""
+                surplus = float(found[4] or 0)
+                leaving = state.scheduler.ledger.queues[f"{project}@{pool}" if pool else project].leaving[0] / 1e6
+                if abs(float(found[3]) + surplus + leaving - held[project, pool]) > EPSILON:
+                    self.fail(f"{name}: project {project} holds {held[project, pool]}, but {reason.message!r}")
 
     def check_rest(self) -> None:
         """When nothing happens any more, no plan has anything to do and no waiting job can start."""
@@ -472,7 +487,7 @@ class Invariants:
         free = free_devices(state.nodes, held)
         self._check_conditions(self.conditions.wrong_at_rest(state.jobs.values(), state.clock()))
         for job in state.jobs.values():
-            left = left_for(job.uid, free, plan.waiting)
+            left = left_for(job.uid, job.spec, free, plan.waiting, self.cluster.history)
             waits = job.status.phase is Phase.PENDING and job.held is None
             if waits and self._may_start(job) and fits(job.spec, left):
                 self.fail(f"{job.spec.name} waits and could start: {job.status.reason}")
@@ -505,9 +520,9 @@ class Invariants:
         grown_at = state.scheduler.jobs[job.uid].grown_at
         if job.completing or job.growth_failed is not None or grown_at + spec.cool_down_s > state.clock():
             return False
-        own = (r for r in self.cluster.alive_workers() if state.jobs[r.worker.job_uid].spec.project == spec.project)
-        limit = state.projects[spec.project].limit
-        return limit is None or sum(r.worker.gpus for r in own) + more <= limit + EPSILON
+        own = self._held_by_pool(self.cluster.alive_workers())[spec.project, spec.node_pool]
+        limit = state.projects[spec.project].quota_in(spec.node_pool).limit
+        return limit is None or own + more <= limit + EPSILON
 
     def _may_start(self, job: JobRecord) -> bool:
         """Return whether limits and, for a session, the guarantee admit its smallest size."""
@@ -516,14 +531,14 @@ class Invariants:
         if project is None or stop_policy_of(state.projects, job.spec.project) is not StopPolicy.NONE:
             return False
         size = spec.smallest * min(1.0, spec.share_of(0))
-        held, own = 0.0, defaultdict[str, float](float)
+        held, own, quota = 0.0, defaultdict[str, float](float), project.quota_in(spec.node_pool)
         for record in self.cluster.alive_workers():
             other = state.jobs[record.worker.job_uid]
-            if other.spec.project == spec.project:
+            if (other.spec.project, other.spec.node_pool) == (spec.project, spec.node_pool):
                 held += record.worker.gpus
                 own[other.uid] += record.worker.gpus
-        if project.limit is not None and held + size > project.limit + EPSILON:
+        if quota.limit is not None and held + size > quota.limit + EPSILON:
             return False
         cores = {uid: gpus for uid, gpus in own.items() if self._is_protected(state.jobs[uid])}
         fixed = sum(state.jobs[uid].spec.protected_of(gpus) for uid, gpus in cores.items())
-        return spec.may_be_preempted or fixed + size <= project.guaranteed + EPSILON
+        return spec.may_be_preempted or fixed + size <= quota.guaranteed + EPSILON

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes import detached as watches
 from tests.kubernetes.twin_world import pinned_to
-from tests.simulation.histories import type_of
 from tests.simulation.trainings import ELASTIC, KILLED, Member, Pace, Trainings
 
 if TYPE_CHECKING:
     import random
     from asyncio import AbstractEventLoop
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kfp_gpuquota.api import JobSpec
     from tests.kubernetes.detached import Object
@@ -86,9 +84,8 @@ class Kubelets:
             return
         job = self.jobs[job_of(pod)]
         pinned = pinned_to(pod)
-        product = (pod["spec"].get("nodeSelector") or {}).get(GPU_PRODUCT)
-        allowed = [name for name in self.nodes if product in {None, type_of(name)}]
-        nodes = [name for name in ([pinned] if pinned else allowed) if self._fits(name, job.spec, key)]
+        allowed = [pinned] if pinned else self.nodes
+        nodes = [name for name in allowed if self._may_run(pod, name) and self._fits(name, job.spec, key)]
         if not nodes:
             refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0 nodes fit"}
             if pod["status"].get("conditions") != [refused]:
@@ -99,6 +96,15 @@ class Kubelets:
         bound = {**pod, "spec": {**pod["spec"], "nodeName": node}, "status": {"phase": "Pending"}}
         self._world.put(watches.PODS, bound)
         self._loop.call_later(job.pace.starts_s, self._run, key, pod["metadata"]["uid"])
+
+    def _may_run(self, pod: Object, node: str) -> bool:
+        """Return whether the node has the labels that the pod's selector and affinity require."""
+        found = self._world.objects[watches.NODES].get(node, {"metadata": {}})["metadata"].get("labels", {})
+        selector = pod["spec"].get("nodeSelector") or {}
+        affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity", {})
+        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [{}])
+        terms = (term.get("matchExpressions", []) for term in required)
+        return selector.items() <= found.items() and any(all(_matches(one, found) for one in term) for term in terms)
 
     def _fits(self, node: str, spec: JobSpec, key: str) -> bool:
         """Return whether the node is there and has idle GPUs; those with shares are planned only."""
@@ -225,3 +231,18 @@ def job_of(pod: Object) -> str:
     """Return the name of the pod's job, which is its uid as well."""
     name: str = pod["metadata"]["labels"][labels.JOB]
     return name
+
+
+def _matches(expression: Mapping[str, Any], found: Mapping[str, str]) -> bool:
+    key, values = expression["key"], expression.get("values", [])
+    match expression["operator"]:
+        case "Exists":
+            return key in found
+        case "DoesNotExist":
+            return key not in found
+        case "In":
+            return found.get(key) in values
+        case "NotIn":
+            return found.get(key) not in values
+        case other:
+            raise ValueError(f"this kube-scheduler knows no {other}")

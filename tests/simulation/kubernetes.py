@@ -17,7 +17,6 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Kind, Node, Phase, StopPolicy
-from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import quota_spec
@@ -36,7 +35,7 @@ from tests.simulation.search import fits, free_devices, left_for
 from tests.simulation.trainings import TICK_S, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.engine.records import JobRecord
@@ -261,7 +260,8 @@ class SimulatedKubernetes:
         gpus = str(self.kubelets.nodes[name])
         allocatable = {labels.GPU_RESOURCE: gpus, "cpu": "64", "memory": "256Gi", "pods": "110"}
         status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
-        meta = {"name": name, "uid": f"node-{name}", "labels": {GPU_PRODUCT: h.type_of(name), h.ROW: h.row_of(name)}}
+        pool = {labels.POOL: h.POOL} if name in self.history.pooled else {}
+        meta = {"name": name, "uid": f"node-{name}", "labels": self.history.labels_of(name) | pool}
         self.world.put(watches.NODES, {"metadata": meta, "spec": {}, "status": status})
 
     def _lose_node(self, name: str, returns_after_s: float) -> None:
@@ -313,13 +313,19 @@ class SimulatedKubernetes:
             found.append((node, real, self.jobs[job_of(pod)].spec.share_of(0)))
         return found
 
-    def _held_by(self, project: str, *, fixed: bool = False) -> float:
-        """Return the GPUs that a project's workers hold; with `fixed` those that cannot be preempted."""
+    def _held_by(self, project: str, pool: str, *, fixed: bool = False) -> float:
+        """Return the GPUs that a project's workers hold in a pool; with `fixed` those that cannot be preempted."""
         held = defaultdict[str, float](float)
         for _, devices, pod in self.kubelets.holders():
             held[job_of(pod)] += len(devices) * self.jobs[job_of(pod)].spec.share_of(0)
-        own = ((self.jobs[job].spec, gpus) for job, gpus in held.items() if self.jobs[job].spec.project == project)
+        specs = ((self.jobs[job].spec, gpus) for job, gpus in held.items())
+        own = ((spec, gpus) for spec, gpus in specs if (spec.project, spec.node_pool) == (project, pool))
         return sum(spec.protected_of(gpus) if fixed else gpus for spec, gpus in own)
+
+    def _quota(self, spec: JobSpec) -> Mapping[str, Any]:
+        """Return what the project has in the pool of the job."""
+        quota: Mapping[str, Any] = self.world.objects[watches.QUOTAS][spec.project]["spec"]
+        return quota.get("pools", {}).get(spec.node_pool, {"guaranteed": 0}) if spec.node_pool else quota
 
     def _check_devices(self) -> None:
         """Of pods that are not pinned, only kube-scheduler decides which devices they get."""
@@ -334,6 +340,8 @@ class SimulatedKubernetes:
         types = defaultdict[str, set[str]](set)
         for node, _, pod in self.kubelets.holders():
             types[job_of(pod)].add(h.type_of(node))
+            if self.history.pool_of(node) != (pool := self.jobs[job_of(pod)].spec.node_pool):
+                self.fail(f"{job_of(pod)} asks for node pool {pool!r}, and is on {node}")
         for name, found in types.items():
             accepted = self.jobs[name].spec.gpu_types
             if accepted and (len(found) > 1 or not found <= {*accepted}):
@@ -343,8 +351,8 @@ class SimulatedKubernetes:
         return next((node for node, _, pod in self.kubelets.holders() if job_of(pod) == name), "")
 
     def _check_limit(self, started: JobSpec) -> None:
-        limit = self.world.objects[watches.QUOTAS][started.project]["spec"].get("limit", float("inf"))
-        held = self._held_by(started.project)
+        limit = self._quota(started).get("limit", float("inf"))
+        held = self._held_by(started.project, started.node_pool)
         if held > limit + EPSILON:
             self.fail(f"project {started.project} starts {started.name} and holds {held:g} of at most {limit}")
 
@@ -383,7 +391,7 @@ class SimulatedKubernetes:
         for key, job in self.world.objects[watches.JOBS].items():
             name, status = key.partition("/")[2], job.get("status", {})
             spec = self.jobs[name].spec
-            left = left_for(job["metadata"]["uid"], free, plan.waiting)
+            left = left_for(job["metadata"]["uid"], spec, free, plan.waiting, self.history)
             gpus = sum(len(devices) for _, devices, pod in self.kubelets.holders() if job_of(pod) == name)
             gpus *= spec.share_of(0)  # type: ignore[assignment]
             if abs(status.get("gpus", 0) - gpus) > EPSILON:
@@ -459,18 +467,18 @@ class SimulatedKubernetes:
             return False  # what it may still request may be kept for one of these
         if record.completing or record.growth_failed is not None or not settled:
             return False
-        limit = self.world.objects[watches.QUOTAS][spec.project]["spec"].get("limit", float("inf"))
+        limit = self._quota(spec).get("limit", float("inf"))
         more = spec.worker_gpus * (spec.segment or 1)
-        fits_project = self._held_by(spec.project) + more <= limit + EPSILON
+        fits_project = self._held_by(spec.project, spec.node_pool) + more <= limit + EPSILON
         return fits_project and held + more <= spec.largest
 
     def _may_start(self, spec: JobSpec) -> bool:
         """Return whether limits and, for a job that cannot be preempted, the guarantee admit its smallest size."""
-        quota = self.world.objects[watches.QUOTAS][spec.project]["spec"]
+        quota = self._quota(spec)
         size = spec.smallest * spec.share_of(0)
-        if self._held_by(spec.project) + size > quota.get("limit", float("inf")) + EPSILON:
+        if self._held_by(spec.project, spec.node_pool) + size > quota.get("limit", float("inf")) + EPSILON:
             return False
-        fixed = self._held_by(spec.project, fixed=True)
+        fixed = self._held_by(spec.project, spec.node_pool, fixed=True)
         return spec.may_be_preempted or fixed + size <= quota["guaranteed"] + EPSILON
 
 

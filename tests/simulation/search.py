@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kfp_gpuquota.api import JobSpec, Node, Reason
+    from tests.simulation.histories import History
 
 from tests.simulation.histories import row_of, type_of
 
@@ -25,13 +26,14 @@ def free_devices(nodes: Mapping[str, Node], held: list[tuple[str, tuple[int, ...
     return free
 
 
-def left_for(uid: str, free: Free, waiting: Mapping[str, Reason]) -> Free:
-    """Return what is free for a job besides what is kept for others, as the reasons of waiting jobs say."""
+def left_for(uid: str, spec: JobSpec, free: Free, waiting: Mapping[str, Reason], history: History) -> Free:
+    """Return what is free for a job in its node pool, besides what is kept for others as their reasons say."""
     if uid in waiting and "behind" in waiting[uid].details:
         return {}
     named = (reason.details.get("reserved_nodes", "") for other, reason in waiting.items() if other != uid)
     kept = {node for nodes in named for node in str(nodes).split(", ")}
-    return {node: devices for node, devices in free.items() if node not in kept}
+    usable = (node for node in free if node not in kept and history.pool_of(node) == spec.node_pool)
+    return {node: free[node] for node in usable}
 
 
 def fits(spec: JobSpec, free: Free, *, workers: int | None = None, beside: str = "") -> bool:

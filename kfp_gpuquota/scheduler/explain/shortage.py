@@ -14,7 +14,7 @@ from kfp_gpuquota.scheduler.placement.empty_nodes import fit_when_empty
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Task
@@ -120,8 +120,11 @@ def _segments_of(tasks: Sequence[Task]) -> int:
     return -(-len(tasks) // tasks[0].job.segment)
 
 
-def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
-    """Return what is not free now; not `binding` where other jobs hold it. `promised` GPUs are idle, for other jobs."""
+def missing(ledger: Ledger, tasks: Sequence[Task], promised: Mapping[str, int]) -> Cause:
+    """Return what is not free now; not `binding` if other jobs hold it.
+
+    `promised` is the number of GPUs by node that are idle, for other jobs.
+    """
     request = tasks[0].request
     most = domains.most_room(ledger, tasks)
     if most is not None and most[1] < len(tasks):
@@ -131,13 +134,14 @@ def missing(ledger: Ledger, tasks: Sequence[Task], promised: int = 0) -> Cause:
     if (cause := _missing_segments(ledger, tasks)) is not None:
         return cause
     if request.plain and not ledger.special:
-        return _missing_devices(_idle_whole(ledger), request.devices, len(tasks), promised)
+        return _missing_devices(_idle_whole(ledger), request.devices, len(tasks), sum(promised.values()))
     hosts = placement.usable(ledger, tasks[0])
     if request.whole and request.devices:
         free = {host.name: host.idle_whole for host in hosts}
         fitting = [host for host in hosts if host.idle_whole >= request.devices]
         if not fitting or sum(n // max(1, request.devices) for n in free.values()) < len(tasks):
-            return _missing_devices(free, request.devices, len(tasks), promised, _types_of(request))
+            for_others = sum(promised.get(name, 0) for name in free)
+            return _missing_devices(free, request.devices, len(tasks), for_others, _types_of(request))
     else:
         fitting = [host for host in hosts if len(_fitting(host, request)) >= request.devices]
         if not fitting:

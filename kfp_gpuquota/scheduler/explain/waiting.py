@@ -31,10 +31,10 @@ _UNITS = (GPU, MILLI, 1)
 
 
 class Promised(NamedTuple):
-    """What was promised to jobs that do not hold it yet: amounts by queue, and the number of idle GPUs of it."""
+    """What was promised to jobs that do not hold it yet: amounts by queue, and its idle GPUs by node."""
 
     amounts: Mapping[Queue, Sequence[float]]
-    idle: int
+    idle: Mapping[str, int]
 
     def by(self, queue: Queue, r: int) -> float:
         """Return the amount of resource `r` that is promised to jobs of the queue."""
