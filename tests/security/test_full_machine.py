@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,6 @@ from tests.security.other_user import as_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.conftest import EmbeddedCluster
 
@@ -180,3 +180,15 @@ def test_a_shim_that_finds_no_room_for_the_exit_record_starts_nothing(tmp_path: 
     assert shim.process.wait(TIMEOUT_S) not in {0, 75}
     assert not ran.exists()
     assert not (tmp_path / "process.json").exists()
+
+
+def test_an_exit_that_cannot_be_recorded_at_once_is_recorded_later(tmp_path: Path) -> None:
+    gate, reserve = tmp_path / "gate", tmp_path / "exit.reserve"
+    shim = Shim(tmp_path)
+    shim.start("sh", "-c", f"while [ ! -e {gate} ]; do sleep 0.01; done; exit 3")
+    worker = shim.read("process.json")["pid"]
+    reserve.rename(tmp_path / "away")
+    gate.touch()
+    until(lambda: not Path(f"/proc/{worker}").exists(), "the end of the worker")
+    (tmp_path / "away").rename(reserve)
+    assert shim.read("exit.json")["code"] == 3

@@ -55,6 +55,8 @@ KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}  # the number of the sy
 KEYCTL_JOIN_SESSION_KEYRING = 1
 DRAIN_S = 5.0
 LEASE_CHECK_S = 0.5
+RECORD_S = 60.0
+RECORD_AGAIN_S = 0.2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -100,9 +102,20 @@ def reserve() -> None:
 
 
 def record_exit(code: int, *, lease_ended: bool = False, out_of_memory: bool = False) -> None:
-    """Write exit.json into its reserved space, so a full disk does not matter."""
+    """Write exit.json into its reserved space, so a full disk does not matter; one that fails is tried again."""
     ended = {"code": code, "at": time.time(), "lease_ended": lease_ended, "out_of_memory": out_of_memory}
-    content = json.dumps(ended).encode()
+    content, until = json.dumps(ended).encode(), time.monotonic() + RECORD_S
+    while True:
+        try:
+            return write_reserved(content)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(RECORD_AGAIN_S)
+
+
+def write_reserved(content: bytes) -> None:
+    """Give exit.reserve this content, and its final name."""
     with open("exit.reserve", "r+b") as file:  # noqa: PTH123
         file.write(content.ljust(RESERVED_BYTES))
         file.flush()
