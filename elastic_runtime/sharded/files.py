@@ -30,7 +30,7 @@ import torch
 from elastic_runtime.errors import CheckpointError
 from elastic_runtime.sharded.layout import Sharded
 from elastic_runtime.state import checkpoint
-from elastic_runtime.state.checkpoint import is_own
+from elastic_runtime.state.checkpoint import NOT_OWN, is_own
 from elastic_runtime.state.codec import Skeleton, decode, encode, is_opaque
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _head(file: BufferedReader) -> _Head:
     if not isinstance(found, _Head):
         raise TypeError("it has no head")
     if not is_own(file) and is_opaque(bytes(found.skeleton)):
-        raise ValueError("it holds objects that only pickle can make, and another user may have written it")
+        raise ValueError(NOT_OWN)
     return found
 
 

@@ -12,12 +12,13 @@ import contextlib
 import ctypes
 import os
 import stat
+import tempfile
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import CheckpointError
-from elastic_runtime.state.codec import decode, encode
+from elastic_runtime.state.codec import OpaqueError, decode, encode
 from elastic_runtime.state.layouts import allocate, describe, flat
 from elastic_runtime.state.packing import pack, unpack
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"ELASTIC2"
 KEEP = 2
+NOT_OWN = "it holds objects that only pickle can make, and another user may have written it"
 
 
 def save(directory: str, step: int, state: object, *, keep: int = KEEP) -> Path:
@@ -52,6 +54,8 @@ def load(path: Path) -> tuple[int, Any]:
     try:
         with path.open("rb") as file:
             return _read(file)
+    except OpaqueError as error:
+        raise CheckpointError(f"checkpoint {path} is not loaded: {NOT_OWN}") from error
     except Exception as error:  # whatever a damaged file leads to, the one before it is tried
         raise CheckpointError(f"checkpoint {path} is damaged ({error})") from error
 
@@ -72,7 +76,9 @@ def write_whole(target: Path, partial: Path, step: int, blocks: Iterable[bytes |
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~stat.S_IWOTH)  # see `is_own`
+            if (mode := os.fstat(file.fileno()).st_mode) & stat.S_IWOTH:
+                with contextlib.suppress(OSError):  # not every file system has modes; see `is_own`
+                    os.fchmod(file.fileno(), mode & ~stat.S_IWOTH)
             file.writelines(blocks)
             file.flush()
             os.fsync(file.fileno())
@@ -136,11 +142,13 @@ def _head(file: BufferedReader, start: bytes, length: int) -> tuple[Any, int]:
 
 
 def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Sync the names in the directory, where the file system can: without that a checkpoint may be the one before."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def is_own(file: BufferedReader) -> bool:
@@ -148,10 +156,19 @@ def is_own(file: BufferedReader) -> bool:
 
     Objects that only pickle can make are a program for their reader. They are decoded only from files that this user,
     root or the owner of the folder has written, and that not everybody may write to. Jobs that share a volume and run
-    as one user cannot be told apart: there a job's files are as trusted as its volume.
+    as one user cannot be told apart: there a job's files are as trusted as its volume. So they are on one that shows
+    every file with one owner and one mode, as mounts of SMB and many of FUSE do.
     """
-    facts, folder = os.fstat(file.fileno()), Path(file.name).parent.stat()
+    facts, folder = os.fstat(file.fileno()), Path(file.name).parent
+    above = folder.stat()
     owners = {os.geteuid(), 0}
-    if not folder.st_mode & stat.S_IWOTH or folder.st_mode & stat.S_ISVTX:
-        owners.add(folder.st_uid)  # the volume of another user's number, as NFS shows root's files
-    return facts.st_uid in owners and not facts.st_mode & stat.S_IWOTH
+    if not above.st_mode & stat.S_IWOTH or above.st_mode & stat.S_ISVTX:
+        owners.add(above.st_uid)  # the volume of another user's number, as NFS shows root's files
+    if facts.st_uid in owners and not facts.st_mode & stat.S_IWOTH:
+        return True
+    try:
+        with tempfile.TemporaryFile(dir=folder) as private:
+            shown = os.fstat(private.fileno())
+    except OSError:
+        return False
+    return facts.st_uid in owners | {shown.st_uid} and not facts.st_mode & ~shown.st_mode & stat.S_IWOTH

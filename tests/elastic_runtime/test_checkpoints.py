@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import multiprocessing
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -125,6 +127,23 @@ def test_a_full_disk_does_not_end_the_training(
     assert (tmp_path / "final-0.pt").exists()
     assert "No space left" in caplog.text
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_file_system_that_syncs_no_directories_has_as_many_checkpoints_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync = os.fsync
+
+    def of_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    for step in range(5):
+        checkpoint.save(str(tmp_path), step, {"step": step})
+    assert [path.name[-9:-8] for path in checkpoint.checkpoints(str(tmp_path))] == ["4", "3"]
+    assert not caplog.text
 
 
 def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
+import subprocess
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +128,27 @@ def test_a_folder_whose_owner_has_written_the_file_is_a_volume_that_shows_anothe
     for each in (folder, path):
         os.chown(each, NOBODY, NOBODY)
     assert files.load_newest(str(folder)) == (2, {"o": Opaque()})
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A file system that shows every file with one owner and one mode, as a mount of SMB does."""
+    below, mounted = tmp_path / "below", tmp_path / "mounted"
+    below.mkdir()
+    mounted.mkdir()
+    shown = ("--perms=0777", "--chmod-ignore", f"--force-user={NOBODY}", f"--force-group={NOBODY}")
+    subprocess.run(["bindfs", *shown, below, mounted], check=True)
+    yield mounted
+    subprocess.run(["umount", mounted], check=True)
+
+
+@as_root
+@pytest.mark.skipif(shutil.which("bindfs") is None, reason="Debian's bindfs makes such a file system")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_files_are_as_trusted_as_a_volume_that_shows_all_files_alike(mounted: Path, *, sharded: bool) -> None:
+    path = part(mounted, {"o": Opaque()}) if sharded else checkpoint.save(str(mounted), 2, {"o": Opaque()})
+    assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (NOBODY, 0o777)
+    assert files.load_newest(str(mounted)) == (2, {"o": Opaque()})
 
 
 def test_a_checkpoint_is_written_for_everybody_under_no_umask(folder: Path) -> None:
