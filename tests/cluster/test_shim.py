@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Shim:
-    """One shim on a directory."""
+    """One shim on a directory; `within`: the command that runs it."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, within: tuple[str, ...] = ()) -> None:
+        self.directory, self.within = directory, within
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *command: str, grace_period_s: float = 5.0, inherited: tuple[int, ...] = (), **spec: Any) -> None:
@@ -41,7 +41,7 @@ class Shim:
         self.process = self.spawn(inherited)
 
     def spawn(self, inherited: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-I", "-S", shim.__file__, str(self.directory)]
+        argv = [*self.within, sys.executable, "-I", "-S", shim.__file__, str(self.directory)]
         return subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
 
     def worker(self) -> int:

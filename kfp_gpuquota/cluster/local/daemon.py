@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     config = msgspec.json.decode(arguments[2], type=ClusterConfig) if len(arguments) > 2 else None
     open_files = raise_descriptor_limit()
     try:
+        _check_kernel()
         home.create()
         write_log_to(home.log_file)
         with home.lock():
@@ -238,6 +239,17 @@ def _earlier_nodes(store: Store) -> tuple[Node, ...]:
 def _uuids(nodes: Iterable[Node]) -> dict[tuple[str, int], str]:
     """Return the UUID of each device by node and index; "" for a slot."""
     return {(node.name, device.index): device.uuid for node in nodes for device in node.devices}
+
+
+def _check_kernel() -> None:
+    """Raise ClusterStartError if processes cannot be held: of one that cannot, the end would be unknown."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise ClusterStartError(
+            f"this kernel, or the filter of this container, refuses pidfd_open ({error.strerror}); the embedded "
+            "cluster needs Linux 5.3 or newer"
+        ) from error
 
 
 def _say(ready: int, line: str) -> None:

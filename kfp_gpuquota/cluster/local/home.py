@@ -187,10 +187,15 @@ def _locked_within(file: IO[str], kind: int, timeout_s: float) -> bool:
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.01)
+        except OSError as error:
+            raise StateFileError(
+                f"the file system of {file.name} has no locks ({error.strerror}); set GPUQUOTA_HOME to a directory "
+                "on a disk of this machine"
+            ) from error
         else:
             return True
 

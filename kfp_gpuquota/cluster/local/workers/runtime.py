@@ -7,6 +7,7 @@ reported to `Reports` from the event loop, after the call that caused it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -209,8 +210,9 @@ class LocalRuntime:
 
     def remove_job(self, uid: str) -> None:
         """Delete the job's directory, and what is left of its workers' cgroups."""
-        for directory in self._home.job(uid).glob("workers/*"):
-            shims.remove_cgroup(directory)
+        with contextlib.suppress(OSError):
+            for directory in self._home.job(uid).glob("workers/*"):
+                shims.remove_cgroup(directory)
         if self._shared:
             self._removals.add(uid)
         else:

@@ -172,7 +172,7 @@ def main(directory: str) -> int:
     lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return EXIT_LOCKED
     if os.path.exists("process.json") or os.path.exists("exit.json"):  # noqa: PTH110
         return EXIT_LOCKED

@@ -282,7 +282,7 @@ def prevent(directory: Path) -> bool:
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
     else:
         if (directory / "process.json").exists():
@@ -328,10 +328,13 @@ def _is_of_earlier_boot(identity: dict[str, Any]) -> bool:
 
 
 def _open_process(pid: int, start: int) -> int | None:
-    """A pidfd for the process that was started then; None when it has ended and the number is another's."""
+    """Return a pidfd for the process that was started then; None if it has ended, or the number is another's.
+
+    OSError if this machine cannot open it: then nothing is known of it.
+    """
     try:
         pidfd = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return None
     with contextlib.suppress(OSError):
         if shim.start_time(pid) == start and not _is_zombie(pid):
