@@ -457,7 +457,7 @@ class Member:
         self._holds_state = True
 
     def _give_up(self, generation: Generation, state: TrainingState, error: CollectiveError) -> None:
-        _log.debug("generation %d could not be entered: %s", generation.number, error)
+        self._generations.note_failure(generation.number, error)
         if generation.group:
             generation.group.close_soon()
         if self._generations.adopted is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elastic_runtime.errors import ModelMismatchError
+from elastic_runtime.errors import ModelMismatchError, RunError
 from elastic_runtime.membership import background
 from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
@@ -33,6 +33,9 @@ them can be reached. What takes longer (a route drops packets) is given up, and 
 network may just be slow.
 """
 BUILD_S_A_MEMBER = 0.1
+FAILING_S = 300.0
+"""Workers that stand still end if no generation could be entered for so long, and in `FEWEST_FAILURES` attempts."""
+FEWEST_FAILURES = 5
 CLOSE_AFTER_S = 0.5
 """Old groups are closed this much later, so that the first steps of a new size do not compete for cores."""
 
@@ -102,6 +105,7 @@ class Generations:
         self._built: dict[int, Generation] = {}
         self._given_up: set[int] = set()  # could not be built: what its store holds of this worker is outdated
         self._overdue = 0  # generations in a row that were given up for their time
+        self._failures, self._failing_since = 0, 0.0  # generations in a row that could not be entered
         self._refused: ElasticError | None = None
         self._changed = threading.Condition()
 
@@ -229,11 +233,29 @@ class Generations:
                 return
             self._building.discard(number)
             self._given_up.add(number)
-            overdue = isinstance(error, TimeoutError) and self._order.generation == number
-            self._overdue += overdue
-        log = _log.warning if overdue else _log.debug
-        log("generation %d could not be built: %s", number, error)
+            self._overdue += isinstance(error, TimeoutError) and self._order.generation == number
+        self.note_failure(number, error)
         self._publish("PreparationFailed", generation=number, why=str(error)[:500])
+
+    def note_failure(self, number: int, error: Exception) -> None:
+        """Note that a generation could not be entered: the next one is tried, for a bounded time if all wait for it."""
+        with self._changed:
+            if number != self._order.generation:
+                return  # it was withdrawn
+            self._failures += 1
+            now = time.monotonic()
+            self._failing_since = now if self._failures == 1 else self._failing_since
+            failing_s = now - self._failing_since
+            if self._order.kind == "Recover" and failing_s > FAILING_S and self._failures >= FEWEST_FAILURES:
+                self._refused = RunError(
+                    f"the workers could not connect to each other for {failing_s:.0f} s, in {self._failures} attempts; "
+                    "a firewall, a network policy or a service mesh's proxy may be between them; the last failure: "
+                    f"{error}"
+                )
+                self._changed.notify_all()
+            told = self._failures & (self._failures - 1) == 0  # the 1st, 2nd, 4th, 8th ...
+        log = _log.warning if told else _log.debug
+        log("generation %d could not be entered, the next one is tried: %s", number, error)
 
     def _drop_outdated(self) -> None:
         """Close groups older than the one in force. A withdrawn one that is newer may have votes: it is kept."""
@@ -258,7 +280,7 @@ class Generations:
         with self._changed:
             previous, self.adopted = self.adopted, generation
             self._built.pop(generation.number, None)
-            self._overdue = 0
+            self._overdue = self._failures = 0
             if not (self._order.kind in {"Recover", "Release"} and self._order.generation != generation.number):
                 self.interrupt.clear()
             self._drop_outdated()
@@ -268,7 +290,7 @@ class Generations:
     def wait_for_next(self, after: int) -> Generation | None:
         """Wait for a generation newer than `after` that this worker must adopt at once; None: it must leave.
 
-        Raises CoordinatorError where the coordinator refused this process.
+        Raises CoordinatorError if the coordinator refused this process, RunError if none could be entered for long.
         """
         with self._changed:
             while True:

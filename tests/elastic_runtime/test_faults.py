@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,12 +24,12 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import elastic_runtime
-from elastic_runtime.errors import CheckpointError, SettingsError, UsageError
+from elastic_runtime.errors import CheckpointError, RunError, SettingsError, UsageError
 from elastic_runtime.membership import coordinator_client as coordinator_module
 from elastic_runtime.membership import generations as generations_module
 from elastic_runtime.membership.coordinator_client import FIRST_PAUSE_S, Coordinator, EventOutbox
 from elastic_runtime.membership.environment import Environment
-from elastic_runtime.membership.generations import Generation, Generations
+from elastic_runtime.membership.generations import FEWEST_FAILURES, Generation, Generations
 from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.process_group import Interrupt
 from tests import forked
@@ -466,6 +467,10 @@ class Unbuildable:
         """The generations that are reported as not built on each new connection."""
         return [event["generation"] for event in self.outbox.published() if event["event"] == "PreparationFailed"]
 
+    def has_reported(self, number: int) -> bool:
+        """Return whether this generation is the newest of them."""
+        return self.reported() == [number]
+
 
 def refuse() -> Any:
     raise ConnectionRefusedError("nobody listens there")
@@ -479,6 +484,31 @@ def test_a_generation_that_could_not_be_built_is_reported_on_each_new_connection
     worker.generations.on_order(Order("Recover", 2, ("w0", "w1")))
     until(lambda: worker.reported() == [2], "the report of the next one")
     assert worker.asked == [1, 2]
+
+
+def test_workers_that_cannot_connect_say_so_and_end_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A proxy between them that resets connections, for example: they tried again silently, for good."""
+    monkeypatch.setattr(generations_module, "FAILING_S", 0.0)
+    worker = Unbuildable(refuse)
+    for number in range(1, FEWEST_FAILURES + 1):
+        worker.generations.on_order(Order("Recover", number, ("w0", "w1")))
+        until(partial(worker.has_reported, number), "the report")
+    with pytest.raises(RunError, match=r"could not connect to each other .*5 attempts.*nobody listens there"):
+        worker.generations.wait_for_next(after=0)
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [message.split()[1] for message in told] == ["1", "2", "4"]
+
+
+def test_a_worker_that_cannot_join_those_that_train_goes_on_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations_module, "FAILING_S", 0.0)
+    worker = Unbuildable(refuse)
+    for number in range(1, FEWEST_FAILURES + 3):
+        worker.generations.on_order(Order("Propose", number, ("w0", "w1"), base=1))
+        until(partial(worker.has_reported, number), "the report")
+    worker.generations.on_order(Order("Release", 0, why="the test ends"))
+    assert worker.generations.wait_for_next(after=0) is None
 
 
 def test_a_generation_whose_members_cannot_be_connected_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
