@@ -3,6 +3,7 @@
     python benchmarks/planning.py --case allocate --nodes 100 --jobs 500
     python benchmarks/planning.py --case reclaim --nodes 1000 [--mix single]
     python benchmarks/planning.py --case consolidate --nodes 500
+    python benchmarks/planning.py --case defragment --nodes 1000
     python benchmarks/planning.py --case gang --nodes 1000 --size 4096
     python benchmarks/planning.py --case steady --nodes 5000 --jobs 50000
     python benchmarks/planning.py --case reclaim --nodes 10 --growth 1,10,100
@@ -27,6 +28,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Device, JobSpec, Kind, Node, Project
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.scheduler import (
     JobSubmitted,
     NodeChanged,
@@ -152,6 +154,22 @@ def consolidate(options: Options) -> tuple[State, Callable[[Plan], str]]:
     return builder.state, lambda p: f"{len(p.move)} moves for {len(p.nominate)} jobs"
 
 
+def defragment(options: Options) -> tuple[State, Callable[[Plan], str]]:
+    """Nodes that are 1/8 to all full of jobs with a checkpoint, in the window, with a budget that allows all moves."""
+    builder = Builder(options)
+    builder.project("a", options.nodes * GPUS)
+    for node, free in builder.free.items():
+        left = builder.random.randint(1, GPUS)
+        while left:
+            size = min(left, builder.draw(options.mix, len(free)))
+            builder.run(builder.submit("a", size), node, size)
+            left -= size
+    builder.state.ledger.defragmentation = Defragmentation(
+        window="00:00-24:00", time_zone="UTC", budget_gpu_minutes=1e8, max_gpu_minutes_per_gpu=1e8
+    )
+    return builder.state, lambda p: f"{len(p.move)} moves"
+
+
 def gang(options: Options) -> tuple[State, Callable[[Plan], str]]:
     """One gang of `size` workers of one GPU on an empty cluster."""
     builder = Builder(options)
@@ -216,6 +234,7 @@ CASES = {
     "allocate": allocate,
     "reclaim": reclaim,
     "consolidate": consolidate,
+    "defragment": defragment,
     "gang": gang,
     "cold": cold,
     "steady": steady,

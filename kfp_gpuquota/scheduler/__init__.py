@@ -10,6 +10,7 @@ from kfp_gpuquota.scheduler.actions.promises import changed_promises, promises_a
 from kfp_gpuquota.scheduler.planner import plan, why_not_larger
 from kfp_gpuquota.scheduler.state.events import (
     ConstraintsChanged,
+    Defragmented,
     Event,
     JobCompleting,
     JobDeferred,
@@ -43,6 +44,7 @@ __all__ = [
     "RESERVE_AFTER_S",
     "Bind",
     "ConstraintsChanged",
+    "Defragmented",
     "Event",
     "Evict",
     "JobCompleting",

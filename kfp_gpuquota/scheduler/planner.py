@@ -174,6 +174,7 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
         promises=promises,
         victims={uid: victims[uid] for uid in promises if uid in victims},
         again_at=cycle.again_at,
+        defragmented=cycle.defragmented,
     )
 
 
@@ -244,7 +245,8 @@ def _move(copy: Task, cycle: Cycle) -> Move:
     if old is None:
         raise AssertionError("a move has an origin")
     to, lost_s = _placement(copy), lost_work_s(copy.job, cycle.now)
-    return Move(copy.job.uid, old.id, to, sentences.moved(old, to.node, cycle.causes[old], lost_s))
+    window = "" if cycle.ledger.defragmentation is None else cycle.ledger.defragmentation.window
+    return Move(copy.job.uid, old.id, to, sentences.moved(old, to.node, cycle.causes[old], lost_s, window))
 
 
 def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, PoolQuota, Reason, ReasonCode
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.errors import UsageError
-from kfp_gpuquota.scheduler import JobDeferred, JobSubmitted, NodesBarred, Plan, State, UsageRecalled
+from kfp_gpuquota.scheduler import Defragmented, JobDeferred, JobSubmitted, NodesBarred, Plan, State, UsageRecalled
 from kfp_gpuquota.scheduler.dump import FORMAT, Replay, decode_dump, load_state, replay, take_dump
 from tests.scheduler.world import World
 
@@ -16,7 +17,9 @@ SECRET = "hunter2-in-the-environment"
 
 def busy() -> World:
     """A cluster with all that a state can have: pools, departments, shares, parts, deferred and barred jobs."""
-    world = World(State(usage_half_life_s=3600.0))
+    rule = Defragmentation(window="Mon-Fri 22:00-06:00", time_zone="Europe/Berlin")
+    world = World(State(usage_half_life_s=3600.0, defragmentation=rule))
+    world.state.apply(Defragmented(5.0, 60.0))
     world.state.ledger.reclaim_shelter_s = 900.0
     world.node("n1", 4, cpu=16.0, labels={"rack": "a"})
     world.node("n2", 4, labels={"rack": "b"})

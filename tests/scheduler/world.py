@@ -172,6 +172,8 @@ class World:
             for placement in placements:
                 self.start(job, placement)
         self.promise(decided)
+        if decided.defragmented is not None:
+            self.state.apply(decided.defragmented)
         if asked is None:  # else part of a gang may be left
             self.check()
 

@@ -120,7 +120,7 @@ def resettle(ledger: Ledger, evicted: Sequence[Task], now: float) -> None:
             by_job.setdefault(task.job, []).append(task)
     for tasks in by_job.values():
         mark = ledger.mark()
-        if not all(_find_place(ledger, task) for task in tasks):
+        if not all(relocated(ledger, task) for task in tasks):
             ledger.rollback(mark)
 
 
@@ -130,7 +130,7 @@ def _clear(ledger: Ledger, task: Task, cache: MoveCache, sheltered: Collection[J
         for moved in moves:
             ledger.set(moved, Status.LEAVING, moved.node, moved.devices)
         placement.put(ledger, task, host, future=True)
-        if all(_find_place(ledger, moved) for moved in moves):
+        if all(relocated(ledger, moved) for moved in moves):
             return True
         ledger.rollback(mark)
     return False
@@ -224,9 +224,13 @@ def _size(tasks: Iterable[Task], host: Host) -> float:
     return sum(task.request.amount(host.gpu_memory_mib).gpu for task in tasks)
 
 
-def _find_place(ledger: Ledger, task: Task) -> bool:
-    """Bind a copy of the leaving task where it can start now, if its queue's limit permits both at the same time."""
+def relocated(ledger: Ledger, task: Task, within: frozenset[Host] | None = None) -> bool:
+    """Bind a copy of the leaving task where it can start now, if its queue's limit permits both at the same time.
+
+    `within`: on one of these hosts. Returns whether there is such a host.
+    """
     copy = _copy(task)
+    copy.within = within
     if quota.barred_by_limit(task.job, ledger.amount(copy), future=False):
         return False
     host = placement.choose_host(ledger, copy, 1, future=False)

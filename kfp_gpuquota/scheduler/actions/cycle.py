@@ -7,6 +7,8 @@
     evict_stale   stop gangs that have been below their minimum for too long, what exceeds an enforced limit, and
                   what is drained
     lend          give remaining idle GPUs to elastic jobs above their request, where they pay (growth.py)
+    defragment    in a plan that starts and stops nothing, gather free GPUs, in the administrator's window
+                  (defragmentation.py)
 
 Before the first of them come entitled jobs that have waited too long, and what is kept for them (reservations.py).
 
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order, StopPolicy
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
+from kfp_gpuquota.scheduler.actions.defragmentation import ROUND_S, defragment
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.growth import Growth
 from kfp_gpuquota.scheduler.actions.promises import keep
@@ -43,6 +46,7 @@ from kfp_gpuquota.scheduler.placement.empty_nodes import fit_when_empty
 from kfp_gpuquota.scheduler.placement.finder import Finders
 from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
 from kfp_gpuquota.scheduler.state import usage
+from kfp_gpuquota.scheduler.state.events import Defragmented
 from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
 from kfp_gpuquota.scheduler.state.order import job_key, rank_by_length, shape_amount, shape_of
@@ -50,6 +54,7 @@ from kfp_gpuquota.scheduler.state.order import job_key, rank_by_length, shape_am
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from kfp_gpuquota.api.defragmentation import Defragmentation
     from kfp_gpuquota.scheduler.actions.candidates import Known
     from kfp_gpuquota.scheduler.fairness import pending_queue
     from kfp_gpuquota.scheduler.state.ledger import Ledger
@@ -62,7 +67,7 @@ Alike = tuple[tuple["Request", ...], "Group | None", bool, str, str]
 """What determines whether tasks can be placed: requests, the parts of the gang, spreading, the node pool, and the job
 that runs within a topology."""
 
-ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend")
+ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend", "defragment")
 
 
 class Cycle:
@@ -109,6 +114,7 @@ class Cycle:
         self.held_off: dict[tuple[Queue, Shape], float] = {}
         self.unsheltered = Finders(ledger)
         self.again_at: float | None = None
+        self.defragmented: Defragmented | None = None
         self.reserved: dict[Job, Reservation] = {}
         self.tried: set[Job] = set()  # in vain, before the first action
         self.unreservable: set[tuple[Group | None, Request, int]] = set()  # no nodes can be kept for such jobs
@@ -187,6 +193,8 @@ class Cycle:
             self._evict_stale()
         if "lend" in actions:
             self._lend()
+        if "defragment" in actions and self.ledger.defragmentation is not None and self.ledger.moves:
+            self._defragment(self.ledger.defragmentation)
 
     def _has(self, action: str) -> bool:
         return self.ledger.moves or action != "consolidate"
@@ -563,6 +571,32 @@ class Cycle:
         if self.ledger.any_idle or self.ledger.lent_tasks:
             # A job that starts in this plan starts at its lent size: growing right afterwards would cost a switch.
             Growth(self).run(dict.fromkeys([*self.growable, *self.touched]))
+
+    def _defragment(self, rule: Defragmentation) -> None:
+        """Gather free GPUs if a round is due, and this plan changes nothing that runs: the next one is soon then."""
+        window = rule.open_at(self.now)
+        if window is None:
+            self._too_early(rule.opens_after(self.now))
+            return
+        last_at, spent = self.ledger.defragmented
+        if last_at < window.start:
+            spent = 0.0
+        elif self._too_early(last_at + ROUND_S):
+            return
+        if any(task.status in (Status.BOUND, Status.LEAVING) for task in self.changed()):
+            return
+        self.hold_reserved()
+        left_gpu_s = max(0.0, 60 * rule.budget_gpu_minutes - spent)
+        per_gpu_s = 60 * rule.max_gpu_minutes_per_gpu
+        moved, lost_gpu_s = defragment(self.ledger, self.now, left_gpu_s, per_gpu_s, self.sheltered)
+        for reservation in self.reserved.values():
+            reservation.drop(self.ledger)
+        for task in moved:
+            self.causes[task] = (task.job, "defragment")
+            self.victims[task.job] = None
+        self.defragmented = Defragmented(self.now, spent + lost_gpu_s)
+        if any(self.ledger.held_gpus.values()):
+            self._too_early(self.now + ROUND_S)
 
     def is_settled(self, job: Job) -> bool:
         """Return whether the job's cool-down and deferral are over. All growth within one plan is one change."""

@@ -6,6 +6,7 @@ import msgspec
 
 from kfp_gpuquota.api import Reason
 from kfp_gpuquota.api.placement import Placement
+from kfp_gpuquota.scheduler.state.events import Defragmented
 
 
 class Bind(msgspec.Struct, frozen=True):
@@ -61,6 +62,9 @@ class Plan(msgspec.Struct, frozen=True):
 
     `again_at` is when to plan again without an event, in seconds since the epoch, because a decision waits for that
     time (a cool-down, a gang below its minimum). None: only an event can change the plan.
+
+    `defragmented`: the plan has looked for moves that gather free GPUs, and all of its moves are such. It is applied
+    with them, and stored before they are carried out: it has what they cost.
     """
 
     bind: tuple[Bind, ...] = ()
@@ -72,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True):
     promises: dict[str, tuple[Placement, ...]] = {}
     victims: dict[str, tuple[str, ...]] = {}
     again_at: float | None = None
+    defragmented: Defragmented | None = None
 
     @property
     def empty(self) -> bool:

@@ -52,6 +52,7 @@ def read_state(dump: StateDump) -> State:
     """Return the state of the dump. Raises KeyError where a record names another one that the dump does not have."""
     half_life_s, reserve_after_s = dump.usage_half_life_s, dump.reserve_after_s
     state = State(usage_half_life_s=half_life_s, moves=dump.moves, reserve_after_s=reserve_after_s)
+    state.ledger.defragmentation, state.ledger.defragmented = dump.defragmentation, dump.defragmented
     state.ledger.reclaim_shelter_s = dump.reclaim_shelter_s
     state.projects = {project.name: project for project in dump.projects}
     for node in dump.nodes:

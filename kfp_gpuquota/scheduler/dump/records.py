@@ -13,6 +13,7 @@ import msgspec
 
 from kfp_gpuquota.api import Order, Project, Reason, StopPolicy
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.api.placement import Placement
 from kfp_gpuquota.scheduler.actions.decisions import Plan
 from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S
@@ -204,7 +205,8 @@ class StateDump(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `usage_half_life_s`: the half-life of over-quota usage, None: it does not count. `reclaim_shelter_s`: the longest
     time for which a minimum run time protects over-quota workers. `reserve_after_s`: how long an entitled job waits
-    until what it needs is kept for it. `moves`: jobs are moved to make room. `last_at`: the time of the last event.
+    until what it needs is kept for it. `moves`: jobs are moved to make room, and in a window to gather free
+    GPUs (`defragmentation`, `defragmented`: as in the ledger). `last_at`: the time of the last event.
     """
 
     format: int
@@ -219,5 +221,7 @@ class StateDump(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reclaim_shelter_s: Number = UNLIMITED
     reserve_after_s: Number = RESERVE_AFTER_S
     moves: bool = True
+    defragmentation: Defragmentation | None = None
+    defragmented: tuple[Number, Number] = (0.0, 0.0)
     last_at: Number = 0.0
     orders: Orders = Orders()

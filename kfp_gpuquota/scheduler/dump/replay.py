@@ -46,6 +46,8 @@ def take_dump(state: State, now: float, version: str) -> StateDump:
         reclaim_shelter_s=state.ledger.reclaim_shelter_s,
         reserve_after_s=state.ledger.reserve_after_s,
         moves=state.ledger.moves,
+        defragmentation=state.ledger.defragmentation,
+        defragmented=state.ledger.defragmented,
         last_at=state.last_at,
         orders=writing.orders(state),
     )

@@ -65,14 +65,17 @@ def stopped(job: Job, cause: tuple[Job, str]) -> Reason:
     return _taken(job, f"stopped, and {then}", cause)
 
 
-def moved(task: Task, to: str, cause: tuple[Job, str], lost_s: float) -> Reason:
+def moved(task: Task, to: str, cause: tuple[Job, str], lost_s: float, window: str = "") -> Reason:
     """Return why a worker is moved to another node, and how much work its job may lose.
 
-    A worker that is reclaimed or preempted is moved instead of stopped.
+    A worker that is reclaimed or preempted is moved instead of stopped. `window` is that of defragmentation.
     """
     node = task.node.name if task.node is not None else "its node"
-    why = f"{cause[0].name} needs {size_needed(cause[0])}"
-    if cause[1] != "consolidate":
+    if cause[1] == "consolidate":
+        why = f"{cause[0].name} needs {size_needed(cause[0])}"
+    elif cause[1] == "defragment":
+        why = f"to gather free GPUs, window {window}"
+    else:
         why = _cause(task.job, cause)
     lost = f"; it repeats at most {round(lost_s)} s of work" if lost_s >= 1 else ""
     return Reason(

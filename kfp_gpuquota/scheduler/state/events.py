@@ -228,6 +228,16 @@ class UsageRecalled(Event, frozen=True, tag=True):
     users: dict[str, float] = {}
 
 
+class Defragmented(Event, frozen=True, tag=True):
+    """A plan has looked for moves that gather free GPUs at `at`.
+
+    `lost_gpu_s` is the work in GPU-seconds that all such moves of the window have cost, including those of this plan.
+    """
+
+    at: float
+    lost_gpu_s: float = 0.0
+
+
 class TimePassed(Event, frozen=True, tag=True):
     """It is at least `at`: what was held until then counts as usage. For events that come without a time."""
 

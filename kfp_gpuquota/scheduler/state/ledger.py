@@ -14,6 +14,8 @@ from kfp_gpuquota.scheduler.state.model import UNLIMITED, Amount, Host, Job, Que
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from kfp_gpuquota.api.defragmentation import Defragmentation
+
 Change = tuple[Task, Status, Host | None, tuple[int, ...]]
 
 RESERVE_AFTER_S: Final = 1800.0
@@ -33,8 +35,10 @@ class Ledger:
 
     `half_life_s`: the half-life of over-quota usage in fair shares; None: usage does not count. `reclaim_shelter_s`:
     the longest time for which a minimum run time protects over-quota workers from reclaim. `reserve_after_s`: how long
-    an entitled job waits until what it needs is kept for it. Without `moves` no job is moved to make room. `held_gpus`
-    and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
+    an entitled job waits until what it needs is kept for it. Without `moves` no job is moved to make room. In the
+    window of `defragmentation` jobs are moved to gather free GPUs; `defragmented` is when a plan last looked for such
+    moves, and the GPU-seconds of work that those of that window have cost. `held_gpus` and `leaving_gpus` are
+    micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
     `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state` identifies what is held:
     after a rollback it is what it was. `epoch` counts changes of hosts by which a task that no host can hold may become
     one that fits; `changed_hosts` are the names of hosts whose copies in `empty_nodes` (placement/empty_nodes.py) are
@@ -56,6 +60,8 @@ class Ledger:
         self.reclaim_shelter_s = UNLIMITED
         self.reserve_after_s = RESERVE_AFTER_S
         self.moves = True
+        self.defragmentation: Defragmentation | None = None
+        self.defragmented = (0.0, 0.0)
         self.packing: Packing | None = None
         self.empty_nodes: object | None = None
         self.changed_hosts: dict[str, None] = {}

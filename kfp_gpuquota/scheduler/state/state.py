@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kfp_gpuquota.api import Project
+    from kfp_gpuquota.api.defragmentation import Defragmentation
     from kfp_gpuquota.api.placement import Placement
 
 
@@ -46,13 +47,20 @@ class State:
 
     With `usage_half_life_s` the past over-quota usage of a queue, decayed with this half-life, reduces its part of the
     surplus. Without `moves` no job is moved to make room for another one. After `reserve_after_s` what a waiting job
-    needs that fits into its queue's guarantee is kept for it.
+    needs that fits into its queue's guarantee is kept for it. With `defragmentation` jobs are moved in a window to
+    gather free GPUs.
     """
 
     def __init__(
-        self, *, usage_half_life_s: float | None = None, moves: bool = True, reserve_after_s: float = RESERVE_AFTER_S
+        self,
+        *,
+        usage_half_life_s: float | None = None,
+        moves: bool = True,
+        reserve_after_s: float = RESERVE_AFTER_S,
+        defragmentation: Defragmentation | None = None,
     ) -> None:
         self.ledger = Ledger()
+        self.ledger.defragmentation = defragmentation
         self.ledger.moves = moves
         self.ledger.half_life_s = usage_half_life_s
         self.ledger.reserve_after_s = reserve_after_s
@@ -320,6 +328,10 @@ class State:
             _recall(queue, user, event.at)
         if self.ledger.half_life_s is not None:
             usage.keep_most(queue, self.ledger.half_life_s)
+
+    @_apply.register
+    def _(self, event: events.Defragmented) -> None:
+        self.ledger.defragmented = (event.at, event.lost_gpu_s)
 
     @_apply.register
     def _(self, event: events.TimePassed) -> None:
