@@ -60,8 +60,10 @@ class Defragmentation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     def __post_init__(self) -> None:
         _parsed(self.window, self.time_zone)
-        check_range("budget_gpu_minutes", self.budget_gpu_minutes, 0, MAX_GPU_MINUTES, "GPU minutes")
-        check_range("max_gpu_minutes_per_gpu", self.max_gpu_minutes_per_gpu, 0, MAX_GPU_MINUTES, "GPU minutes")
+        check_range("defragmentation.budget_gpu_minutes", self.budget_gpu_minutes, 0, MAX_GPU_MINUTES, "GPU minutes")
+        check_range(
+            "defragmentation.max_gpu_minutes_per_gpu", self.max_gpu_minutes_per_gpu, 0, MAX_GPU_MINUTES, "GPU minutes"
+        )
 
     def open_at(self, now: float) -> Opening | None:
         """Return the occurrence of the window that `now` is in, or None."""
@@ -78,11 +80,11 @@ def _parsed(window: str, time_zone: str) -> Window:
     found = _WINDOW.fullmatch(window)
     rule = "a window is written as 22:00-06:00, Mon-Fri 22:00-06:00 or Sat,Sun 00:00-24:00"
     if found is None:
-        raise InvalidFieldError("window", window, rule)
+        raise InvalidFieldError("defragmentation.window", window, rule)
     hours, minutes = [int(found[i]) for i in (2, 4)], [int(found[i]) for i in (3, 5)]
     start, end = (60 * hour + minute for hour, minute in zip(hours, minutes, strict=True))
     if max(minutes) >= 60 or start >= _MINUTES_OF_DAY or end > _MINUTES_OF_DAY or start == end:
-        raise InvalidFieldError("window", window, f"its times must be two of a day; {rule}")
+        raise InvalidFieldError("defragmentation.window", window, f"its times must be two of a day; {rule}")
     return Window(_days(found[1]), start, end, _zone(time_zone))
 
 
@@ -100,7 +102,7 @@ def _zone(name: str) -> ZoneInfo | None:
         return ZoneInfo(name) if name else None
     except (KeyError, ValueError, OSError):
         rule = "it must be the name of a time zone"
-        raise InvalidFieldError("time_zone", name, rule, hint="for example Europe/Berlin") from None
+        raise InvalidFieldError("defragmentation.time_zone", name, rule, hint="for example Europe/Berlin") from None
 
 
 def _openings(window: Window, minute: int) -> Iterator[Opening]:

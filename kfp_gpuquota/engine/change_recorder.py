@@ -38,6 +38,7 @@ class ChangeRecorder:
 
     def plan(self, plan: scheduler.Plan) -> None:
         """Record a plan, and what it promises."""
+        self.change.defragmented = plan.defragmented
         for evict in plan.evict:
             self._evict(evict)
         for move in plan.move:

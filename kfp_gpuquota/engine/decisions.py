@@ -50,7 +50,7 @@ class Decisions:
         """Carry out a plan, and note why jobs wait."""
         for uid, reason in plan.waiting.items():
             self._store.note_waiting(uid, reason)
-        if not plan.empty or self._store.new_promises(plan):
+        if not plan.empty or self._store.new_promises(plan) or plan.defragmented is not None:
             with self.decide() as recorder:
                 recorder.plan(plan)
 

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Change:
-    """The records that one decision changes; None deletes a record."""
+    """The records that one decision changes; None deletes a record. `defragmented`: what its moves have cost."""
 
     projects: dict[str, Project | None] = field(default_factory=dict)
     jobs: dict[str, JobRecord | None] = field(default_factory=dict)
     workers: dict[str, WorkerRecord] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    defragmented: scheduler.Defragmented | None = None
 
 
 class JobBook:
@@ -109,6 +110,8 @@ class JobBook:
                 yield from run_recalled(job, workers)
         for uid, job in change.jobs.items():
             yield from job_changed(self.jobs.get(uid), job)
+        if change.defragmented is not None:
+            yield change.defragmented
 
     def apply_change(self, change: Change) -> None:
         """Apply a change to the records; a job of None is removed with its workers."""

@@ -15,6 +15,7 @@ from hypothesis import given
 from msgspec.structs import replace
 
 import kfp_gpuquota.version
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.cli.jobs.logs import last_of
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.storage.database import stored_config
@@ -244,6 +245,16 @@ def test_a_rule_that_is_changed_leaves_the_shape_and_the_other_rules(team: Cli) 
     assert "2 with 6 GPUs" in team("cluster status")
     team("cluster start --gpus 2")
     assert stored_config(team.cluster.home.database) == replace(after, nodes=1, gpus_per_node=2)
+    team("cluster", "start", "--defragment", "Mon-Fri 22:00-06:00 Europe/Berlin", "--defragment-budget", "300")
+    rule = Defragmentation(window="Mon-Fri 22:00-06:00", time_zone="Europe/Berlin", budget_gpu_minutes=300.0)
+    assert stored_config(team.cluster.home.database).defragmentation == rule
+    team("cluster start --defragment-per-gpu 5")
+    rule = replace(rule, max_gpu_minutes_per_gpu=5.0)
+    assert stored_config(team.cluster.home.database).defragmentation == rule
+    team("cluster start --defragment none")
+    refused = team.run("cluster start --defragment 22:00")
+    assert refused.code == 2
+    assert "--defragment is 22:00, but a window is written as 22:00-06:00" in refused.err
     team("cluster start --moves --no-lend-silent --reserve-after 1800")
     assert stored_config(team.cluster.home.database) == ClusterConfig(gpus_per_node=2, keep_ended_jobs=7)
 

@@ -23,6 +23,7 @@ from kfp_gpuquota.cli.admin.shared import (
     shared_settings,
     show_unit,
 )
+from kfp_gpuquota.cli.arguments.defragmentation import BudgetOption, PerGpuOption, WindowOption, defragmentation
 from kfp_gpuquota.cli.arguments.options import client
 from kfp_gpuquota.cli.arguments.parsers import count_or_gpus, pairs
 from kfp_gpuquota.cli.display.terminal import echo
@@ -171,6 +172,9 @@ def start(
     memory_reserve: ReserveOption = None,
     smallest_share: SmallestOption = None,
     reserve_after: ReserveAfterOption = None,
+    defragment: WindowOption = "",
+    defragment_budget: BudgetOption = None,
+    defragment_per_gpu: PerGpuOption = None,
     group: GroupOption = "",
     admin_group: AdminGroupOption = "",
     jobs_per_user: JobsPerUserOption = None,
@@ -200,6 +204,7 @@ def start(
       gpuquota cluster start --gpus 0,1,3
       gpuquota cluster start --gpus 2 --gpu-memory 16G
       gpuquota cluster start --reserve-after 600
+      gpuquota cluster start --defragment "Mon-Fri 22:00-06:00" --defragment-budget 300
       gpuquota cluster start --ray auto
       sudo gpuquota cluster start --shared --group gpu --admin-group gpu-admins --install-unit
     """
@@ -248,6 +253,9 @@ def start(
         moves=moves,
         reserve_after_s=reserve_after,
     )
+    if defragment or defragment_budget is not None or defragment_per_gpu is not None:
+        former = None if for_users is not None else _former(home).defragmentation
+        rules["defragmentation"] = defragmentation(defragment, defragment_budget, defragment_per_gpu, former)
     plain = for_users is None and not shape and not rules
     if for_users is None and (socket := shared_socket()) is not None:
         refuse_beside_shared(socket, plain=plain)
@@ -319,13 +327,18 @@ def _configuration(
     from msgspec.structs import asdict, replace  # noqa: PLC0415
 
     from kfp_gpuquota.cluster.local.devices import SHAPE, ClusterConfig  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.storage.database import stored_config  # noqa: PLC0415
 
     default = ClusterConfig()
-    former = default if shared is not None else stored_config(home.database)
+    former = default if shared is not None else _former(home)
     if shape:
         shape = {field: value for field, value in asdict(default).items() if field in SHAPE} | shape
     return replace(former, **shape, **rules, shared=shared)
+
+
+def _former(home: Home) -> ClusterConfig:
+    from kfp_gpuquota.cluster.local.storage.database import stored_config  # noqa: PLC0415
+
+    return stored_config(home.database)
 
 
 def _start_as(home: Home, config: ClusterConfig) -> None:

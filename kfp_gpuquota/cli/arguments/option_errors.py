@@ -49,6 +49,8 @@ _PARAMETERS: Final = {
     "max_runtime_s": "max_time",
     "min_runtime_s": "min_runtime",
     "reserve_after_s": "reserve_after",
+    "defragmentation.window": "defragment",
+    "defragmentation.time_zone": "defragment",
 }
 """The parameter of a command for a field of the API where their names differ by more than a unit."""
 

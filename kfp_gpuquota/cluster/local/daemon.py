@@ -103,7 +103,11 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             service = shape.shared is not None and "INVOCATION_ID" in os.environ
             settings = replace(settings, device_locks=locks, cgroups=cgroups.prepare(service=service))
         half_life_s, room = shape.usage_half_life_s, home.give_up_reserve
-        rules = {"moves": shape.moves, "reserve_after_s": shape.reserve_after_s}
+        rules = {
+            "moves": shape.moves,
+            "reserve_after_s": shape.reserve_after_s,
+            "defragmentation": shape.defragmentation,
+        }
         state = ClusterState(store, nodes, half_life_s, room, sharing=sharing_rules(shape), rules=rules)
         notifications = Notifications(home.notifications, private=True)
         stack.push_async_callback(notifications.close)

@@ -10,6 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_name, check_range
@@ -54,6 +55,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sharing: SharingRules | None = None  # simulated GPUs have no driver that holds memory by default
     usage_half_life_s: float | None = None  # past borrowing reduces a share; it counts half after this time
     moves: bool = True  # jobs are moved to make room for another one
+    defragmentation: Defragmentation | None = None  # jobs are moved in a window to gather free GPUs
     reserve_after_s: float = RESERVE_AFTER_S  # what a waiting job within its guarantee needs is kept after so long
     log_limit_mib: int = 100  # of each worker's log the last part is kept
     keep_ended_s: float = 30 * 86_400.0  # ended jobs are kept with their logs and checkpoints

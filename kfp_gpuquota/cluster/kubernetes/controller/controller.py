@@ -57,6 +57,7 @@ from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
 from kfp_gpuquota.cluster.kubernetes.quota.deleted_quotas import record_deletion
 from kfp_gpuquota.cluster.kubernetes.quota.limit_enforcement import LimitEnforcement
+from kfp_gpuquota.cluster.kubernetes.quota.move_budget import MoveBudget
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import CurrentPolicies
@@ -206,6 +207,7 @@ class Controller:
     def _build_planning(self, cluster: ClusterObjects) -> None:
         """Build the view of the cluster that is planned, the loop of plans, and the forecast of starts."""
         book = self.elastic.book
+        self._move_budget = MoveBudget(self._writer, self.rules, self.wake)
         self.snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self._forecast = StartForecast(self._planner, self.current_state, book, self._now)
         self.metrics.starts_compared.set_function(lambda: book.accuracy.compared)
@@ -217,6 +219,7 @@ class Controller:
             self.metrics,
             self._now,
             run_times=RunTimesOfWaiting(book),
+            move_budget=self._move_budget,
             carry_out=self._carry_out,
             ended=self._planned,
         )
@@ -348,6 +351,7 @@ class Controller:
         await self.snapshot.start(self.gangs.join)
         for job in self.snapshot.plain.jobs:
             self.actions.watch_rest(job)
+        self.snapshot.emit(self._move_budget.recalled())
         self.reservations.start()
         self.unused.restore(self.snapshot.quotas.values())
         self.profiles.start()
@@ -530,6 +534,7 @@ class Controller:
         rules = self.rules.rules
         self.snapshot.state.ledger.reclaim_shelter_s = rules.reclaim.max_min_run_time_s
         self.snapshot.state.ledger.moves = rules.moves
+        self.snapshot.state.ledger.defragmentation = rules.defragmentation
         self.snapshot.state.ledger.reserve_after_s = rules.reserve_after_s
         self.snapshot.state.ledger.half_life_s = rules.usage_half_life_s
         self.reservations.memory_reserve = rules.sharing.memory_reserve
@@ -599,6 +604,7 @@ class Controller:
         self.elastic.close()
         self.managed_jobs.close()
         self._quota_status.close()
+        self._move_budget.close()
         self.plans.close()
         if self._quotas_timer:
             self._quotas_timer.cancel()

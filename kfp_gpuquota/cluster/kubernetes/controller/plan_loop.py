@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.planner.process import Planner
+    from kfp_gpuquota.cluster.kubernetes.quota.move_budget import MoveBudget
     from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting
 
 LONGEST_REST_S: Final = 0.5
@@ -40,8 +41,9 @@ log = logging.getLogger(__name__)
 class PlanLoop:
     """Makes the plans of a controller. `failed` is set when they fail repeatedly, and no more are made.
 
-    `run_times` has the expected run times of waiting jobs. `carry_out(plan)` executes a plan that was made; `ended()`
-    is called after each attempt. `now` gives the time of plans, in seconds since 1970.
+    `run_times` has the expected run times of waiting jobs. `move_budget` holds back moves until their cost is stored.
+    `carry_out(plan)` executes a plan that was made; `ended()` is called after each attempt. `now` gives the time of
+    plans, in seconds since 1970.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class PlanLoop:
         now: Callable[[], float],
         *,
         run_times: RunTimesOfWaiting,
+        move_budget: MoveBudget,
         carry_out: Callable[[scheduler.Plan], None],
         ended: Callable[[], None],
     ) -> None:
         self._planner, self._snapshot, self._unpinned = planner, snapshot, unpinned
         self._metrics, self._now = metrics, now
         self._run_times, self._carry_out, self._ended = run_times, carry_out, ended
+        self._move_budget = move_budget
         self._loop = asyncio.get_running_loop()
         self.health = PlanningHealth(self._loop.time)
         self.failed = asyncio.Event()
@@ -144,6 +148,7 @@ class PlanLoop:
         plan, settles_s = self._settling.settled(plan, self._snapshot.state.promises, started)
         if self._planner.outdated:  # after settling: what an outdated plan wanted to stop was wanted nevertheless
             plan = still_valid(self._snapshot.state, plan)
+        plan = self._move_budget.admitted(plan, self._snapshot.state.promises)
         self._carrying_out = True
         try:
             with because_of(f"{self._name}-{next(self._numbers)}"):

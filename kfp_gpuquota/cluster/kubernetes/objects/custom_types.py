@@ -340,6 +340,28 @@ class GpuUse(Struct, frozen=True):
     interval_seconds: float = 30.0
 
 
+class DefragmentationSpec(Struct, frozen=True):
+    """The window in which jobs are moved to gather free GPUs, and what the moves may cost."""
+
+    window: str = ""
+    time_zone: str = "UTC"
+    budget_gpu_minutes: float = 600.0
+    max_gpu_minutes_per_gpu: float = 15.0
+
+
+class ReservedMoves(Struct, frozen=True):
+    """What moves that gather free GPUs may lose in the window that is open `at` this time: stored before they begin."""
+
+    at: float = 0.0
+    gpu_seconds: float = 0.0
+
+
+class QuotaPolicyStatus(Struct, frozen=True):
+    """The status of a QuotaPolicy."""
+
+    defragmentation: ReservedMoves = ReservedMoves()
+
+
 class QuotaPolicySpec(Struct, frozen=True):
     """The specification of a QuotaPolicy. Values are checked when it is converted to ClusterRules (quota_policy.py)."""
 
@@ -356,6 +378,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     limit_grace_seconds: float = 600.0
     sharing: dict[str, Any] | None = None
     moves: bool = True
+    defragmentation: DefragmentationSpec | None = None
     reserve_after_seconds: float = 1800.0
     usage_half_life_seconds: float | None = None
     user_label: str = labels.USER
@@ -367,6 +390,7 @@ class QuotaPolicyObject(Struct, frozen=True):
 
     metadata: Metadata
     spec: QuotaPolicySpec = QuotaPolicySpec()
+    status: QuotaPolicyStatus = QuotaPolicyStatus()
 
 
 class PolicySpec(Struct, frozen=True):

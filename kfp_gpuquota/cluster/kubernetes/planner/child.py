@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.cluster.kubernetes.planner.bounded import BoundedPlanner, Planned
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
     import socket
     from typing import BinaryIO
-
 
 LENGTH: Final = struct.Struct(">Q")
 _FIRST_DESCRIPTOR: Final = 3
@@ -41,7 +41,7 @@ class Request(msgspec.Struct, frozen=True):
 
     `reclaim_shelter_s`: the rules' limit of minimum run times. Without `moves` no job is moved to make room.
     `reserve_after_s`: how long an entitled job waits until what it needs is kept for it. `half_life_s`: that of
-    over-quota usage; None: it does not count.
+    over-quota usage; None: it does not count. `defragmentation`: when jobs are moved to gather free GPUs.
     """
 
     events: list[scheduler.Event]
@@ -50,6 +50,7 @@ class Request(msgspec.Struct, frozen=True):
     moves: bool
     reserve_after_s: float
     half_life_s: float | None
+    defragmentation: Defragmentation | None
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -107,6 +108,7 @@ def _answer(state: scheduler.State, planner: BoundedPlanner, request: Request) -
     try:
         state.ledger.reclaim_shelter_s, state.ledger.moves = request.reclaim_shelter_s, request.moves
         state.ledger.reserve_after_s, state.ledger.half_life_s = request.reserve_after_s, request.half_life_s
+        state.ledger.defragmentation = request.defragmentation
         for event in request.events:
             _apply(state, event)
             planner.applied(event)

@@ -123,7 +123,13 @@ class PlannerProcess:
             async with asyncio.timeout(self._hang_s):
                 rules = self._state.ledger
                 request = Request(
-                    events, now, rules.reclaim_shelter_s, rules.moves, rules.reserve_after_s, rules.half_life_s
+                    events,
+                    now,
+                    rules.reclaim_shelter_s,
+                    rules.moves,
+                    rules.reserve_after_s,
+                    rules.half_life_s,
+                    rules.defragmentation,
                 )
                 self._writer.write(packed(request))
                 length = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]

@@ -51,7 +51,7 @@ class Settling:
             return plan, None
         self._delayed_since = since
         grows = tuple(one for one in plan.resize if not one.remove)
-        plan = msgspec.structs.replace(plan, evict=(), move=(), resize=grows, nominate=())
+        plan = msgspec.structs.replace(plan, evict=(), move=(), resize=grows, nominate=(), defragmented=None)
         return msgspec.structs.replace(plan, promises=promises_after_starts(promises, plan)), wait_s
 
 

@@ -10,6 +10,7 @@
 | gpuUse.exporter, intervalSeconds | the Service of dcgm-exporter, and how often it is asked whether the GPUs of pods are used, for the `idle` rules of WorkloadPolicies | nothing is measured; 30 |
 | sharing | the most workers that share a GPU, and the part of its memory that is the driver's | 16, 0.02 |
 | moves | jobs within the guarantee make room by moving others | true |
+| defragmentation | the window in which jobs are moved to gather free GPUs, and what the moves may cost (move_budget.py) | jobs are moved for waiting ones only |
 | reserveAfterSeconds | after how long a job within the guarantee is served first, and what it needs is kept for it | 1800 |
 | userLabel | the label of pods and ElasticJobs that names their user, for projects that are fair to users | gpuquota.dev/user |
 | usageHalfLifeSeconds | past borrowing reduces a team's part of idle GPUs, and counts half after this time | never counts |
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.affinity import check_label_key
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.api.node import SharingRules
 from kfp_gpuquota.api.request_paths import is_object_name
 from kfp_gpuquota.api.resources import WHOLE_GPU, Resources
@@ -44,6 +46,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledP
 from kfp_gpuquota.cluster.kubernetes.convert.known_gpus import counts_as, divided_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_WEIGHT
 from kfp_gpuquota.cluster.kubernetes.objects import labels, paths
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ReservedMoves
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import (
+        DefragmentationSpec,
         GpuResource,
         GpuUse,
         PolicyPool,
@@ -174,6 +178,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     limit_grace_s: float = 600.0
     sharing: SharingRules = SharingRules()
     moves: bool = True
+    defragmentation: Defragmentation | None = None
     reserve_after_s: float = RESERVE_AFTER_S
     usage_half_life_s: float | None = None
     gpu_weights: Resources = ()
@@ -250,6 +255,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             limit_grace_s=spec.limit_grace_seconds,
             sharing=msgspec.convert(_renamed(spec.sharing or {}, _SHARING), SharingRules),
             moves=spec.moves,
+            defragmentation=_defragmentation(spec.defragmentation),
             reserve_after_s=spec.reserve_after_seconds,
             usage_half_life_s=spec.usage_half_life_seconds,
             gpu_weights=gpu_weights_of(spec.gpu_resources or ()),
@@ -265,6 +271,23 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
 def gpu_use_rules(given: GpuUse | None) -> GpuUseRules | None:
     """Return where the use of GPUs is read. Raises InvalidFieldError."""
     return None if given is None else GpuUseRules(exporter=given.exporter, interval_s=given.interval_seconds)
+
+
+def _defragmentation(given: DefragmentationSpec | None) -> Defragmentation | None:
+    """Return when jobs are moved to gather free GPUs. Raises InvalidFieldError, with the names of the object."""
+    if given is None:
+        return None
+    try:
+        return Defragmentation(
+            window=given.window,
+            time_zone=given.time_zone,
+            budget_gpu_minutes=given.budget_gpu_minutes,
+            max_gpu_minutes_per_gpu=given.max_gpu_minutes_per_gpu,
+        )
+    except InvalidFieldError as error:
+        words = error.field.partition(".")[2].split("_")
+        field = words[0] + "".join(word.title() for word in words[1:])
+        raise InvalidFieldError(f"defragmentation.{field}", error.value, error.rule) from None
 
 
 def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -341,12 +364,15 @@ class CurrentRules:
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._changed, self._uid = changed, ""
         self.written = False
+        self.reserved_moves = ReservedMoves()  # as it was when the policy was read first
         self.rules = DEFAULT_RULES
 
     def put(self, stored: QuotaPolicyObject) -> None:
         """Apply a policy; one with another name is ignored, and the API server refuses it."""
         if stored.metadata.name != NAME:
             return
+        if not self.written:
+            self.reserved_moves = stored.status.defragmentation
         self._uid, self.written = stored.metadata.uid, True
         try:
             self._replace(rules_of(stored))

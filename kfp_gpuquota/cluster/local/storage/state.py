@@ -89,7 +89,7 @@ class ClusterState(JobStore):
             self._load()
             gc.freeze()  # what was loaded stays: later passes need not look at it
         self.clock = clock(self._newest_record())
-        self._recall_usage()
+        self._recall()
 
     # Reading
 
@@ -256,7 +256,7 @@ class ClusterState(JobStore):
         except BaseException as error:
             if applied:
                 self._rebuild_scheduler()
-                self._recall_usage()
+                self._recall()
             if not isinstance(error, Exception) or isinstance(error, StateFileError):
                 raise
             log.exception("a change was refused, and is not stored")
@@ -341,6 +341,8 @@ class ClusterState(JobStore):
                 self._store.save_worker(worker)
         for event in change.events:
             self._store.append_event(event)
+        if change.defragmented is not None:
+            self._store.save_defragmented(change.defragmented)
         self.reports.write(change, self.jobs)
 
     def apply_change(self, change: Change) -> None:
@@ -449,6 +451,12 @@ class ClusterState(JobStore):
         for queue in queues:
             if queue.exists:
                 self._store.save_past_use(usage.noted(queue, now, half_life_s))
+
+    def _recall(self) -> None:
+        """Pass what is stored besides projects and jobs to the scheduler: past use, and what moves have cost."""
+        self._recall_usage()
+        if (done := self._store.load_defragmented()) is not None:
+            self.scheduler.apply(done)
 
     def _recall_usage(self) -> None:
         """Pass what projects have used before this daemon's start to the scheduler, if it counts.

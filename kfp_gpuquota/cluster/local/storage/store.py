@@ -24,7 +24,7 @@ from kfp_gpuquota.api.wire import Event
 from kfp_gpuquota.cluster.local.storage.database import config_in, open_database
 from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
 from kfp_gpuquota.errors import StateFileError
-from kfp_gpuquota.scheduler import UsageRecalled
+from kfp_gpuquota.scheduler import Defragmented, UsageRecalled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -175,7 +175,17 @@ class Store:
                 log.error("%s cannot be read (%s), and is computed from the history", key, error)
         return found
 
+    def load_defragmented(self) -> Defragmented | None:
+        """Return when a plan last looked for moves that gather GPUs, and what those of its window have cost."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'defragmented'").fetchone()
+        return msgspec.json.decode(row[0], type=Defragmented) if row else None
+
     # Writing, inside a transaction
+
+    def save_defragmented(self, done: Defragmented) -> None:
+        """Replace it."""
+        body = msgspec.json.encode(done).decode()
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('defragmented', ?)", (body,))
 
     def save_past_use(self, used: UsageRecalled) -> None:
         """Store what a project and its users have used in a node pool."""
