@@ -15,13 +15,14 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 
-from kfp_gpuquota.api.validation import check_range
+from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAX_GPU_MINUTES: Final = 100_000_000.0
+_ROUND_S: Final = 300.0
 _DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _DAY: Final = "|".join(_DAYS)
 _WINDOW: Final = re.compile(
@@ -51,12 +52,14 @@ class Defragmentation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     `time_zone` is a name such as Europe/Berlin; "": that of the machine. `budget_gpu_minutes` is the work that all
     moves of one window may lose, `max_gpu_minutes_per_gpu` what they may lose for each GPU of a node that becomes free.
+    A worker is moved only if it has run for `min_age_s`.
     """
 
     window: str
     time_zone: str = ""
     budget_gpu_minutes: float = 600.0
     max_gpu_minutes_per_gpu: float = 15.0
+    min_age_s: float = 1800.0
 
     def __post_init__(self) -> None:
         _parsed(self.window, self.time_zone)
@@ -64,6 +67,13 @@ class Defragmentation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         check_range(
             "defragmentation.max_gpu_minutes_per_gpu", self.max_gpu_minutes_per_gpu, 0, MAX_GPU_MINUTES, "GPU minutes"
         )
+
+        check_range("defragmentation.min_age_s", self.min_age_s, 1, MAX_SECONDS, "s")
+
+    @property
+    def round_s(self) -> float:
+        """The time between two searches for moves within a window, in seconds."""
+        return min(_ROUND_S, self.min_age_s)
 
     def open_at(self, now: float) -> Opening | None:
         """Return the occurrence of the window that `now` is in, or None."""

@@ -16,7 +16,7 @@ from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler import Placement, ProgressReported, State
-from kfp_gpuquota.scheduler.actions.defragmentation import RESTART_S, ROUND_S, SETTLED_S
+from kfp_gpuquota.scheduler.actions.defragmentation import RESTART_S
 from tests.scheduler.world import World
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NIGHT = Defragmentation(window="22:00-06:00", time_zone="UTC")
 DAY_S = 86_400.0
 OPENS, ENDS = 22 * 3600.0, 30 * 3600.0
+ROUND_S, MIN_AGE_S = NIGHT.round_s, NIGHT.min_age_s
 
 
 def at(text: str) -> float:
@@ -87,7 +88,7 @@ class Night:
 
     def __post_init__(self) -> None:
         self.world = World(State(defragmentation=self.rule))
-        self.world.now = OPENS - SETTLED_S - 1000
+        self.world.now = OPENS - MIN_AGE_S - 1000
 
     def fill(self, gpus: int, *nodes: Sequence[int], **more: Any) -> None:
         """Make nodes of `gpus`, each with jobs of these sizes; the jobs of n0 are job-0-0, job-0-1, ..."""
@@ -187,9 +188,9 @@ def test_a_job_that_started_recently_is_not_moved() -> None:
     night.fill(4, [2], [2])
     started_at = min(task.started_at for task in night.world.state.workers.values())
     night.saved(0.0)
-    night.world.now = started_at + SETTLED_S - 1
+    night.world.now = started_at + MIN_AGE_S - 1
     assert night.world.plan().empty
-    night.world.now = started_at + SETTLED_S
+    night.world.now = started_at + MIN_AGE_S
     assert len(night.world.plan().move) == 1
 
 
@@ -205,7 +206,7 @@ def test_moves_that_cost_more_than_a_gpu_is_worth_are_not_made() -> None:
 def test_an_elastic_training_moves_in_place_and_loses_nothing() -> None:
     night = Night(Defragmentation(window="22:00-06:00", time_zone="UTC", budget_gpu_minutes=0))
     night.fill(4, [], [2])
-    night.world.now = OPENS - SETTLED_S - 10
+    night.world.now = OPENS - MIN_AGE_S - 10
     night.place(night.world.submit("elastic", "team", 3, low=1, high=3), "n0", "n1", "n1")
     night.world.now = OPENS
     assert night.world.plan().empty  # full, but for the node that has its third worker

@@ -117,7 +117,7 @@ class SimulatedCluster:
             )
             for i, gpus in enumerate(history.nodes)
         }
-        self._rules = {"reserve_after_s": history.reserve_after_s}
+        self._rules = {"reserve_after_s": history.reserve_after_s, "defragmentation": history.defragmentation}
         self._half_life_s = history.usage_half_life_s
         self.lost: set[str] = set()
         self.names = itertools.count(1)

@@ -10,6 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind, Order, Project, StopPolicy
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
+from kfp_gpuquota.api.defragmentation import Defragmentation
 from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.policy import IdleRule
 from kfp_gpuquota.api.project import PoolQuota
@@ -34,6 +35,7 @@ CONDITIONAL = 0.4
 """Of the jobs, the part whose start has a condition."""
 TYPES: tuple[str, ...] = ("P", "Q")
 TYPES_EVERY = 4
+DEFRAGMENTED_EVERY = 2
 ORDERS_EVERY = 2
 SEGMENTS_EVERY = 3
 SEGMENT = 2
@@ -122,6 +124,21 @@ class History(msgspec.Struct, frozen=True):
     usage_half_life_s: float | None = None
     idle: IdleRule | None = None
     pooled: tuple[str, ...] = ()  # the nodes of POOL
+    defragmentation: Defragmentation | None = None
+
+    def with_defragmentation(self) -> History:
+        """Return the same history on more nodes, which gathers free GPUs always or in a window of some minutes."""
+        chance = random.Random(self.seed)
+        start = int(EPOCH // 60) + chance.randint(-1, 3)
+        texts = [f"{minute // 60 % 24:02}:{minute % 60:02}" for minute in (start, start + chance.randint(1, 5))]
+        rule = Defragmentation(
+            window=chance.choice(("00:00-24:00", "-".join(texts))),
+            time_zone="UTC",
+            budget_gpu_minutes=chance.choice((1.0, 5.0, 30.0, 1000.0)),
+            max_gpu_minutes_per_gpu=chance.choice((1.0, 3.0, 10.0)),
+            min_age_s=chance.choice((1.0, 5.0, 20.0)),
+        )
+        return msgspec.structs.replace(self, nodes=(*self.nodes, 2, 2, 4), defragmentation=rule)
 
     def with_reservations(self) -> History:
         """Return the same history in a cluster in which a job gets a reservation soon; many have a maximum run time."""
@@ -310,6 +327,7 @@ def hard_history(seed: int) -> History:
     history = from_seed(seed).with_conditions().with_reservations()
     history = history.with_orders() if seed % ORDERS_EVERY == 1 else history
     history = history.with_idle_rule() if seed % IDLE_EVERY == 0 else history
+    history = history.with_defragmentation() if seed % DEFRAGMENTED_EVERY == 0 else history
     history = history.with_types() if seed % TYPES_EVERY == 0 else history
     history = history.with_segments() if seed % SEGMENTS_EVERY == 1 else history
     history = history.with_pools() if seed % POOLS_EVERY == 0 else history

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Order, Phase, ReasonCode, StopPolicy
@@ -15,6 +15,7 @@ from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting
 from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.scheduler.actions import growth
+from kfp_gpuquota.scheduler.actions.defragmentation import RESTART_S
 from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 EPSILON = 1e-6
 USE_EPSILON_S = 0.5
+GATHERS: Final = "to gather free GPUs"
 MOST_LOST_S = 60.0
 IDLE = re.compile(r"; (\d+)(?: of type [\w ]+)? (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
 HOLDS = re.compile(
@@ -98,6 +100,8 @@ class Invariants:
     conditions: Conditions = field(default_factory=Conditions)
     announced: dict[str, float] = field(default_factory=dict)  # when a job whose GPUs are unused is suspended
     idle_suspensions: int = 0
+    gathering: Counter[float] = field(default_factory=Counter)  # GPU-seconds for restarts, by start of the window
+    gathered: int = 0  # jobs that moved to gather free GPUs
     commits: int = 0
     holders_changed: bool = False  # by the change that is being applied
     committed_at: float = 0.0
@@ -183,7 +187,9 @@ class Invariants:
             if len(workers) * new.spec.worker_gpus < new.spec.smallest:
                 self.fail(f"{new.spec.name} starts with {len(workers)} workers")
             self._check_start_reason(new, len(workers) * new.spec.worker_gpus)
-        if new.status.moves > old.status.moves and new.status.last_move is not None:
+        if new.status.moves > old.status.moves and GATHERS in new.status.last_move.reason.message:
+            self._check_gathering(old, change)
+        elif new.status.moves > old.status.moves and new.status.last_move is not None:
             self._count_restart(new, new.status.last_move.reason.beneficiary)
             self._check_move(old, new.status.last_move.reason.beneficiary)
             self._check_core(new, new.status.last_move.reason.beneficiary)
@@ -260,6 +266,24 @@ class Invariants:
             and held + needs > project.quota_in(served.spec.node_pool).guaranteed + EPSILON
         ):
             self.fail(f"{moved.spec.name} loses its work for {served.spec.name}, which borrows")
+
+    def _check_gathering(self, moved: JobRecord, change: Change) -> None:
+        """A job moves to gather free GPUs in the window and its budget only, not twice in a row, and unprotected."""
+        state, rule, done = self.cluster.state, self.cluster.history.defragmentation, change.defragmented
+        window = None if rule is None else rule.open_at(state.clock())
+        if rule is None or window is None or done is None:
+            self.fail(f"{moved.spec.name} moves to gather GPUs outside of the window: {done}")
+            return
+        leave = [w for w in change.workers.values() if w.worker.job_uid == moved.uid and w.released]
+        if any(state.clock() - record.worker.started_at < rule.min_age_s - EPSILON for record in leave):
+            self.fail(f"{moved.spec.name} moves to gather GPUs soon after its start")
+        if self._is_protected(moved):
+            self.fail(f"{moved.spec.name} is not preemptible, and moves to gather GPUs")
+        if len(leave) == len([w for w in state.alive_of(moved.uid) if not w.released]):
+            self.gathering[window.start] += RESTART_S * sum(record.worker.gpus for record in leave)
+        if not self.gathering[window.start] - EPSILON <= done.lost_gpu_s <= 60 * rule.budget_gpu_minutes + EPSILON:
+            self.fail(f"moves that gather GPUs cost {done}, of which {self.gathering} for restarts")
+        self.gathered += 1
 
     def _check_charge(self, job: JobRecord, change: Change) -> None:
         """Only an end that is the job's own counts as a restart."""
@@ -417,7 +441,8 @@ class Invariants:
         live, now = self.cluster.state, self.cluster.state.clock()
         history = self.cluster.history
         half_life_s = history.usage_half_life_s
-        again = scheduler.State(usage_half_life_s=half_life_s, reserve_after_s=history.reserve_after_s)
+        rules = {"reserve_after_s": history.reserve_after_s, "defragmentation": history.defragmentation}
+        again = scheduler.State(usage_half_life_s=half_life_s, **rules)  # type: ignore[arg-type]
         for node in live.nodes.values():
             again.apply(scheduler.NodeChanged(node))
         for project in live.projects.values():
@@ -425,6 +450,8 @@ class Invariants:
         change = Change(jobs=dict(live.jobs), workers=dict(live.workers))
         for event in (*JobBook(live.nodes).scheduler_events(change), *self.cluster.store.load_past_use()):
             again.apply(event)
+        if (done := self.cluster.store.load_defragmented()) is not None:
+            again.apply(done)
         for state in (live.scheduler, again):
             for expected in RunTimesOfWaiting(live).changes(state):
                 state.apply(expected)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order, StopPolicy
 from kfp_gpuquota.scheduler.actions.consolidation import BORROWERS_COST_S, MoveCache, consolidate
-from kfp_gpuquota.scheduler.actions.defragmentation import ROUND_S, defragment
+from kfp_gpuquota.scheduler.actions.defragmentation import defragment
 from kfp_gpuquota.scheduler.actions.enforcement import enforce
 from kfp_gpuquota.scheduler.actions.growth import Growth
 from kfp_gpuquota.scheduler.actions.promises import keep
@@ -581,14 +581,12 @@ class Cycle:
         last_at, spent = self.ledger.defragmented
         if last_at < window.start:
             spent = 0.0
-        elif self._too_early(last_at + ROUND_S):
+        elif self._too_early(last_at + rule.round_s):
             return
         if any(task.status in (Status.BOUND, Status.LEAVING) for task in self.changed()):
             return
         self.hold_reserved()
-        left_gpu_s = max(0.0, 60 * rule.budget_gpu_minutes - spent)
-        per_gpu_s = 60 * rule.max_gpu_minutes_per_gpu
-        moved, lost_gpu_s = defragment(self.ledger, self.now, left_gpu_s, per_gpu_s, self.sheltered)
+        moved, lost_gpu_s = defragment(self.ledger, rule, self.now, spent, self.sheltered)
         for reservation in self.reserved.values():
             reservation.drop(self.ledger)
         for task in moved:
@@ -596,7 +594,7 @@ class Cycle:
             self.victims[task.job] = None
         self.defragmented = Defragmented(self.now, spent + lost_gpu_s)
         if any(self.ledger.held_gpus.values()):
-            self._too_early(self.now + ROUND_S)
+            self._too_early(self.now + rule.round_s)
 
     def is_settled(self, job: Job) -> bool:
         """Return whether the job's cool-down and deferral are over. All growth within one plan is one change."""

@@ -3,7 +3,7 @@
 A round empties nodes one by one: all that runs on a node moves to idle GPUs of nodes that stay in use. So the free
 nodes afterwards are those before and more, and no move takes a free node from a larger job. Which nodes: each of
 `_ORDERS` is tried to its end, and the one that frees most GPUs is kept, of equal ones the cheapest. A node that other
-workers have moved to is not emptied, and a worker is not moved again for `SETTLED_S`, so a second round finds nothing
+workers have moved to is not emptied, and a worker is not moved again for `min_age_s`, so a second round finds nothing
 to do.
 
 A node that has only lent workers counts as free: they leave for any job. Rejected: exchanging workers between nodes,
@@ -24,14 +24,9 @@ from kfp_gpuquota.scheduler.state.model import GPU, Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from kfp_gpuquota.api.defragmentation import Defragmentation
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Host, Job, Queue, Request, Task
-
-ROUND_S: Final = 300.0
-"""The time between two rounds within a window."""
-
-SETTLED_S: Final = 1800.0
-"""How long a worker has run at least before it is moved."""
 
 RESTART_S: Final = 60.0
 """What the restart of a job counts as, in seconds of its work, besides what it repeats."""
@@ -114,18 +109,18 @@ class Round:
 
 
 def defragment(
-    ledger: Ledger, now: float, left_gpu_s: float, most_gpu_s_per_gpu: float, sheltered: Collection[Job]
+    ledger: Ledger, rule: Defragmentation, now: float, spent_gpu_s: float, sheltered: Collection[Job]
 ) -> tuple[list[Task], float]:
     """Move workers so that nodes become free; return those workers, and the work that is lost, in GPU-seconds.
 
-    All moves lose at most `left_gpu_s`, and `most_gpu_s_per_gpu` for each GPU of a node that becomes free. Jobs in
-    `sheltered` are not moved.
+    `spent_gpu_s` is what earlier moves of the window have lost. Jobs in `sheltered` are not moved.
     """
     if not ledger.any_idle and not ledger.shared_hosts:
         return [], 0.0
-    occupied = _occupied(ledger)
-    found = (_source(host, now, sheltered) for host in occupied)
-    sources = [one for one in found if one is not None and one.lost_gpu_s <= most_gpu_s_per_gpu * one.gpus]
+    occupied, left_gpu_s = _occupied(ledger), max(0.0, 60 * rule.budget_gpu_minutes - spent_gpu_s)
+    found = (_source(host, now, rule.min_age_s, sheltered) for host in occupied)
+    most_gpu_s = 60 * rule.max_gpu_minutes_per_gpu
+    sources = [one for one in found if one is not None and one.lost_gpu_s <= most_gpu_s * one.gpus]
     best: tuple[tuple[float, ...], Callable[[Source], tuple[float, ...]]] | None = None
     mark = ledger.mark()
     for order in _ORDERS:
@@ -181,19 +176,19 @@ def _occupied(ledger: Ledger) -> list[Host]:
     return found
 
 
-def _source(host: Host, now: float, sheltered: Collection[Job]) -> Source | None:
+def _source(host: Host, now: float, min_age_s: float, sheltered: Collection[Job]) -> Source | None:
     """Return what it takes to empty the node; None if one of its workers stays."""
     by_job: dict[Job, list[Task]] = {}
     for task in host.tasks:
         if task.devices:
-            if task.status is not Status.HELD or now - task.started_at < SETTLED_S:
+            if task.status is not Status.HELD or now - task.started_at < min_age_s:
                 return None
             by_job.setdefault(task.job, []).append(task)
     lost = 0.0
     for job, tasks in by_job.items():
         if job in sheltered or not _movable(job, now):
             return None
-        cost = _lost_gpu_s(job, tasks, host, now)
+        cost = _lost_gpu_s(job, tasks, now, min_age_s)
         if cost is None:
             return None
         lost += cost
@@ -211,8 +206,10 @@ def _movable(job: Job, now: float) -> bool:
     )
 
 
-def _lost_gpu_s(job: Job, tasks: list[Task], host: Host, now: float) -> float | None:
+def _lost_gpu_s(job: Job, tasks: list[Task], now: float, min_age_s: float) -> float | None:
     """Return the GPU-seconds of work that the job loses if these workers move; None if they cannot without others."""
+    host = tasks[0].node
+    assert host is not None
     gpus = tasks[0].request.amount(host.gpu_memory_mib).gpu / GPU
     if len(tasks) == job.active and all(_runs_here(one, host) for one in _together(job)):
         return (max(0.0, now - job.saved_at) + RESTART_S) * len(tasks) * gpus
@@ -220,7 +217,7 @@ def _lost_gpu_s(job: Job, tasks: list[Task], host: Host, now: float) -> float | 
         return None
     if job.overlapping:
         return (lost_work_s(job, now) + RESTART_S) * job.active * gpus
-    young = sum(now - task.started_at < SETTLED_S for task in job.tasks.values())
+    young = sum(now - task.started_at < min_age_s for task in job.tasks.values())
     if len(tasks) + young > _may_spare(job) or len(loose(job, tasks)) < len(tasks):
         return None
     return lost_work_s(job, now) * job.active * gpus

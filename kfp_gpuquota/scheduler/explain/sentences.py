@@ -81,7 +81,7 @@ def moved(task: Task, to: str, cause: tuple[Job, str], lost_s: float, window: st
     return Reason(
         code=ReasonCode.CONSOLIDATED,
         message=f"moved from {node} to {to}: {why}{lost}",
-        beneficiary=cause[0].uid,
+        beneficiary="" if cause[1] == "defragment" else cause[0].uid,
         project=cause[0].queue.name,
     )
 

@@ -347,6 +347,7 @@ class DefragmentationSpec(Struct, frozen=True):
     time_zone: str = "UTC"
     budget_gpu_minutes: float = 600.0
     max_gpu_minutes_per_gpu: float = 15.0
+    min_age_seconds: float = 1800.0
 
 
 class ReservedMoves(Struct, frozen=True):

@@ -283,9 +283,10 @@ def _defragmentation(given: DefragmentationSpec | None) -> Defragmentation | Non
             time_zone=given.time_zone,
             budget_gpu_minutes=given.budget_gpu_minutes,
             max_gpu_minutes_per_gpu=given.max_gpu_minutes_per_gpu,
+            min_age_s=given.min_age_seconds,
         )
     except InvalidFieldError as error:
-        words = error.field.partition(".")[2].split("_")
+        words = error.field.partition(".")[2].replace("age_s", "age_seconds").split("_")
         field = words[0] + "".join(word.title() for word in words[1:])
         raise InvalidFieldError(f"defragmentation.{field}", error.value, error.rule) from None
 
