@@ -5,7 +5,7 @@ Belongs here: reading traces, policies to compare, simulated time, measures, the
 """
 
 from kfp_gpuquota.simulator.measures import Result, Spread
-from kfp_gpuquota.simulator.policies import POLICIES, Policy, Quotas
+from kfp_gpuquota.simulator.policies import POLICIES, Policy, Quotas, defragmenting
 from kfp_gpuquota.simulator.recorded import History, Twin, history, trace_node
 from kfp_gpuquota.simulator.simulation import SimulationOptions, simulate
 from kfp_gpuquota.simulator.trace import (
@@ -33,6 +33,7 @@ __all__ = [
     "TraceNode",
     "Training",
     "Twin",
+    "defragmenting",
     "history",
     "make_elastic",
     "read_jobs",

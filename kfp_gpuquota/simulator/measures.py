@@ -50,8 +50,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     be months ahead of all others) to the last: used GPUs in percent of all, and of the idle ones those that a job drawn
     from the trace could not use. `waiting` is from arrival to the first start, `queued` all time in the queue, also
     after evictions, both of jobs that start at all; `completion` is from arrival to the end. `lost_gpu_hours` were
-    computed again after evictions. By project: `waiting`, `queued`, `evicted` (jobs stopped as a whole) and
-    `gpu_hours`.
+    computed again after evictions, and moves that gather free GPUs, whose number is `moves`. `free_nodes_percent` is
+    the part of all GPUs that were on nodes without jobs. By project: `waiting`, `queued`, `evicted` (jobs stopped as a
+    whole) and `gpu_hours`.
     """
 
     policy: str
@@ -68,6 +69,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     completion: Spread
     resizes: int
     evictions: int
+    moves: int
+    free_nodes_percent: float
     lost_gpu_hours: float
     makespan_s: float
     plans: int
@@ -98,6 +101,7 @@ class Meter:
     gpu_seconds: float = 0.0
     now: float = 0.0
     samples: list[tuple[float, dict[str, float], float, float]] = field(default_factory=list)
+    free_percent: list[float] = field(default_factory=list)
 
     def advance(self, now: float) -> None:
         """Nothing has changed until `now`."""
@@ -106,6 +110,7 @@ class Meter:
         while len(self.samples) < len(self.grid) and self.grid[len(self.samples)] < now:
             at = self.grid[len(self.samples)]
             self.samples.append((at, dict(self.used), self.waiting_gpus, self.fragments.percent(self.hosts)))
+            self.free_percent.append(_free_percent(self.hosts.values()))
         self.now = now
 
     def add(self, project: str, gpus: float) -> None:
@@ -121,6 +126,12 @@ class Meter:
             [round(sample[2], 3) for sample in self.samples],
             [round(sample[3], 3) for sample in self.samples],
         )
+
+
+def _free_percent(hosts: Iterable[Host]) -> float:
+    """Return the part of all GPUs that are on nodes without workers, in percent."""
+    sizes = [(len(host.devices), not host.tasks) for host in hosts]
+    return 100 * sum(size for size, free in sizes if free) / max(1, sum(size for size, _ in sizes))
 
 
 class Fragments:

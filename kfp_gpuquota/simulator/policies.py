@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Order
 from kfp_gpuquota.scheduler import RESERVE_AFTER_S
 from kfp_gpuquota.scheduler.actions.cycle import ACTIONS
 from kfp_gpuquota.scheduler.state.model import UNLIMITED
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api.defragmentation import Defragmentation
 
 
 class Quotas(StrEnum):
@@ -25,7 +28,8 @@ class Policy:
     """The quotas and actions of one policy. `strict`: the oldest job of a queue is never overtaken.
 
     `backfill`: it is overtaken by jobs that do not delay it, whose run times are known (EASY), and by no others. After
-    `reserve_after_s` what an entitled job needs is kept for it. `order` is that of the waiting jobs of each project.
+    `reserve_after_s` what an entitled job needs is kept for it. `order` is that of the waiting jobs of each project. In
+    the window of `defragmentation` jobs are moved to gather free GPUs.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Policy:
     backfill: bool = False
     reserve_after_s: float = RESERVE_AFTER_S
     order: Order = Order.FAIR
+    defragmentation: Defragmentation | None = None
 
 
 POLICIES: Final = {
@@ -57,3 +62,9 @@ POLICIES: Final = {
                actions=("allocate",), backfill=True),
     )
 }  # fmt: skip
+
+
+def defragmenting(rule: Defragmentation) -> Policy:
+    """Return the policy of clusters with jobs moved to gather free GPUs."""
+    title = "as gpuquota, and jobs are moved to gather free GPUs"
+    return replace(POLICIES["gpuquota"], name="defragment", title=title, defragmentation=rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -132,7 +133,7 @@ class Simulation:
         watch: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._policy, self._options = policy, options
-        self.state = State(reserve_after_s=policy.reserve_after_s)
+        self.state = State(reserve_after_s=policy.reserve_after_s, defragmentation=policy.defragmentation)
         self._gpus = sum(node.gpus for node in nodes)
         self._models = {node.name: node.model for node in nodes}
         for node in nodes:
@@ -148,7 +149,7 @@ class Simulation:
         self._order = count()
         self._serial = count()
         self._now = 0.0
-        self._resizes = self._plans = 0
+        self._resizes = self._plans = self._moves = 0
         self._lost_gpu_s = self._slowest_s = 0.0
         self._first_at = jobs[0].arrives_at if jobs else 0.0
         self._window = _window(jobs)
@@ -203,6 +204,8 @@ class Simulation:
             completion=spread(life.ended_at - life.trace.arrives_at for life in lives if life.ended_at is not None),
             resizes=self._resizes,
             evictions=sum(life.evictions for life in lives),
+            moves=self._moves,
+            free_nodes_percent=sum(self._meter.free_percent) / max(1, len(self._meter.free_percent)),
             lost_gpu_hours=self._lost_gpu_s / 3600,
             makespan_s=max((life.ended_at or 0.0 for life in lives), default=0.0) - self._first_at,
             plans=self._plans,
@@ -310,7 +313,17 @@ class Simulation:
     def _decided(self) -> Plan:
         if self._policy.backfill:
             return easy_backfill(self.state, self._ends_at)
+        if self._policy.defragmentation is not None:
+            self._report_checkpoints()
         return plan(self.state, self._now, self._policy.actions, strict=self._policy.strict)
+
+    def _report_checkpoints(self) -> None:
+        """Let the scheduler know the last checkpoints of running jobs, which decide what their moves cost."""
+        every_s = self._options.checkpoint_s
+        for life in self.lives.values():
+            run_s = self._now - life.began_at
+            if life.workers and run_s >= every_s:
+                life.job.checkpoint_at = life.began_at + run_s - run_s % every_s
 
     def _ends_at(self, uid: str) -> float:
         """Return when the job ends if it runs, else when it would end if it were started now."""
@@ -318,6 +331,10 @@ class Simulation:
         return life.ends_at if life.workers else self._now + max(0.0, life.trace.duration_s - life.done)
 
     def _carry_out(self, decided: Plan) -> None:
+        if decided.defragmented is not None:
+            self.state.apply(decided.defragmented)
+            self._moves += len(decided.move)
+            self._restart_moved(decided)
         for evict in decided.evict:
             self.lives[evict.job].evictions += 1
             self._leave(evict.workers)
@@ -333,6 +350,17 @@ class Simulation:
         changed = [d.job for group in (decided.evict, decided.move, decided.resize, decided.bind) for d in group]
         for uid in dict.fromkeys(changed):
             self._sized(self.lives[uid])
+
+    def _restart_moved(self, decided: Plan) -> None:
+        """Let jobs of which all workers move continue from their checkpoints; others lose nothing."""
+        for uid, moved in Counter(move.job for move in decided.move).items():
+            life = self.lives[uid]
+            if moved == life.workers:
+                self._progress(life)
+                life.gpu_s += life.workers * life.trace.worker_gpus * (self._now - life.since)
+                life.since = self._now
+                self._restart_from_checkpoint(life)
+                life.began_at, life.saved = self._now, life.done
 
     def _leave(self, workers: Sequence[str]) -> None:
         for worker in workers:

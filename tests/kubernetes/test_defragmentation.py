@@ -1,4 +1,4 @@
-"""Moves that gather free GPUs, on the real API server: their cost is stored before they begin, and another leader counts it."""
+"""Moves that gather free GPUs, on the real API server: their cost is stored first, and another leader counts it."""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ class Invariants:
     conditions: Conditions = field(default_factory=Conditions)
     announced: dict[str, float] = field(default_factory=dict)  # when a job whose GPUs are unused is suspended
     idle_suspensions: int = 0
-    gathering: Counter[float] = field(default_factory=Counter)  # GPU-seconds for restarts, by start of the window
+    gathering: dict[float, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # GPU-seconds for restarts, by start of the window
     gathered: int = 0  # jobs that moved to gather free GPUs
     commits: int = 0
     holders_changed: bool = False  # by the change that is being applied
@@ -187,7 +189,8 @@ class Invariants:
             if len(workers) * new.spec.worker_gpus < new.spec.smallest:
                 self.fail(f"{new.spec.name} starts with {len(workers)} workers")
             self._check_start_reason(new, len(workers) * new.spec.worker_gpus)
-        if new.status.moves > old.status.moves and GATHERS in new.status.last_move.reason.message:
+        last_move = new.status.last_move
+        if new.status.moves > old.status.moves and last_move is not None and GATHERS in last_move.reason.message:
             self._check_gathering(old, change)
         elif new.status.moves > old.status.moves and new.status.last_move is not None:
             self._count_restart(new, new.status.last_move.reason.beneficiary)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfp_gpuquota.simulator import POLICIES, Result, SimulationOptions, TraceJob, TraceNode, simulate
+from kfp_gpuquota.api.defragmentation import Defragmentation
+from kfp_gpuquota.simulator import POLICIES, Result, SimulationOptions, TraceJob, TraceNode, defragmenting, simulate
 from kfp_gpuquota.simulator.simulation import guarantees
 
 
@@ -125,6 +126,22 @@ def test_what_is_idle_and_unusable_counts_as_fragmented() -> None:
     scattered = [node(1, "n0"), node(1, "n1"), node(2, "n2")]
     assert run("best-fit", scattered, jobs).fragmentation_percent > 90
     assert run("best-fit", [node(4)], jobs).fragmentation_percent == 0
+
+
+def test_jobs_that_are_moved_in_a_window_leave_a_whole_node_free_and_repeat_some_work() -> None:
+    """Two nodes are half full from 100 s on; in the second round of the window one job moves, back to its checkpoint."""
+    nodes, ends = [node(2, "n0"), node(2, "n1")], [100, 8000, 100, 8000]
+    jobs = [*(job(f"j{i}", i, lasts) for i, lasts in enumerate(ends)), job("last", 7000, 1)]
+    rule = Defragmentation(window="00:30-01:00", time_zone="UTC")
+    options = SimulationOptions(clock=perf_counter, leave_s=0.0, checkpoint_s=600.0)
+    plain, moving = (simulate(nodes, jobs, one, options) for one in (POLICIES["gpuquota"], defragmenting(rule)))
+    assert (plain.moves, moving.moves) == (0, 1)
+    assert plain.free_nodes_percent < 1
+    assert moving.free_nodes_percent == pytest.approx(100 * 0.5 * (7000 - 2100) / 7000, abs=1)
+    assert 0 < moving.lost_gpu_hours * 3600 < 600
+    assert moving.finished == len(jobs)
+    none = defragmenting(Defragmentation(window="00:30-01:00", time_zone="UTC", budget_gpu_minutes=0.5))
+    assert simulate(nodes, jobs, none, options).moves == 0
 
 
 def test_what_is_not_given_is_guaranteed_by_the_gpu_time_asked_for() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kfp_gpuquota.cli.arguments.defragmentation import BudgetOption, PerGpuOption, WindowOption, defragmentation
 from kfp_gpuquota.cli.arguments.options import OutputOption  # noqa: TC001 - typer reads it
 from kfp_gpuquota.cli.display.output import Format, show, table
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
@@ -15,6 +16,7 @@ from kfp_gpuquota.errors import InvalidFieldError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kfp_gpuquota.api.defragmentation import Defragmentation
     from kfp_gpuquota.simulator import Result, Spread, TraceJob, TraceNode
 
 app = typer.Typer()
@@ -59,6 +61,9 @@ def simulate(
     project_column: ColumnOption = "",
     user_column: UserColumnOption = "",
     guaranteed: QuotaOption = None,
+    defragment: WindowOption = "",
+    defragment_budget: BudgetOption = None,
+    defragment_per_gpu: PerGpuOption = None,
     *,
     speed: SpeedOption = 1.0,
     every_node: EveryOption = 1,
@@ -74,6 +79,7 @@ def simulate(
       gpuquota simulate --nodes nodes.csv --jobs pods.csv
       gpuquota simulate --nodes nodes.csv --jobs pods.csv --every-node 40 --elastic 20 --picture policies.png
       gpuquota simulate --nodes nodes.csv --jobs jobs.csv --policy gpuquota --guaranteed team-a=20
+      gpuquota simulate --nodes nodes.csv --jobs jobs.csv --policy gpuquota --defragment 22:00-06:00
       gpuquota simulate --state state.json
     """
     if state is not None:
@@ -86,7 +92,10 @@ def simulate(
     _check(speed=speed, every_node=every_node, elastic=elastic)
     cluster = thinned(read_nodes(nodes), every_node)
     trace = make_elastic(sped_up(read_jobs(jobs, project_column, user_column), speed), elastic)
-    results = _results(policy or [], cluster, trace, _quotas(guaranteed or []))
+    rule = None
+    if defragment or defragment_budget is not None or defragment_per_gpu is not None:
+        rule = defragmentation(defragment, defragment_budget, defragment_per_gpu, zone="UTC")
+    results = _results(policy or [], cluster, trace, _quotas(guaranteed or []), rule)
     if picture is not None:
         draw(results, picture)
     show(results, output, _tables(results))
@@ -101,15 +110,21 @@ def _replay(state: Path, trace: Path | None, output: str) -> None:
 
 
 def _results(
-    names: Sequence[str], nodes: list[TraceNode], jobs: list[TraceJob], guaranteed: dict[str, int]
+    names: Sequence[str],
+    nodes: list[TraceNode],
+    jobs: list[TraceJob],
+    guaranteed: dict[str, int],
+    rule: Defragmentation | None,
 ) -> list[Result]:
-    from kfp_gpuquota.simulator import POLICIES, SimulationOptions, simulate  # noqa: PLC0415
+    """Return the result under each policy, and with `rule` that of moves that gather free GPUs."""
+    from kfp_gpuquota.simulator import POLICIES, SimulationOptions, defragmenting, simulate  # noqa: PLC0415
 
     unknown = next((name for name in names if name not in POLICIES), None)
     if unknown is not None:
         raise InvalidFieldError("policy", unknown, f"it must be one of {', '.join(POLICIES)}")
     options = SimulationOptions(clock=time.perf_counter, guaranteed=guaranteed)
-    return [simulate(nodes, jobs, POLICIES[name], options) for name in names or POLICIES]
+    policies = [POLICIES[name] for name in names or POLICIES] + ([defragmenting(rule)] if rule is not None else [])
+    return [simulate(nodes, jobs, policy, options) for policy in policies]
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
@@ -132,9 +147,11 @@ def _tables(results: Sequence[Result]) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     """Return a table with a row for each result."""
-    columns = (
+    columns: tuple[str, ...] = (
         "POLICY", "USED %", "UNUSABLE %", "MEAN JCT", "P95 JCT", "RESIZES", "EVICTIONS", "LOST GPU-H", "DONE", "SECONDS"
     )  # fmt: skip
+    moving = any(result.moves for result in results)
+    columns += ("MOVES", "FREE NODES %") if moving else ()
     rows = [
         (
             r.policy,
@@ -147,6 +164,7 @@ def summary(results: Sequence[Result]) -> str:
             round(r.lost_gpu_hours, 1),
             f"{r.finished}/{r.jobs}",
             round(r.seconds, 1),
+            *((r.moves, round(r.free_nodes_percent, 1)) if moving else ()),
         )
         for r in results
     ]
