@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.api.defragmentation import MAX_GPU_MINUTES, Defragmentation
 from kfp_gpuquota.api.node import MAX_MEMORY_RESERVE, MAX_SMALLEST_SHARE, SharingRules
 from kfp_gpuquota.api.share import SMALLEST_FRACTION
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_NAME_LENGTH, MAX_SECONDS
@@ -210,6 +212,23 @@ def test_the_cluster_s_policy_has_the_defaults_and_the_bounds_of_its_rules() -> 
         "userLabel": rules.user_label,
     }
     assert spec["unmanaged"]["enum"] == [mode.value for mode in Unmanaged]
+
+
+def test_the_rules_of_defragmentation_have_the_defaults_and_bounds_of_the_code() -> None:
+    given = properties("QuotaPolicy", "spec")["defragmentation"]["properties"]
+    rule = Defragmentation(window="22:00-06:00")
+    assert {name: one.get("default") for name, one in given.items()} == {
+        "window": None,
+        "timeZone": "UTC",
+        "budgetGpuMinutes": rule.budget_gpu_minutes,
+        "maxGpuMinutesPerGpu": rule.max_gpu_minutes_per_gpu,
+        "minAgeSeconds": rule.min_age_s,
+    }
+    assert given["budgetGpuMinutes"]["maximum"] == given["maxGpuMinutesPerGpu"]["maximum"] == MAX_GPU_MINUTES
+    assert given["minAgeSeconds"]["maximum"] == MAX_SECONDS
+    for window in ("22:00-06:00", "Mon-Fri 22:00-06:00", "sat,Sun-Mon 0:00-24:00"):
+        assert re.search(given["window"]["pattern"], window)
+        Defragmentation(window=window)
 
 
 def test_the_rules_of_the_cluster_s_policy_name_the_limits_of_the_code() -> None:

@@ -85,6 +85,12 @@ def test_a_policy_is_checked_as_a_whole_and_not_stored(controlled: Controlled, t
         (policy(limitGraceSeconds=True), "spec.limitGraceSeconds is True, but must be of type number"),
         (policy(gpuResources=[{"name": "amd.com/gpu", "countsAs": 65}]), "from 0.001 to 64"),
         (policy(reclaim={"boundSeconds": 20}), "maxGracePeriodSeconds"),
+        (policy(defragmentation={"window": "night"}), "defragmentation.window is 'night', but a window is written as"),
+        (
+            policy(defragmentation={"window": "22:00-06:00", "timeZone": "Mars"}),
+            "defragmentation.timeZone is 'Mars', but it must be the name of a time zone",
+        ),
+        (policy(defragmentation={"window": "22:00-06:00", "minAgeSeconds": 0}), "defragmentation.minAgeSeconds is 0"),
         (policy(recreatingOwners=["Job"]), "it must be an API group and a kind"),
         (policy() | {"metadata": {"name": "mine"}}, "whose name is default"),
         (policy() | {"metadata": "default"}, "whose name is default"),

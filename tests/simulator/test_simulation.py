@@ -129,7 +129,7 @@ def test_what_is_idle_and_unusable_counts_as_fragmented() -> None:
 
 
 def test_jobs_that_are_moved_in_a_window_leave_a_whole_node_free_and_repeat_some_work() -> None:
-    """Two nodes are half full from 100 s on; in the second round of the window one job moves, back to its checkpoint."""
+    """Two nodes are half full from 100 s on; in the window one job moves, back to its checkpoint."""
     nodes, ends = [node(2, "n0"), node(2, "n1")], [100, 8000, 100, 8000]
     jobs = [*(job(f"j{i}", i, lasts) for i, lasts in enumerate(ends)), job("last", 7000, 1)]
     rule = Defragmentation(window="00:30-01:00", time_zone="UTC")
