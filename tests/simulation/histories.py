@@ -35,7 +35,6 @@ CONDITIONAL = 0.4
 """Of the jobs, the part whose start has a condition."""
 TYPES: tuple[str, ...] = ("P", "Q")
 TYPES_EVERY = 4
-DEFRAGMENTED_EVERY = 2
 ORDERS_EVERY = 2
 SEGMENTS_EVERY = 3
 SEGMENT = 2
@@ -327,7 +326,6 @@ def hard_history(seed: int) -> History:
     history = from_seed(seed).with_conditions().with_reservations()
     history = history.with_orders() if seed % ORDERS_EVERY == 1 else history
     history = history.with_idle_rule() if seed % IDLE_EVERY == 0 else history
-    history = history.with_defragmentation() if seed % DEFRAGMENTED_EVERY == 0 else history
     history = history.with_types() if seed % TYPES_EVERY == 0 else history
     history = history.with_segments() if seed % SEGMENTS_EVERY == 1 else history
     history = history.with_pools() if seed % POOLS_EVERY == 0 else history

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import pytest
 
 CHUNK = 50
+DEFRAGMENTED_EVERY = 2
+"""In each second history the engine gathers free GPUs."""
 KUBERNETES_EVERY = 5
 """The controller plays each fifth history."""
 
@@ -43,8 +45,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds:
+        history = hard_history(seed)
         try:
-            play(hard_history(seed))
+            play(history.with_defragmentation() if seed % DEFRAGMENTED_EVERY == 0 else history)
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
