@@ -42,6 +42,9 @@ class Outcome:
     move: list[Task] = field(default_factory=list)
 
 
+_DECIDE_SIZES: Final = tuple(action for action in ACTIONS if action != "defragment")
+"""The actions that decide about sizes of jobs."""
+
 Shapes = Mapping["Queue", Collection["Shape"]]
 """The shapes of waiting jobs that a plan considers, for queues with more than one plan can; others have all."""
 
@@ -91,7 +94,7 @@ def why_not_larger(state: State, uid: str, now: float) -> Reason | None:
     mark, size = ledger.mark(), job.active
     with collector_paused():
         try:
-            cycle = _decide(state, now, ACTIONS, strict=False, shapes=None)
+            cycle = _decide(state, now, _DECIDE_SIZES, strict=False, shapes=None)
             return None if job.active != size or job in cycle.victims else _why_not_larger(cycle, job)
         finally:
             ledger.rollback(mark)

@@ -22,6 +22,7 @@ from tests.simulation.histories import (
     from_seed,
     hard_history,
 )
+from tests.simulation.invariants import GATHERS
 from tests.simulation.running import play
 from tests.simulation.trainings import ELASTIC
 
@@ -210,3 +211,13 @@ def test_an_unused_job_that_was_resumed_between_two_looks_has_its_time_again() -
     happenings = ((0.5, Submit(spec, (0.3, 1.0, None, 1.0))), (15.0, Suspend(0)), (2.0, Resume(0)), (20.0, Suspend(0)))
     for seed in range(4):  # it uses its GPUs with some
         play(History((2,), (Project(name="a", guaranteed=2),), happenings, seed=seed, idle=idle))
+
+
+def test_jobs_gather_free_gpus_within_the_budget_that_a_killed_engine_remembers() -> None:
+    """Each of these histories has such moves; the invariants compare what restarts cost with the budget."""
+    moved = 0
+    for seed in (0, 25):
+        jobs = play(from_seed(seed).with_kills().with_defragmentation()).state.jobs.values()
+        reasons = [job.status.last_move.reason.message for job in jobs if job.status.last_move is not None]
+        moved += sum(GATHERS in reason for reason in reasons)
+    assert moved
