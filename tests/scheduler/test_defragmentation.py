@@ -222,6 +222,17 @@ def test_an_elastic_training_moves_in_place_and_loses_nothing() -> None:
     assert night.world.size("elastic") == 3
 
 
+def test_jobs_that_share_gpus_move_onto_one() -> None:
+    night = Night()
+    night.fill(1, [1], [1], gpu_fraction=0.4)
+    night.saved(0.0)
+    decided = night.round()
+    assert moves(decided) == {"job-0-0": "n1"}
+    assert decided.defragmented is not None
+    assert decided.defragmented.lost_gpu_s == pytest.approx(0.4 * RESTART_S)
+    assert night.free == {"n0"}
+
+
 def test_the_budget_of_a_window_is_spent_once() -> None:
     night = Night(Defragmentation(window="22:00-06:00", time_zone="UTC", budget_gpu_minutes=5))
     night.fill(4, [2], [2], [2], [2])
