@@ -155,7 +155,7 @@ def begin(request: dict[str, Any], files: list[int]) -> NoReturn:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
     finally:
-        os._exit(code)
+        os._exit(getattr(getattr(sys, "last_traceback", None), "code", code))  # set by `process_exit.end_with`
 
 
 def run(arguments: list[str]) -> None:

@@ -4,15 +4,19 @@ got one sample, and of Lightning's loops.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING
 
+from elastic_runtime.process.replacement import Replacement
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from elastic_runtime.loop.session import Session
+
+    Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _WITHOUT_GRADIENTS = (
     "elastic_runtime: this iteration does not complete a step, so that parameter.grad is None on all parameters; put "
@@ -27,28 +31,39 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 def explain_errors(session: Session) -> None:
     """Add a note to an error that ends the script within such an iteration of the session."""
-    _take_hook()
     _sessions.add(session)
+    _hook.begin()
 
 
-@functools.cache
-def _take_hook() -> None:
-    """Take the interpreter's hook, once: whoever takes it later calls the one before, as init_process_group's does."""
-    before = sys.excepthook
+def explain_no_more(session: Session) -> None:
+    """Release the interpreter's hook, after the last training."""
+    _sessions.discard(session)
+    if not _sessions:
+        _hook.end()
 
+
+def _explaining(before: Hook) -> Hook:
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _add_notes(kind, error)
         before(kind, error, trace)
 
-    sys.excepthook = explain
+    return explain
+
+
+_hook = Replacement(sys, "excepthook", _explaining)
 
 
 def _add_notes(kind: type[BaseException], error: BaseException) -> None:
     about_none = issubclass(kind, AttributeError | TypeError) and "None" in str(error)
     if about_none and any(session.without_gradients for session in _sessions):
-        error.add_note(_WITHOUT_GRADIENTS)
+        _add(error, _WITHOUT_GRADIENTS)
     if "more than 1 value per channel" in str(error) and any(session.newest_samples == 1 for session in _sessions):
-        error.add_note(_ONE_SAMPLE)
+        _add(error, _ONE_SAMPLE)
+
+
+def _add(error: BaseException, note: str) -> None:
+    if note not in getattr(error, "__notes__", []):
+        error.add_note(note)
 
 
 def note_on_lightning() -> str:

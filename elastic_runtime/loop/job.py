@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
 import sys
@@ -31,13 +30,14 @@ from elastic_runtime.loop.trainings_of_process import (
     take_from_others,
 )
 from elastic_runtime.plan.position import Position
-from elastic_runtime.process.process_exit import note_exit_codes, report_errors
+from elastic_runtime.process.process_exit import at_exit, note_exit_codes, report_errors
 from elastic_runtime.reduction.backward_pass import Loss
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.optimizer_state import with_kept_apart
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.torch_internals.modules import uncompiled
 from elastic_runtime.validation.prepare_checks import (
+    check_default_device,
     check_embeddings,
     check_kinds,
     check_parameters,
@@ -48,6 +48,7 @@ from elastic_runtime.validation.prepare_checks import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from torch.utils.data import DataLoader
@@ -87,8 +88,10 @@ class Job(JobCollectives):
         )
         if environment.coordinator:
             report_errors(environment.error_file)
+        if self._member.awaited:
             note_exit_codes()
-            atexit.register(self._check_trained)
+        if environment.coordinator:
+            at_exit(self._check_trained)
         self._state: TrainingState | None = None
         if environment.coordinator:
             note_coordinated(self)
@@ -105,6 +108,12 @@ class Job(JobCollectives):
         workers have run. After `prepare`.
         """
         self._prepared.passive = not acts
+
+    def changing_state(self) -> AbstractContextManager[None]:
+        """`with job.changing_state():` around changes of model and buffers before the first pass of a step, which a
+        repeated step does not make again: for integrations, which carry along whether they are made.
+        """
+        return self._prepared.changing_state()
 
     def finish(self) -> None:
         """End the training after this epoch, once all workers have come to this call: for integrations, whose loops
@@ -158,6 +167,7 @@ class Job(JobCollectives):
             raise UsageError("shard_size= is of use with shard= only: give prepare the function that calls fully_shard")
         if self._session is not None:
             raise LoopError("prepare was called twice; make one job for each training")
+        check_default_device()
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         models = _several(model)
         check_kinds(models, optimizers)
@@ -258,13 +268,14 @@ class Job(JobCollectives):
         self._start(total_steps=None if steps is None or count is None else count * steps)
         if session.position.epoch >= end:
             _log.warning("%d epochs are trained already: nothing to do (a new job starts from the beginning)", count)
-        while not session.finished:
-            while session.position.epoch < end:
-                epoch = session.position.epoch
-                session.begin_epoch()
-                yield epoch
-                session.leave_epoch(epoch)
-            session.finish()
+        with session.left_early():
+            while not session.finished:
+                while session.position.epoch < end:
+                    epoch = session.position.epoch
+                    session.begin_epoch()
+                    yield epoch
+                    session.leave_epoch(epoch)
+                session.finish()
 
     def steps(self, count: int) -> Iterator[Any]:
         """Yield the batches, epoch after epoch, until `count` global steps are applied: in place of both loops.
@@ -277,13 +288,14 @@ class Job(JobCollectives):
         self._start(total_steps=None if session.counts_gain else count, last_step=count)
         if session.has_trained(count):
             _log.warning("%d steps are trained already: nothing to do (a new job starts from the beginning)", count)
-        while not session.finished:
-            while not session.has_trained(count):
-                epoch = session.position.epoch
-                yield from session.loader
-                if not session.has_trained(count):
-                    session.leave_epoch(epoch)
-            session.finish()
+        with session.left_early():
+            while not session.finished:
+                while not session.has_trained(count):
+                    epoch = session.position.epoch
+                    yield from session.loader
+                    if not session.has_trained(count):
+                        session.leave_epoch(epoch)
+                session.finish()
 
     def global_steps(self, batches: Iterable[Any]) -> GlobalSteps:
         """Iterate over global steps: `for step, micro_batches in job.global_steps(loader)`.
@@ -393,8 +405,8 @@ class Job(JobCollectives):
 
     def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
         if not self._prepared.started:
-            if self._member.coordinated:
-                note_training(self)
+            note_training(self, self._environment.checkpoint_dir, coordinated=self._member.coordinated)
+            check_default_device()
             assert self._state is not None
             take_schedulers(self._prepared, self._state)
         self._prepared.start(total_steps=total_steps, last_step=last_step)

@@ -6,8 +6,6 @@ of `coordinator` and `generations`.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import sys
 import time
@@ -27,7 +25,7 @@ from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.plan.replica_groups import Grid
 from elastic_runtime.process.preemption import TERMINATED, Preemption, StableState
-from elastic_runtime.process.process_exit import leave
+from elastic_runtime.process.process_exit import at_exit, leave
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
 from elastic_runtime.process.stall_watch import StallWatch
@@ -95,7 +93,7 @@ class Member:
             )
             self._outbox.coordinator = self._coordinator
             self._coordinator.start()
-            atexit.register(self._coordinator.close)
+            at_exit(self._coordinator.close)
         self.stable_state = StableState()
         watched = environment.coordinator and not environment.rehearse
         self._stall_watch = StallWatch(environment.stall_s if watched else 0.0, self._generations.interrupt)
@@ -113,7 +111,8 @@ class Member:
         saves = bool(environment.checkpoint_dir) and (environment.static is None or environment.static[0] == 0)
         if environment.coordinator or saves:
             self._preemption = Preemption(self._on_preempted)
-            self._preemption.soft = bool(environment.coordinator)
+            if environment.coordinator:
+                self._preemption.begin()
 
     def _key(self) -> bytes:
         """Return the secret that only the workers of the job share."""
@@ -278,18 +277,17 @@ class Member:
             self._preemption.save_by(
                 lambda: self._checkpoints.in_time(state, mode, self.stable_state, leader=self.rank_and_size[0] == 0)
             )
-            self._preemption.soft = True
+            self._preemption.begin()
 
     def _join_static(self, state: TrainingState, rank: int, size: int) -> None:
         """Join torchrun's ranks, until they exit. Every worker begins where rank 0's checkpoint ends."""
         if self._generations.adopted is not None:
             return
         if not dist.is_initialized():
-            with self._preemption.set_aside() if self._preemption else contextlib.nullcontext():
-                if self._environment.static:
-                    torchrun.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
-                else:
-                    torchrun.init_alone(_backend())
+            if self._environment.static:
+                torchrun.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
+            else:
+                torchrun.init_alone(_backend())
         assert dist.group.WORLD is not None
         group = Group(dist.group.WORLD, rank, size, self._generations.interrupt, inner=self._static_inner(rank, size))
         members = tuple(f"rank{other}" for other in range(size))
@@ -374,9 +372,13 @@ class Member:
         self.reporter.line("finished", step=step)
         self.reporter.close()
         self._outbox.publish("TrainingFinished", step=step)
-        if self._preemption:
-            self._preemption.soft = self._coordinator is not None
+        self.leave_loop()
         self._checkpoints.settle()
+
+    def leave_loop(self) -> None:
+        """Leave SIGTERM to the script, which has left its loop; with a coordinator it is a worker to its end."""
+        if self._preemption and self._coordinator is None:
+            self._preemption.end()
 
     def leave_if_preempted(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""

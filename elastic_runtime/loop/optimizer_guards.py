@@ -166,7 +166,7 @@ def watch_unprepared_optimizers(session: Session, optimizers: Sequence[torch.opt
         if optimizer in prepared:
             inside.clear()
 
-    _remove_hooks_of_dropped_sessions()
+    watch_no_more(session)
     _hooks.append((watched, [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]))
 
 
@@ -176,8 +176,9 @@ middle of a step, while torch iterates over the registry.
 """
 
 
-def _remove_hooks_of_dropped_sessions() -> None:
-    for entry in [entry for entry in _hooks if entry[0]() is None]:
+def watch_no_more(session: Session) -> None:
+    """Remove the hooks of this session, and of those that were dropped."""
+    for entry in [entry for entry in _hooks if entry[0]() in {None, session}]:
         for handle in entry[1]:
             handle.remove()
         _hooks.remove(entry)
@@ -189,5 +190,6 @@ def _check(optimizer: torch.optim.Optimizer, session: Session | None) -> None:
     if session.owns(parameter for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
             f"{type(optimizer).__name__} steps parameters of the job's model, but was not given to prepare: each "
-            "worker would train them by itself; give it all of them, as a list: prepare(model, [first, second], loader)"
+            "worker would train them by itself; give it all of them, as a list: prepare(model, [first, second], "
+            "loader); or, after a loop that was left early, end the training by job.close()"
         )

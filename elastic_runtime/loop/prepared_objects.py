@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.loop.optimizer_guards import guard_class, guard_method, watch_unprepared_optimizers
+from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.torch_internals.modules import uncompiled
 from elastic_runtime.validation.carried_state import CarriedState
 from elastic_runtime.validation.changed_parameters import ChangedParameters, OptimizerAttributes
@@ -53,7 +53,7 @@ class PreparedObjects:
         if self.scaler is not None:
             guard_class(self.scaler, ("update", "unscale_"), session.may_act)
             guard_class(self.scaler, ("step",), session.may_scale)
-        watch_unprepared_optimizers(session, self.optimizers)
+        session.optimizers = self.optimizers
 
     def watch(self, session: Session, whole: torch.nn.Module, *, sharded: bool) -> None:
         """Watch the first iterations. `whole`: the models as one."""

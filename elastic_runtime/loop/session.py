@@ -8,24 +8,25 @@ loss is noticed. Everything else in a loop is the script's own.
 from __future__ import annotations
 
 import atexit
-import sys
 import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.loop.error_notes import explain_errors, note_on_lightning
+from elastic_runtime.loop.error_notes import explain_errors, explain_no_more, note_on_lightning
+from elastic_runtime.loop.optimizer_guards import watch_no_more, watch_unprepared_optimizers
 from elastic_runtime.loop.passes import ClosureSteps
 from elastic_runtime.loop.step_calls import StepCalls
 from elastic_runtime.loop.step_states import ACTING, BETWEEN, COMPLETE, COUNTED, UNCOUNTED, StepState
 from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import SynchronizedCalls, nothing
+from elastic_runtime.process.process_exit import at_exit, failed
 from elastic_runtime.state.epoch_start import NOTHING, EpochStart
 from elastic_runtime.state.random_streams import SeededDraws
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
@@ -52,6 +53,7 @@ class Session(StepCalls):
     passive = False  # the script runs again what others have run, and nothing acts
     whole_epochs = False  # in a rehearsal, too: another loop counts their steps
     counts_gain = False  # steps are counted, and schedules advance, by the gain of the batch
+    optimizers: Sequence[torch.optim.Optimizer] = ()  # that prepare was given
     structure: NewParameters | None = None  # what model and optimizers consist of; None: not watched
 
     def __init__(
@@ -194,6 +196,7 @@ class Session(StepCalls):
         if self.structure is not None:
             self.structure.start()
         synchronize([self._state.model], self)
+        self._mode.start()
         self._mode.reducer.attach()
         self._member.check_state(self._state)
         self._total_steps, self._wanted_steps = total_steps, last_step
@@ -205,6 +208,7 @@ class Session(StepCalls):
         if self._step.observer:
             self._step.observer.started()
         explain_errors(self)
+        watch_unprepared_optimizers(self, self.optimizers)
         self._finish_at_exit()
         if self._keeps_epochs:
             self._epoch_start.capture()  # in the structure of the state that a joiner receives
@@ -317,12 +321,29 @@ class Session(StepCalls):
         self._report_progress(force=True)
         self._member.save_if_due(self._state)
         self._end()
+        explain_no_more(self)
 
     def finish_early(self) -> None:
         """End the training where it stands: the loop was left by `break`, and the process ends well."""
         if self.started and not self.finished:
             self.abandon_iteration()
             self._end()
+
+    @contextmanager
+    def left_early(self) -> Iterator[None]:
+        """Around the loop: the script may leave it by `break` or an error. If nothing outside of this process waits for
+        the training's end, that is its end: what follows is the script's own, until it enters a loop again.
+        """
+        try:
+            yield
+        except GeneratorExit:
+            if self.leaving or self.released:  # by another job, which trains the model now
+                raise
+            if self._member.awaited:
+                self._member.leave_loop()
+            else:
+                self.finish_early()
+            raise
 
     def release(self) -> None:
         """Leave model, optimizers and schedulers to the script, or to another job."""
@@ -333,6 +354,8 @@ class Session(StepCalls):
         for watch in self.watches:
             watch.end()
         self._mode.reducer.release()
+        self._mode.end()
+        watch_no_more(self)
 
     def owns(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Return whether one of these is trained here."""
@@ -345,8 +368,7 @@ class Session(StepCalls):
         """
         if self._at_exit is None:
             held = (lambda: self) if self._member.awaited else weakref.ref(self)
-            self._at_exit = partial(_finish_left, held)
-            atexit.register(self._at_exit)
+            self._at_exit = at_exit(partial(_finish_left, held))
 
     def _end(self) -> None:
         self.finished = True
@@ -372,6 +394,16 @@ class Session(StepCalls):
         self._member.begin_work(self.position.step)
         self.catching_up = self._went_back = self._state.resumed = False
         return self._iteration
+
+    @contextmanager
+    def changing_state(self) -> Iterator[None]:
+        """Around changes of the state before the first pass of a step: they belong to what it begins with."""
+        self._member.stable_state.end()
+        yield
+        for watch in self.watches:
+            watch.accept()
+        self._mode.buffers.save()
+        self._member.stable_state.begin()
 
     def _plan_rerun(self) -> None:
         """Let the loop have one iteration without effect: this worker resumes where all steps of an epoch are applied.
@@ -575,5 +607,5 @@ class Session(StepCalls):
 def _finish_left(held: Callable[[], Session | None]) -> None:
     """Finish the training at the process's exit, unless an exception ended it."""
     session = held()
-    if session and not hasattr(sys, "last_type") and not session.leaving:
+    if session and not failed() and not session.leaving:
         session.finish_early()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_runtime.errors import UsageError
@@ -24,6 +25,7 @@ UNTRAINED = (
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _coordinated: list[Job] = []  # the newest job that has a coordinator: what the process is for
+_directories: dict[str, weakref.ref[Job]] = {}  # of checkpoints: the job of this process whose they are
 _trained: list[Job] = []  # the first job of this process whose loop began, if a coordinator manages it
 
 
@@ -47,10 +49,21 @@ def check_only_one(job: Job) -> None:
         )
 
 
-def note_training(job: Job) -> None:
-    """Note that the job's loop begins. UsageError for the second one of a cluster's process."""
-    check_only_one(job)
-    _trained[:] = [job]
+def note_training(job: Job, directory: str, *, coordinated: bool) -> None:
+    """Note that the job's loop begins. `directory`: of its checkpoints, or "".
+
+    UsageError for the second one of a cluster's process, and for one that would continue from the checkpoints of
+    another training of this process.
+    """
+    if coordinated:
+        check_only_one(job)
+        _trained[:] = [job]
+    elif directory and _directories.setdefault(str(Path(directory).resolve()), weakref.ref(job))() is not job:
+        raise UsageError(
+            f"another training of this process has its checkpoints in ELASTIC_CHECKPOINT_DIR {directory!r}, from which "
+            "this one would continue; give each its own (a fold, a seed), before elastic_runtime.init(): "
+            'os.environ["ELASTIC_CHECKPOINT_DIR"] = f"checkpoints/fold-{fold}"'
+        )
 
 
 def fail_untrained() -> None:

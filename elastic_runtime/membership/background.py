@@ -9,6 +9,7 @@ limited time: one that still hangs then does not return before the process has e
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -71,4 +72,11 @@ def _wait_for_threads() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def _forget_parents_threads() -> None:
+    _at_work.clear()
+    _lock.release()
+
+
+# A process that the script forks has none of these threads, and what they use is its parent's.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_parents_threads)
 atexit.register(_wait_for_threads)  # so early that it comes after the end of a training, which is registered later

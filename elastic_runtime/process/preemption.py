@@ -7,15 +7,17 @@ summed, the training's state is that of the step's beginning, whatever the loop'
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType
+
+    Handler = Callable[[int, FrameType | None], Any] | int | None
 
 SAVE_AFTER_S = 1.0
 """Within this time a loop with short steps reaches the end of its step by itself."""
@@ -49,59 +51,60 @@ class StableState:
 
 
 class Preemption:
-    """Handles SIGTERM in the main thread. `on_preempted` is called in the signal handler.
+    """Handles SIGTERM in the main thread, from `begin` to `end`. `on_preempted` is called in the signal handler.
 
-    While `soft` is False the previous handler is used: before the training there is nothing to save, and after it
-    the signal is the script's own.
+    Before the training there is nothing to save, and after it the signal is the script's own: the previous handler is
+    the process's then, because one of Python's does not run while the main thread is in native code. A worker that
+    waited there for a peer that was lost had to be killed, by torchrun after 30 seconds.
     """
 
     def __init__(self, on_preempted: Callable[[], None]) -> None:
         self._on_preempted = on_preempted
-        self._process = os.getpid()
+        self._process = 0
         self._save: Callable[[], bool] | None = None
-        self.soft = False
+        self._active = False
         self.requested = threading.Event()
         self.leaving = threading.Event()
-        self._before: Callable[[int, FrameType | None], Any] | int | None = signal.SIG_DFL
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._before: Handler = None
+        self._handler: Handler = None
+
+    def begin(self) -> None:
+        """Handle SIGTERM from now on."""
+        if threading.current_thread() is not threading.main_thread() or self._active:
+            return
+        self._process, self._active = os.getpid(), True
+        # A handler of its own each time: one that the script has set since the last may call that one.
+        self._before = signal.getsignal(signal.SIGTERM)
+        self._handler = partial(self._on_sigterm, self._before)
+        signal.signal(signal.SIGTERM, self._handler)
 
     def save_by(self, save: Callable[[], bool]) -> None:
         """Set the function that saves from another thread; it returns False if it cannot save now."""
         self._save = save
 
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Let the previous handler act on SIGTERM at once, also while the main thread waits in native code.
-
-        A handler of Python's runs when that wait is over. A worker that waited there for a peer that was lost had to be
-        killed, by torchrun after 30 seconds, and its restart made the next worker wait in the same way.
-        """
-        ours = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) == self._on_sigterm
-            and self._before is not None
-        )
-        if ours:
+    def end(self) -> None:
+        """Leave SIGTERM to the script; a handler that the script has set since `begin` stays."""
+        self._active, self._save = False, None
+        main = threading.current_thread() is threading.main_thread()
+        if main and self._before is not None and signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, self._before)
-        try:
-            yield
-        finally:
-            if ours:
-                signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process or not self.soft:  # a child that the script forked has the handler, too
-            if callable(self._before):
-                self._before(number, frame)
-                return
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _on_sigterm(self, before: Handler, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process or not self._active:  # in a child, or called by the script's own handler
+            self._act_as(before, number, frame)
             return
         if self._save and not self.requested.is_set():
             threading.Thread(target=self._save_in_time, name="elastic-preempted", daemon=True).start()
         self.requested.set()
         self._on_preempted()
+
+    def _act_as(self, before: Handler, number: int, frame: FrameType | None) -> None:
+        """Do what the handler before ours does. A script's handler that calls the one before calls no default one."""
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN and getattr(signal.getsignal(signal.SIGTERM), "func", None) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _save_in_time(self) -> None:
         wait_s = SAVE_AFTER_S

@@ -7,14 +7,21 @@ Everything a script may rely on comes before that (`finally`, `atexit`, flushed 
 An error is reported by the exit code, and by one line of a file that the cluster reads: in a container Kubernetes'
 termination message, elsewhere the file that ELASTIC_ERROR_FILE names. The cluster shows the line as the reason, and
 does not repeat a job that ended with exit code 2.
+
+Nothing here is of effect in a process that the script forks: `atexit` handlers and hooks are copied with it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
+import io
 import os
 import sys
+import threading
+from _sitebuiltins import Quitter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -24,8 +31,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    Code = str | int | None
+
 TERMINATION_LOG: Final = "/dev/termination-log"
 LONGEST: Final = 1000  # characters
+
+
+def at_exit(work: Callable[[], object]) -> Callable[[], None]:
+    """Call `work` at the exit of this process; return what `atexit.unregister` takes."""
+    process = os.getpid()
+
+    def work_here() -> None:
+        if os.getpid() == process:
+            work()
+
+    return atexit.register(work_here)
 
 
 def leave(code: int) -> NoReturn:
@@ -47,18 +67,35 @@ def end_with(code: int) -> None:
 _asked: list[object] = []  # the codes that the script has asked for by sys.exit
 
 
+@functools.cache
 def note_exit_codes() -> None:
-    """Note from now on what the script passes to `sys.exit`: an `atexit` handler does not get the exit code."""
-    if getattr(sys.exit, "notes", False):
-        return
-    original = sys.exit
+    """Note from now on what the script passes to `sys.exit` and `exit`: an `atexit` handler does not get the exit code.
 
-    def noted(code: object = None, /) -> NoReturn:
+    One that is raised as SystemExit is not noticed.
+    """
+    sys.exit = _noting(sys.exit)  # type: ignore[assignment]
+    Quitter.__call__ = _noting_method(Quitter.__call__)  # type: ignore[method-assign, assignment]
+
+
+def _noting(original: Callable[[Code], NoReturn]) -> Callable[[Code], NoReturn]:
+    def exit(code: Code = None, /) -> NoReturn:  # noqa: A001  (its name in sys)
+        _note(code)
+        original(code)
+
+    return exit
+
+
+def _noting_method(original: Callable[[Quitter, Code], NoReturn]) -> Callable[[Quitter, Code], NoReturn]:
+    def __call__(self: Quitter, code: Code = None) -> NoReturn:  # noqa: N807
+        _note(code)
+        original(self, code)
+
+    return __call__
+
+
+def _note(code: object) -> None:
+    if threading.current_thread() is threading.main_thread():  # elsewhere it ends the thread
         _asked.append(code)
-        original(code)  # type: ignore[arg-type]
-
-    noted.notes = True  # type: ignore[attr-defined]
-    sys.exit = noted
 
 
 def failed() -> bool:
@@ -66,29 +103,62 @@ def failed() -> bool:
     return hasattr(sys, "last_type") or any(code not in {None, 0} for code in _asked)
 
 
+def _flush_files() -> None:
+    """Write what the script left in files that it has not closed, as their destructors would."""
+    for each in gc.get_objects():
+        if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+            with contextlib.suppress(Exception):  # closed, or its own subclass fails
+                each.flush()
+
+
 class _Last:
     def __init__(self, code: int) -> None:
-        self._code = code
+        self.code, self._process = code, os.getpid()
 
-    def __del__(self, end: Callable[[int], object] = os._exit, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if ending():
-            end(self._code)
+    def __del__(
+        self,
+        end: Callable[[int], object] = os._exit,
+        ending: Callable[[], bool] = sys.is_finalizing,
+        own: Callable[[], int] = os.getpid,
+        flush: Callable[[], object] = _flush_files,
+    ) -> None:
+        if ending() and own() == self._process:
+            flush()
+            end(self.code)
 
 
+@functools.cache
 def report_errors(file: str) -> None:
-    """Report the error that ends this process, from now on, to `file`; "": to the container's termination message."""
-    before, path = sys.excepthook, Path(file or TERMINATION_LOG)
-    writes = bool(file) or path.exists()
+    """Report the error that ends this process, from now on, to `file`; "": to the container's termination message.
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    At once by the interpreter's hook, or at the exit if the script has replaced that.
+    """
+    before, process, path = sys.excepthook, os.getpid(), Path(file or TERMINATION_LOG)
+    writes, reported = bool(file) or path.exists(), list[BaseException]()
+
+    def write(error: BaseException) -> None:
+        reported.append(error)
         with contextlib.suppress(OSError):  # the traceback is in the log
             if writes:
-                path.write_text(_line(kind, error), encoding="utf-8", errors="replace")
+                path.write_text(_line(type(error), error), encoding="utf-8", errors="replace")
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == process:
+            write(error)
         before(kind, error, trace)
-        if isinstance(error, ElasticError):
+        if os.getpid() == process and isinstance(error, ElasticError):
             raise SystemExit(error.exit_code)
 
+    def report_unreported() -> None:
+        error = getattr(sys, "last_value", None)
+        if error is None or any(error is each for each in reported):
+            return
+        write(error)
+        if isinstance(error, ElasticError):
+            end_with(error.exit_code)
+
     sys.excepthook = report
+    at_exit(report_unreported)
 
 
 def _line(kind: type[BaseException], error: BaseException) -> str:

@@ -26,18 +26,18 @@ class Bar(Protocol):
 
 
 class Progress:
-    """The training's progress on `stream`. `wanted` None: only if that is a terminal."""
+    """The training's progress on `stream`, if there is one. `wanted` None: only if that is a terminal."""
 
-    def __init__(self, stream: TextIO, *, wanted: bool | None = None) -> None:
+    def __init__(self, stream: TextIO | None, *, wanted: bool | None = None) -> None:
         self._stream = stream
-        self._on = stream.isatty() if wanted is None else wanted
+        self._on = _is_terminal(stream) if wanted is None else wanted
         self._bar: Bar | None = None
         self._drawn_at = 0.0
 
     def show(self, step: int, total: int | None, epoch: int, workers: int, metrics: Mapping[str, float]) -> None:
         """Show that the training is at `step`; draws at most ten times a second, and at the end."""
         now = time.monotonic()
-        if not self._on or (now - self._drawn_at < REDRAW_S and step != total):
+        if self._stream is None or not self._on or (now - self._drawn_at < REDRAW_S and step != total):
             return
         if self._bar is None:
             self._bar = _make_bar(self._stream, step, total)
@@ -112,6 +112,10 @@ class TqdmBar:
     def close(self) -> None:
         """Close tqdm's bar."""
         self._bar.close()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 def _make_bar(stream: TextIO, step: int, total: int | None) -> Bar:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import math
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import SettingsError
@@ -33,7 +35,7 @@ class Reporter:
     """
 
     def __init__(self, path: str, worker: str, send: Callable[..., None], shown: Progress) -> None:
-        self._file = _opened(path) if path else None
+        self._path, self._file = path, self._opened(path)
         self._worker, self._send = worker, send
         self._sent_at = float("-inf")
         self._timed_at = time.monotonic()
@@ -50,11 +52,15 @@ class Reporter:
         self.listen("resize", shown.resized)
 
     def close(self) -> None:
-        """Close the progress bar."""
+        """Close the progress bar, and the file until a line follows."""
         self._shown.close()
+        if self._file is not None:
+            _close(self._file)
 
     def line(self, event: str, **fields: object) -> None:
         """Append one line, and call the script's callbacks for it."""
+        if self._file is not None and self._file.closed:
+            self._file = self._opened(self._path)
         if self._file:
             self._append(self._file, {"event": event, "at": time.time(), "worker": self._worker, **fields})
         for callback in self._listeners.get(event, []):
@@ -62,6 +68,19 @@ class Reporter:
                 callback({"event": event, **fields})
             except Exception:  # noqa: BLE001  (the script's)
                 _log.exception("a callback for %r failed; training continues", event)
+
+    def _opened(self, path: str) -> TextIOWrapper | None:
+        if not path:
+            return None
+        try:
+            file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: PTH123, SIM115
+        except OSError as error:
+            if error.errno in _SHORTAGES:
+                _log.warning("ELASTIC_REPORT_FILE cannot be opened (%s); training continues without it", error)
+                return None
+            raise SettingsError(f"ELASTIC_REPORT_FILE {path!r} cannot be opened ({error}); make its folder") from error
+        weakref.finalize(self, _close, file).atexit = False  # a training that was dropped warns of no open file
+        return file
 
     def _append(self, file: TextIOWrapper, row: dict[str, Any]) -> None:
         try:
@@ -146,14 +165,9 @@ def _divided(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, str
     return finite, {name: str(value) for name, value in metrics.items() if name not in finite}
 
 
-def _opened(path: str) -> TextIOWrapper | None:
-    try:
-        return open(path, "a", buffering=1, encoding="utf-8")  # noqa: PTH123
-    except OSError as error:
-        if error.errno in _SHORTAGES:
-            _log.warning("ELASTIC_REPORT_FILE cannot be opened (%s); training continues without it", error)
-            return None
-        raise SettingsError(f"ELASTIC_REPORT_FILE {path!r} cannot be opened ({error}); make its folder") from error
+def _close(file: TextIOWrapper) -> None:
+    with contextlib.suppress(OSError):  # a full disk
+        file.close()
 
 
 class MetricRows:

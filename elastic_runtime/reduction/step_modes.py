@@ -70,6 +70,12 @@ class Mode:
         self.reducer = make_reducer(self.metadata.size)
         self.reducer.norms = norms
 
+    def start(self) -> None:
+        """Prepare the process for the training."""
+
+    def end(self) -> None:
+        """Leave the process as it was before `start`."""
+
     def remember(self) -> None:
         """Save what a repeated step begins with; called before the step's data are fetched."""
         self._buffers.save()
@@ -136,6 +142,20 @@ class ExactParts(Mode):
 
     name = "exact"
     _seed: int
+    _algorithms: Algorithms | None = None  # those of the script, during the training
+
+    def start(self) -> None:
+        """Make operations without a deterministic implementation raise RuntimeError."""
+        if self._algorithms is None:
+            self._algorithms = Algorithms.now()
+        check_cublas()
+        Algorithms(deterministic=True, warn_only=False, filled=False, benchmark=False).use()
+
+    def end(self) -> None:
+        """Use the script's own algorithms again."""
+        own, self._algorithms = self._algorithms, None
+        if own is not None:
+            own.use()
 
     def remember(self) -> None:
         """Save the buffers; random streams are a function of the step."""
@@ -186,7 +206,7 @@ class ExactMode(ExactParts):
     ) -> None:
         super().__init__(buffers, streams, partial(ExactReducer, state.parameters()), agreement_of(state), norms)
         self._seed = seed
-        use_deterministic_algorithms()
+        check_cublas()
 
 
 def agreement_of(state: TrainingState) -> Agreement:
@@ -197,20 +217,39 @@ def agreement_of(state: TrainingState) -> Agreement:
     return Agreement(list(state.parameters()), optimizers, scaler, scheduled(parts))
 
 
-def use_deterministic_algorithms() -> None:
-    """Make operations without a deterministic implementation raise RuntimeError.
+@dataclass(frozen=True)
+class Algorithms:
+    """How torch chooses the algorithms of its operations, in the whole process. `filled`: fresh memory."""
 
-    SettingsError if cuBLAS was not configured before torch started.
-    """
-    if torch.cuda.is_available():
-        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in {":4096:8", ":16:8"}:
-            raise SettingsError(
-                "reduction='exact' on CUDA needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before torch "
-                "starts; set it in the job's environment"
-            )
-        torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True)  # noqa: FBT003
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    deterministic: bool
+    warn_only: bool
+    filled: bool
+    benchmark: bool
+
+    @classmethod
+    def now(cls) -> Algorithms:
+        """Return the present choice."""
+        return cls(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            torch.backends.cudnn.benchmark,
+        )
+
+    def use(self) -> None:
+        """Make it the present choice."""
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = self.filled  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = self.benchmark
+
+
+def check_cublas() -> None:
+    """Raise SettingsError if cuBLAS was not configured before torch started."""
+    if torch.cuda.is_available() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in {":4096:8", ":16:8"}:
+        raise SettingsError(
+            "reduction='exact' on CUDA needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before torch "
+            "starts; set it in the job's environment"
+        )
 
 
 def numerics() -> str:

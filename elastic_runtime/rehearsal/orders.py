@@ -5,8 +5,6 @@ The report of the rehearsal is printed on standard output.
 
 from __future__ import annotations
 
-import atexit
-import os
 import shutil
 import sys
 import textwrap
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from elastic_runtime.membership.orders import Order
+from elastic_runtime.process.process_exit import at_exit, end_with
 from elastic_runtime.rehearsal.records import Records
 from elastic_runtime.rehearsal.second_worker import SecondWorker, key_of, note_errors, prepare_directory
 from elastic_runtime.rehearsal.timetable import (
@@ -226,8 +225,7 @@ class RehearsedOrders:
         """The script has ended by itself: the exit code is the report's."""
         self.close()
         if self.exit_code:
-            flush()
-            os._exit(self.exit_code)
+            end_with(self.exit_code)
 
     def _watch_second(self) -> None:
         """End the first worker's part where the second one ends before it has taken part to the end."""
@@ -245,5 +243,5 @@ class RehearsedOrders:
 def rehearsed_orders(rehearse: str, worker: str, on_order: Callable[[Order], None]) -> RehearsedOrders:
     """The stand-in, which reports at the end of the process."""
     orders = RehearsedOrders(rehearse, worker, on_order)
-    atexit.register(orders.at_exit)
+    at_exit(orders.at_exit)
     return orders

@@ -129,10 +129,10 @@ def _where(trace: TracebackType | None) -> str:
 
 def note_errors(records: Records) -> None:
     """Record the exception that ends this process, and print it as before."""
-    before = sys.excepthook
+    before, process = sys.excepthook, os.getpid()
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if not issubclass(kind, KeyboardInterrupt) and os.getpid() == process:
             ours = issubclass(kind, ElasticError)
             records.write("error", kind=kind.__name__, message=str(error), ours=ours, where=_where(trace))
         before(kind, error, trace)

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_runtime.errors import LoopError, SettingsError
-from elastic_runtime.reduction.step_modes import ExactParts, use_deterministic_algorithms
+from elastic_runtime.reduction.step_modes import ExactParts, check_cublas
 from elastic_runtime.reduction.sum_tree import Push, range_plan
 from elastic_runtime.sharded.mode import ShardedMode, ShardedReducer
 
@@ -188,7 +188,7 @@ class ExactShardedMode(ExactParts, ShardedMode):
     def __init__(self, sharding: Sharding, buffers: FollowedBuffers, streams: RandomStreams, seed: int) -> None:
         ShardedMode.__init__(self, sharding, buffers, streams)
         self._seed = seed
-        use_deterministic_algorithms()
+        check_cublas()
 
 
 def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -43,6 +43,11 @@ class ChangedParameters(LoopWatch):
         self._trained_before = self._samples(trained=True) if looks else {}
         self._left = max(0, self._left - 1)
 
+    def accept(self) -> None:
+        """Compare with the present values."""
+        self._before = self._samples(trained=False) if self._before else {}
+        self._trained_before = self._samples(trained=True) if self._trained_before else {}
+
     def before_backward(self) -> None:
         """A backward pass begins. LoopError for a parameter that was changed by hand."""
         before, self._before = self._before, {}

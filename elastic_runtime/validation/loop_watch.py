@@ -13,6 +13,9 @@ class LoopWatch:
     def before_backward(self) -> None:
         """A backward pass of the job's begins."""
 
+    def accept(self) -> None:
+        """What was changed in this iteration so far belongs to the step's beginning."""
+
     def end(self) -> None:
         """Look no more: remove hooks."""
         raise NotImplementedError

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 DISTRIBUTING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
+def check_default_device() -> None:
+    """Raise UsageError if tensors are made on another device than the CPU by default, which are the runtime's, too."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise UsageError(
+            f"torch.set_default_device({str(device)!r}) is set, and would move the order of the samples and what "
+            "workers send to each other there as well; call torch.set_default_device('cpu') before prepare, and move "
+            f"the model and the batches: model.to({str(device)!r}), x.to({str(device)!r})"
+        )
+
+
 def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
     """UsageError for what is no model or no optimizer, or cannot be repeated."""
     if not models or not all(isinstance(model, torch.nn.Module) for model in models):

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_runtime.data.dataloader import Batches
 from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.process.replacement import Replacement
 from elastic_runtime.torch_internals.modules import (
     LoaderIterator,
     index_sampler,
@@ -87,12 +88,14 @@ class LoaderWatch(LoopWatch):
             return
         self._left -= 1
         _watching.add(self)
-        _install()
+        _next.begin()
 
     def end(self) -> None:
         """Remove the hooks."""
         self._left, self._runs = 0, {}
         _watching.discard(self)
+        if not _watching:
+            _next.end()
 
     def note(self, iterator: Any) -> None:
         """A DataLoader's iterator is asked for a batch. LoopError in the third iteration of a training in a row."""
@@ -112,17 +115,16 @@ class LoaderWatch(LoopWatch):
 
 
 _watching: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()
-_next: Any = LoaderIterator.__next__
 
 
-def _install() -> None:
-    """Replace `__iter__` once per process: replacements per training could not be removed in any order."""
-    if LoaderIterator.__next__ is _next:
-        LoaderIterator.__next__ = _watched  # type: ignore[method-assign, assignment]
+def _watched(original: Any) -> Any:
+    def __next__(self: Any) -> Any:  # noqa: N807
+        if _watching and not isinstance(index_sampler(self), Batches) and torch.is_grad_enabled():
+            for watch in list(_watching):
+                watch.note(self)
+        return original(self)
+
+    return __next__
 
 
-def _watched(iterator: Any) -> Any:
-    if _watching and not isinstance(index_sampler(iterator), Batches) and torch.is_grad_enabled():
-        for watch in list(_watching):
-            watch.note(iterator)
-    return _next(iterator)
+_next = Replacement(LoaderIterator, "__next__", _watched)

@@ -242,7 +242,8 @@ def train_with_a_part_left_out(plan: Plan, index: int, directory: Path, gate: Ga
     model, optimizer, _ = build(plan)
     loader = DataLoader(Points(plan.samples), batch_size=plan.loader_batch)
     job.prepare(model, optimizer, loader, shard=lambda model, mesh: fully_shard(model.enter, mesh=mesh))
-    next(job.epochs(1))
+    epochs = job.epochs(1)
+    next(epochs)
 
 
 def rewrap_while_a_loss_is_held(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:

@@ -204,7 +204,8 @@ def test_a_scheduler_stepped_after_each_epoch_acts_each_time() -> None:
 
 def test_backward_is_called_exactly_once_in_an_iteration() -> None:
     job, model, _, loader = prepared()
-    next(job.epochs(1))
+    epochs = job.epochs(1)
+    next(epochs)
     batches = iter(loader)
     x, _y, _i = next(batches)
     job.backward(model(x).mean())

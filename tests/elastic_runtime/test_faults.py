@@ -98,7 +98,8 @@ def train_with_a_lock(plan: Plan, _index: int, _directory: Path, _gate: Gate | N
     model, optimizer, scheduler = build(plan)
     job.prepare(model, optimizer, DataLoader(Points(plan.samples), batch_size=4), scheduler)
     job.track(counter=Counter())
-    next(iter(job.epochs(1)))
+    epochs = iter(job.epochs(1))
+    next(epochs)
 
 
 def test_a_joiner_whose_state_cannot_be_pickled_ends_and_names_it_and_the_others_go_on(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ report_errors(sys.argv[1])
         ("raise errors.ModelMismatchError('x')", 1, "ModelMismatchError: x"),
         ("raise ValueError", 1, "ValueError"),
         ("raise ValueError('x' * 5000)", 1, f"ValueError: {'x' * 988}"),
+        ("sys.excepthook = lambda *_: None; raise errors.LoopError('replaced')", 2, "LoopError: replaced"),
+        ("import os\nif os.fork() == 0: raise ValueError\nos.wait()", 0, None),
         ("sys.exit(3)", 3, None),
         ("", 0, None),
     ],
@@ -44,7 +46,7 @@ def test_the_error_that_ends_the_script_is_reported(tmp_path: Path, last: str, c
     )
     assert done.returncode == code, done.stderr
     assert (file.read_text() if file.exists() else None) == line
-    assert ("Traceback" in done.stderr) is (line is not None)
+    assert ("Traceback" in done.stderr) is ("raise" in last and "replaced" not in last)
 
 
 def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
@@ -52,3 +54,11 @@ def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     arguments: list[str | Path] = [sys.executable, "-c", script, tmp_path / "no" / "folder"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "elastic_runtime.errors.LoopError: x")
+
+
+def test_a_worker_that_leaves_writes_what_it_has_left_in_open_files(tmp_path: Path) -> None:
+    script = (
+        "from elastic_runtime.process.process_exit import leave\nfile = open('log', 'w'); file.write('all'); leave(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=TIMEOUT_S, check=False)
+    assert (done.returncode, (tmp_path / "log").read_text()) == (3, "all")

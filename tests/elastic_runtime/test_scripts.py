@@ -331,6 +331,16 @@ raise ValueError("of the script")
     assert ended.stderr.count("ValueError: of the script") == 1
 
 
+def test_another_default_device_is_refused() -> None:
+    model, optimizer = linear()
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(UsageError, match=r"set_default_device\('cpu'\) before prepare"):
+            made(model, optimizer)
+    finally:
+        torch.set_default_device(None)
+
+
 def test_gradients_that_are_added_up_by_the_loop_itself_are_refused() -> None:
     model, optimizer = linear()
     job, loader = made(model, optimizer)

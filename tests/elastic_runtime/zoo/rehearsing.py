@@ -59,6 +59,9 @@ def train(name: str, reduction: str) -> None:
         raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()
+        if code := getattr(getattr(sys, "last_traceback", None), "code", 0):  # set by `process_exit.end_with`
+            sys.stdout.flush()
+            os._exit(code)
 
 
 class Forked:

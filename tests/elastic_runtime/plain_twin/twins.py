@@ -1,0 +1,192 @@
+"""Draws scripts, runs each plain and with elastic_runtime, and compares what both leave behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from tests.elastic_runtime.plain_twin import parts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SURROUNDINGS = ("alone", "checkpoint", "report", "worker", "exact")
+OUTPUTS = ("stdout", "stderr", "state.json")
+Action = tuple[str, str]  # place, name
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One script: what it does where, how a training of it ends, and how often it trains."""
+
+    habits: tuple[Action, ...]
+    end: Action
+    main: str
+    surroundings: str
+
+    def source(self, *, elastic: bool) -> str:
+        """Return the script."""
+        actions: dict[str, list[Action]] = {}
+        for place, name in self.habits:
+            actions.setdefault(place, []).append((name, parts.HABITS[name]))
+        place, name = self.end
+        failing = {place: [(name, parts.ENDS[name])]}
+        options = {"exact": "reduction='exact', shards=1", "checkpoint": "checkpoint_every_s=1e-9"}
+        return parts.TEMPLATE.format(
+            actions=actions,
+            failing=failing,
+            elastic=elastic,
+            options=options.get(self.surroundings, ""),
+            main=parts.MAINS[self.main],
+        )
+
+
+def draw(seed: int) -> Draft:
+    """Return the draft of this seed."""
+    draws = random.Random(seed)
+    habits = [(draws.choice(parts.PLACES), draws.choice(list(parts.HABITS))) for _ in range(draws.randint(0, 3))]
+    end = draws.choice(parts.PLACES), draws.choice(list(parts.ENDS))
+    surroundings = draws.choice(SURROUNDINGS)
+    mains = parts.WITH_ONE if surroundings in {"worker", "checkpoint"} else tuple(parts.MAINS)
+    if end[1].startswith("SIGINT"):  # an interpreter whose wait for a thread is interrupted may not wait for its end
+        mains = tuple(main for main in mains if main != "in a thread")
+    return Draft(tuple(habits), end, draws.choice(mains), surroundings)
+
+
+@dataclass
+class Left:
+    """What a process has left: exit code, outputs, state, other files."""
+
+    code: int
+    stdout: str
+    stderr: list[str]
+    state: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
+
+
+class Interpreter:
+    """The program that runs scripts one after the other."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.elastic_runtime.plain_twin.interpreter"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def run(self, source: str, directory: Path, environment: dict[str, str]) -> Left:
+        """Run a script in a new folder."""
+        directory.mkdir(parents=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"source": source, "directory": str(directory), "environment": environment}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        code = int(self._process.stdout.readline())
+        if code >= 0 and "os._exit" not in source:
+            assert (directory / "state.json").exists(), (directory / "stderr").read_text()
+        found = {name: (directory / name).read_text() for name in OUTPUTS if (directory / name).exists()}
+        files = {
+            each.name: each.read_text()
+            for each in directory.iterdir()
+            if each.is_file() and each.name not in OUTPUTS and each.name not in OWN_FILES
+        }
+        text = json.dumps(json.loads(found.get("state.json", "{}"))).replace(str(directory), "FOLDER")
+        return Left(code, "\n".join(_lines(found["stdout"])), _lines(found["stderr"]), json.loads(text), files)
+
+
+OWN_FILES = {"report.jsonl", "store", "token", "error"}
+OWN_LINES = (
+    "ELASTIC_CHECKPOINT_DIR is not set",
+    "nanobind:",
+    " - ",
+    "See https://nanobind",
+)  # a library of torch.compile
+
+
+def _lines(output: str) -> list[str]:
+    """Return the script's lines of an output: without places in the code, and without ours."""
+    text = re.sub("0x[0-9a-f]+|Thread-[0-9]+", "...", output)
+    return [
+        line
+        for line in text.splitlines()
+        if not line.startswith("  ") and not line.removeprefix("elastic_runtime ").startswith(OWN_LINES)
+    ]
+
+
+def environment_of(surroundings: str, directory: Path) -> dict[str, str]:
+    """Return the variables that a script with elastic_runtime gets."""
+    if surroundings == "checkpoint":
+        return {"ELASTIC_CHECKPOINT_DIR": f"{directory}/checkpoints"}
+    if surroundings == "report":
+        return {"ELASTIC_REPORT_FILE": f"{directory}/report.jsonl"}
+    if surroundings == "worker":
+        return {
+            "JOB_NAME": "twin", "ELASTIC_WORKER_ID": "w0", "ELASTIC_COORDINATOR": "http://127.0.0.1:9/",
+            "ELASTIC_ERROR_FILE": f"{directory}/error", "ELASTIC_STALL_S": "off", "ELASTIC_STOPPED_S": "off",
+        }  # fmt: skip
+    return {}
+
+
+IN_LOOP = (parts.LOOP, parts.EVALUATION, parts.LATER)
+STATE_OF_A_TRAINING = frozenset({"files", "hooks", "loader", "torch hooks", "models alive"})
+
+
+def documented(draft: Draft, plain: Left, elastic: Left) -> frozenset[str]:
+    """Return what differs by design."""
+    named = {"torch random"}  # an elastic loader's order is a function of its seed, and draws no random numbers
+    place, end = draft.end
+    awaited = draft.surroundings in {"checkpoint", "report", "worker"}
+    if draft.surroundings == "exact":
+        named |= {"python random", "numpy random"}  # functions of seed and step
+    if awaited:
+        named.add("exit")  # what the script passes to it is noted
+    if end == "breaks" or (place in IN_LOOP and end not in parts.GOES_ON):
+        named |= STATE_OF_A_TRAINING if awaited else {"hooks"}  # it may be entered again; an error may get a note
+    if awaited and "end the training by job.close()" in "".join(elastic.stderr):
+        named |= {"code", "stdout", "stderr"}  # it may be entered again, and a plain loop over its model is refused
+    if draft.surroundings == "worker":
+        named |= {"signals", "hooks", "files", "group", "models alive"}  # it is a worker to its end
+        if end == "SIGTERM":
+            named |= {"code", "stdout", "stderr", "state"}  # it asks the coordinator
+        if "weights" not in plain.stdout and elastic.code == 2 and (plain.code == 0 or end.startswith("SystemExit")):
+            named |= {"code", "stderr"}  # no step was trained
+    if draft.surroundings == "checkpoint" and end == "SIGTERM" and place in IN_LOOP and elastic.code == 143:
+        named |= {"code", "stdout", "stderr", "state"}
+    return frozenset(named)
+
+
+def differences(plain: Left, elastic: Left) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (what, plain, elastic) of all that differs."""
+    for name in ("code", "stdout", "stderr", "files"):
+        one, other = getattr(plain, name), getattr(elastic, name)
+        if one != other:
+            yield name, one, other
+    if bool(plain.state) != bool(elastic.state):
+        yield "state", bool(plain.state), bool(elastic.state)
+        return
+    for name, value in plain.state.items():
+        other = elastic.state[name]
+        if value != other:
+            if isinstance(value, dict):
+                keys = {key for key in {*value, *other} if value.get(key) != other.get(key)}
+                yield name, {k: value.get(k) for k in keys}, {k: other.get(k) for k in keys}
+            else:
+                yield name, value, other
+
+
+def compare(interpreter: Interpreter, draft: Draft, directory: Path) -> list[tuple[str, Any, Any]]:
+    """Run both, and return the differences."""
+    plain = interpreter.run(draft.source(elastic=False), directory / "plain", {})
+    environment = environment_of(draft.surroundings, directory / "elastic")
+    elastic = interpreter.run(draft.source(elastic=True), directory / "elastic", environment)
+    named = documented(draft, plain, elastic)
+    return [row for row in differences(plain, elastic) if row[0] not in named]
