@@ -99,6 +99,49 @@ def test_callbacks_hear_what_trainers_own_loop_tells_them(tmp_path: Path) -> Non
     assert "on_save 6" in ours.events
 
 
+class Shrinking(TrainerCallback):
+    """Halves the weights where an epoch begins; `stop`: a thread saves after that, as at SIGTERM."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.trainer = stop, None
+
+    def on_epoch_begin(self, *_: object, model: Any = None, **__: object) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.stop:
+            job = self.trainer.job  # type: ignore[attr-defined]
+            session, member = job._session, job._member
+            assert member._checkpoints.in_time(session._state, session._mode, member.stable_state, leader=True)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stop", [None, 0, 2])
+def test_weights_that_a_callback_changes_where_an_epoch_begins_are_those_of_trainer(
+    tmp_path: Path, stop: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step of all samples is one epoch, so that their order changes nothing."""
+    asked = {"num_train_epochs": 4, "gradient_accumulation_steps": 5}
+    plain = Trainer(model=Small(), args=arguments(tmp_path, **asked), train_dataset=DATA, callbacks=[Shrinking()])
+    plain.train()
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    callback = Shrinking(stop)
+    trainer = ElasticTrainer(model=Small(), args=arguments(tmp_path, **asked), train_dataset=DATA, callbacks=[callback])
+    callback.trainer = trainer  # type: ignore[assignment]
+    if stop is None:
+        trainer.train()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        given = arguments(tmp_path, **asked)
+        trainer = ElasticTrainer(model=Small(), args=given, train_dataset=DATA, callbacks=[Shrinking()])
+        trainer.train()
+    ours, theirs = trainer.model.layer.weight, plain.model.layer.weight  # type: ignore[union-attr]
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_it_evaluates_and_stops_early_where_it_is_asked_to(tmp_path: Path) -> None:
     trainer = trained(
         tmp_path,

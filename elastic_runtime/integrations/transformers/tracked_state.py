@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import Trainer
+    from elastic_runtime.integrations.transformers.trainer import ElasticTrainer
 
 REMEMBERED = ("best_metric", "best_global_step", "best_model_checkpoint", "log_history")
 
@@ -24,7 +24,7 @@ class TrackedState:
     values_of_each_worker = ("log_history",)
     """Of `state`: losses of this worker's samples. A joiner takes over rank 0's; workers may differ in them."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: ElasticTrainer) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,12 +33,14 @@ class TrackedState:
         return {
             "state": {name: getattr(state, name, None) for name in REMEMBERED},
             "callbacks": [each.state()["attributes"] for each in self._callbacks()],
+            "epoch_begun_at": self._trainer.epoch_begun_at,
         }
 
     def load_state_dict(self, found: dict[str, Any]) -> None:
         """Another worker's, or a checkpoint's; of the same callbacks in the same order."""
         for name, value in found["state"].items():
             setattr(self._trainer.state, name, value)
+        self._trainer.epoch_begun_at = found.get("epoch_begun_at", -1)  # not in checkpoints of version 0.3
         for callback, attributes in zip(self._callbacks(), found["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(callback, name, value)

@@ -44,6 +44,8 @@ class ElasticTrainer(Trainer):
 
     _begun = _led = _agreeing = False
     _first_step = 0
+    epoch_begun_at = -1
+    """The step before which callbacks were called last for the beginning of an epoch. They may have changed weights."""
 
     def __init__(
         self, *args: Any, global_batch_size: int | None = None, elastic: dict[str, Any] | None = None, **kwargs: Any
@@ -222,8 +224,10 @@ class ElasticTrainer(Trainer):
             if self.args.eval_on_start and self.job.step == 0:
                 self._evaluate(None, self._ignored, skip_scheduler=True)
         self._take_over()
-        if self.job.step % self._steps_per_epoch == 0:
-            self.control = handler.on_epoch_begin(self.args, self.state, self.control)
+        if self.job.step % self._steps_per_epoch == 0 and self.epoch_begun_at != self.job.step:
+            with self.job.changing_state():
+                self.control = handler.on_epoch_begin(self.args, self.state, self.control)
+                self.epoch_begun_at = self.job.step
         self.control = handler.on_step_begin(self.args, self.state, self.control)
 
     def _take_over(self) -> None:
