@@ -154,7 +154,7 @@ def documented(draft: Draft, plain: Left, elastic: Left) -> frozenset[str]:
     if awaited and "end the training by job.close()" in "".join(elastic.stderr):
         named |= {"code", "stdout", "stderr"}  # it may be entered again, and a plain loop over its model is refused
     if draft.surroundings == "worker":
-        named |= {"signals", "hooks", "files", "group", "models alive"}  # it is a worker to its end
+        named |= {"signals", "hooks", "files", "group", "models alive", "threads"}  # it is a worker to its end
         if end == "SIGTERM":
             named |= {"code", "stdout", "stderr", "state"}  # it asks the coordinator
         if "weights" not in plain.stdout and elastic.code == 2 and (plain.code == 0 or end.startswith("SystemExit")):
