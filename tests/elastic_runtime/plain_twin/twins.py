@@ -149,7 +149,10 @@ def documented(draft: Draft, plain: Left, elastic: Left) -> frozenset[str]:
         named |= {"python random", "numpy random"}  # functions of seed and step
     if awaited:
         named.add("exit")  # what the script passes to it is noted
-    if end == "breaks" or (place in IN_LOOP and end not in parts.GOES_ON):
+    if awaited and end not in parts.GOES_ON:
+        named.add("files")  # the report file of a training that has not ended
+    in_a_loop = place in IN_LOOP or (draft.main == "within another" and place not in {parts.START, parts.END})
+    if end == "breaks" or (in_a_loop and end not in parts.GOES_ON):
         named |= STATE_OF_A_TRAINING if awaited else {"hooks"}  # it may be entered again; an error may get a note
     if awaited and "end the training by job.close()" in "".join(elastic.stderr):
         named |= {"code", "stdout", "stderr"}  # it may be entered again, and a plain loop over its model is refused
