@@ -20,6 +20,7 @@ pytest.importorskip("ray")
 import ray
 import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train.torch import TorchTrainer
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_workers, limit_workers
@@ -28,12 +29,14 @@ from elastic_runtime.integrations.ray.leave import drain, is_empty
 from tests.polling import TIMEOUT_S, until
 from tests.ray.conftest import FEW_PROCESSES
 from tests.ray.train_loops import (
+    OUTSIDE,
     ROWS,
     STEPS_PER_EPOCH,
     STREAM_EPOCHS,
     Seen,
     drawn,
     fail,
+    in_all_ways,
     over_stream,
     train,
 )
@@ -174,19 +177,63 @@ def fit_alone(function: Any, directory: Path, **options: Any) -> Any:
     return ElasticTorchTrainer(function, run_config=run, **options).fit()
 
 
-def test_an_error_of_the_loop_over_all_rows_is_that_of_fit_and_the_next_attempt_begins_at_the_checkpoint(
+def test_an_error_of_the_loop_is_that_of_fit_and_the_next_attempt_resumes_and_reports_no_epoch_again(
     raylets: Any, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
     once_more = {"failure_config": FailureConfig(max_failures=1), "callbacks": [Seen(seen)]}
     dataset = ray.data.from_items([{"x": number} for number in range(20)])
-    words = rf"row {re.escape(str(list(range(20))))} is broken; began at checkpoint_"
-    with pytest.raises(WorkerGroupError, match=words) as failed:
+    with pytest.raises(WorkerGroupError, match=r"is broken; began at checkpoint_") as failed:
         fit_alone(fail, tmp_path, train_loop_config={}, run=once_more, datasets={"train": dataset})
     assert isinstance(failed.value.worker_failures[0], ValueError)
-    failures = [line for line in seen.read_text().splitlines() if line.startswith("failed")]
+    report, *failures = seen.read_text().splitlines()
+    assert report == "0 [0] True"
     began = [line.partition("began at ")[2].partition("'")[0].partition("_")[0] for line in failures]
     assert began == ["None", "checkpoint"]
+    assert f"row {list(range(20))} is broken" in failures[0]
+
+
+@pytest.mark.slow
+def test_reports_checkpoints_and_results_are_those_of_torch_trainer(raylets: Any, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        wanted, found = pool.map(outcome_of, (TorchTrainer, ElasticTorchTrainer), (tmp_path / "ray", tmp_path / "own"))
+    assert found == wanted
+    assert wanted["value"]["start"] == OUTSIDE
+
+
+def outcome_of(trainer: type[TorchTrainer], directory: Path) -> dict[str, Any]:
+    """All that a user gets of a training that reports in all ways, with names that do not depend on the time."""
+    seen = directory / "seen"
+    directory.mkdir()
+    run = RunConfig(
+        name=f"reported-{trainer.__name__}",
+        storage_path=str(directory),
+        callbacks=[Seen(seen)],
+        checkpoint_config=CheckpointConfig(num_to_keep=3, checkpoint_score_attribute="score"),
+        failure_config=FailureConfig(max_failures=1),
+    )
+    scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
+    result = trainer(
+        in_all_ways, train_loop_config={"directory": str(directory)}, scaling_config=scaling, run_config=run
+    ).fit()
+    root = Path(result.path)
+    return {
+        "value": result.return_value,
+        "error": result.error,
+        "metrics": repr(result.metrics),
+        "checkpoint": plain(Path(result.checkpoint.path).name),
+        "kept": [(plain(Path(each.path).name), each.get_metadata(), repr(at)) for each, at in result.best_checkpoints],
+        "best": plain(Path(result.get_best_checkpoint("score", "min").path).name),
+        "table": result.metrics_dataframe.to_string(),
+        "files": sorted(plain(str(file.relative_to(root))) for file in root.rglob("*")),
+        "seen": [line.partition("(")[0] for line in seen.read_text().splitlines()],
+        "states": [(Path(each.path) / "state").read_text() for each, _ in result.best_checkpoints],
+    }
+
+
+def plain(name: str) -> str:
+    """The name of a file without the time that is in it."""
+    return re.sub(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+", "TIME", name)
 
 
 def test_a_node_without_an_actor_is_empty_when_it_drains(raylets: Any) -> None:

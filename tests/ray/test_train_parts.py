@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("ray")
 
 import torch
-from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -25,7 +25,9 @@ from elastic_runtime.integrations.ray import ElasticTorchTrainer, ray_internals
 from elastic_runtime.integrations.ray.controller import PROGRAM
 from elastic_runtime.integrations.ray.datasets import Shards
 from elastic_runtime.integrations.ray.first_checkpoint import FirstCheckpoint
+from elastic_runtime.integrations.ray.in_process import StoredReports
 from elastic_runtime.integrations.ray.loop_api import training_job
+from elastic_runtime.integrations.ray.ray_internals import TrainingReport
 from elastic_runtime.integrations.ray.reports import Point, Reports
 from elastic_runtime.integrations.ray.unmodified.loaders import LoaderSource
 from elastic_runtime.integrations.ray.worker import FAILED, FINISHED, outcome_of, used_job
@@ -33,7 +35,7 @@ from tests.forked import run
 from tests.ray import fixed_loops
 from tests.ray.train_loops import train
 
-FIRST, SECOND = Point(16, 0), Point(32, 0)
+FIRST, SECOND = Point(0, 16, 0), Point(1, 32, 0)
 
 
 def test_a_report_is_complete_when_all_who_trained_there_have_reported_and_is_ordered_by_rank() -> None:
@@ -61,6 +63,43 @@ def test_a_worker_that_joined_after_a_report_is_not_waited_for() -> None:
     reports: Reports[str] = Reports()
     assert reports.add(FIRST, "w0", ("w0",), "a") == [["a"]]
     assert reports.add(SECOND, "w0", ("w0", "w1"), "b") == []
+
+
+def test_what_an_earlier_attempt_has_recorded_is_not_recorded_again() -> None:
+    reports: Reports[str] = Reports()
+    reports.add(FIRST, "w0", ("w0",), "a")
+    assert reports.recorded(FIRST)
+    assert reports.add(FIRST, "w0", ("w0",), "again") == []
+    resumed: Reports[str] = Reports(reports.last)
+    assert resumed.recorded(Point(0, 12, 0))  # the same epoch, with more workers
+    assert not resumed.recorded(SECOND)
+    assert resumed.last == FIRST
+
+
+def record(directory: Path) -> list[str | None]:
+    """Report two epochs as rank 0 of a job that has begun now; return the names of the checkpoints' directories."""
+    config = RunConfig(name="run", storage_path=str(directory), checkpoint_config=CheckpointConfig(num_to_keep=3))
+    channel = StoredReports(SimpleNamespace(run_config=config))
+    names = [channel.directory_of(point, None) for point in (FIRST, SECOND)]
+    for name, point in zip(names, (FIRST, SECOND), strict=True):
+        if name is not None:
+            (directory / "run" / name).mkdir(parents=True, exist_ok=True)
+            saved = Checkpoint(str(directory / "run" / name))
+            channel.report("w0", point, ("w0",), TrainingReport(saved, {"epoch": point.epoch}, validation=False))
+    assert [result.metrics["epoch"] for result in channel.checkpoints().best_checkpoint_results] == [0, 1]
+    return names
+
+
+def test_a_job_that_begins_again_lists_no_checkpoint_twice_and_one_that_resumes_reports_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the first, Ray's list names a directory that `num_to_keep` has deleted, and no later process reads it."""
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
+    names = ["checkpoint_000000016_0", "checkpoint_000000032_0"]
+    assert record(tmp_path) == names
+    assert record(tmp_path) == names
+    (tmp_path / "checkpoint-000000000040.elastic").touch()
+    assert record(tmp_path) == [None, None]
 
 
 @pytest.mark.parametrize(

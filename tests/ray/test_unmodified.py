@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 
 import torch
 
-from tests.forked import Program
+from tests.forked import Program, run
 from tests.polling import TIMEOUT_S, until
 from tests.ray import unmodified_loops
 from tests.ray.unmodified_loops import EPOCHS, SAMPLES
@@ -33,9 +33,9 @@ JOB = "job"
 class Workers:
     """Forked workers of one job, and what its coordinator has committed."""
 
-    def __init__(self, directory: Path, loop: str, least: int = 1) -> None:
+    def __init__(self, directory: Path, loop: str, least: int = 1, epochs: int = EPOCHS) -> None:
         self.directory = directory
-        self.arguments = (str(directory), loop, str(least))
+        self.arguments = (str(directory), loop, str(least), str(epochs))
         self.sizes: list[int] = []
         self.running: dict[str, Program] = {}
         self.coordinator = StandaloneCoordinator(self)
@@ -84,6 +84,13 @@ class Workers:
         assert self.running.pop(worker).wait(TIMEOUT_S) == 0, self.log()
         self.coordinator.call(lambda service: service.worker_exited(JOB, worker))
 
+    def kill(self, worker: str) -> None:
+        """Lose a worker."""
+        program = self.running.pop(worker)
+        program.kill()
+        program.wait()
+        self.coordinator.call(lambda service: service.worker_exited(JOB, worker))
+
     def log(self) -> str:
         """What the workers have written."""
         return "".join(f"\n{file.name}: {file.read_text()[-2000:]}" for file in self.directory.glob("log-*"))
@@ -94,6 +101,7 @@ class Workers:
         environment = {
             **os.environ,
             "JOB_NAME": JOB,
+            "JOB_UUID": self.arguments[-1],
             "ELASTIC_COORDINATOR": self.coordinator.url(JOB),
             "ELASTIC_TOKEN_FILE": str(self.directory / "token"),
             "ELASTIC_WORKER_ID": worker,
@@ -125,7 +133,7 @@ def test_an_unmodified_loop_trains_each_sample_once_an_epoch_through_two_one_and
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["with_samplers", "with_accelerate", "with_lightning", "with_transformers"])
+@pytest.mark.parametrize("loop", ["with_samplers", "with_lightning", "with_transformers"])
 def test_an_unmodified_loop_trains_one_model_on_two_workers(loop: str, tmp_path: Path) -> None:
     workers = Workers(tmp_path, loop, least=2)
     with workers.opened(min_workers=2):
@@ -136,3 +144,32 @@ def test_an_unmodified_loop_trains_one_model_on_two_workers(loop: str, tmp_path:
     reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
     assert len(reports) == 3
     assert all(each.get("evaluated", SAMPLES) == SAMPLES for each in reports)
+
+
+@pytest.mark.slow
+def test_accelerate_continues_at_a_checkpoint_and_through_sizes_and_a_loss_trains_the_model_of_one_process(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "go").touch()
+    before = Workers(tmp_path, "with_accelerate", epochs=2)
+    with before.opened():
+        before.resize(0)
+    (tmp_path / "go").unlink()
+    workers = Workers(tmp_path, "with_accelerate", epochs=6)
+    with workers.opened():
+        workers.resize(1, 2)
+        workers.resize(1)
+        workers.resize(1, 3)
+        workers.kill("w1")
+        workers.resize(3)
+        workers.resize(3, 4)
+        (tmp_path / "go").touch()
+    run(unmodified_loops.accelerate_alone, str(tmp_path), "6")
+
+    alone = torch.load(tmp_path / "model-alone")
+    for worker in ("w3", "w4"):
+        trained = torch.load(tmp_path / f"model-{worker}")
+        assert all(torch.allclose(trained[name], alone[name], atol=1e-6) for name in alone)
+    reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    assert [(each["epoch"], each["evaluated"]) for each in reports] == [(epoch, SAMPLES) for epoch in range(6)]
+    assert [each["rate"] for each in reports] == pytest.approx([0.01 * 0.9 ** (epoch + 1) for epoch in range(6)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_runtime as elastic
 from elastic_runtime.integrations.ray.unmodified.names import driver
-from tests.polling import pace
+from tests.polling import pace, until
 
 SAMPLES, BATCH = 256, 16
 STEPS_PER_EPOCH = SAMPLES // BATCH
@@ -86,7 +87,8 @@ def report(epoch: int, model: torch.nn.Module) -> None:
 def fail(_config: dict[str, Any]) -> None:
     """Fail after a checkpoint, with the rows of the Ray dataset that were read and what the attempt began with."""
     rows = ray.train.get_dataset_shard("train")
-    job = elastic.init(global_batch_size=4)
+    own = Path(os.environ["ELASTIC_CHECKPOINT_DIR"])
+    job = elastic.init(global_batch_size=4, checkpoint_every_s=1e-6)
     model = torch.nn.Linear(1, 1)
     model, optimizer, loader = job.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(rows, batch_size=4, shuffle=True)
@@ -100,6 +102,7 @@ def fail(_config: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
         report(epoch, model)
+        until(lambda: any(own.glob("*.elastic")), "a checkpoint of the job, in the middle of the epoch")
         raise ValueError(f"row {sorted(seen)} is broken; began at {before and Path(before.path).name}")
 
 
@@ -146,6 +149,73 @@ def over_stream(config: dict[str, Any]) -> None:
         torch.distributed.all_reduce(count)
         assert driver().replaying or int(count) == ROWS
         ray.train.report({"epoch": epoch})
+
+
+REPORTED_EPOCHS = 8
+SCORES = [0, 1, 7, 5, 6, 3, 4, 2]
+OUTSIDE = 4
+"""The epoch whose report fails in the first attempt: a checkpoint that is not to be uploaded, and is not in the run."""
+
+
+def in_all_ways(config: dict[str, Any]) -> dict[str, Any]:
+    """A loop for TorchTrainer that reports in each way that Ray Train has, and continues at a checkpoint."""
+    torch.manual_seed(0)
+    model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    numbers = torch.arange(16.0).reshape(-1, 1)
+    loader = ray.train.torch.prepare_data_loader(DataLoader(TensorDataset(numbers, numbers), batch_size=4))
+    checkpoint = ray.train.get_checkpoint()
+    start = 0
+    if checkpoint is not None:
+        saved = json.loads(Path(checkpoint.path, "state").read_text())
+        model.module.load_state_dict({name: torch.tensor(value) for name, value in saved["model"].items()})
+        start = saved["epoch"] + 1
+    for epoch in range(start, REPORTED_EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        report_in_the_way_of(epoch, model.module, Path(config["directory"]))
+    listed = [each.metrics["epoch"] for each in ray.train.get_all_reported_checkpoints()]
+    return {"start": start, "listed": listed, "model": rounded(model.module)}
+
+
+def rounded(model: torch.nn.Module) -> dict[str, Any]:
+    """The parameters without the digits in which sums of another order differ."""
+    return {name: value.mul(1e4).round().div(1e4).tolist() for name, value in model.state_dict().items()}
+
+
+def report_in_the_way_of(epoch: int, model: torch.nn.Module, directory: Path) -> None:
+    """Report in a way of this epoch: which ranks have a checkpoint, under which name, and how it is uploaded."""
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    metrics: dict[str, Any] = {"epoch": epoch, "rank": rank, "score": SCORES[epoch], "more": [None, {"a": 1.5}]}
+
+    def saved(where: Path | None = None) -> Checkpoint:
+        folder = where or Path(tempfile.mkdtemp())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "state").write_text(json.dumps({"epoch": epoch, "model": rounded(model)}))
+        return Checkpoint.from_directory(folder)
+
+    options: dict[str, Any] = {}
+    if epoch == 1 and rank == 0:
+        options["checkpoint"] = saved()
+        options["checkpoint"].set_metadata({"epoch": epoch})
+    if epoch == 2 and rank == 1:
+        options["checkpoint"] = saved()
+    if epoch == 3:
+        options = {"checkpoint": saved(), "checkpoint_dir_name": "parts"}
+        Path(options["checkpoint"].path, f"part-{rank}").touch()
+    if epoch >= OUTSIDE and rank == 0:
+        options["checkpoint_upload_mode"] = CheckpointUploadMode.NO_UPLOAD
+        first = not (directory / "outside").exists()
+        own = directory / "outside" if first else Path(context.get_storage().experiment_fs_path, f"own-{epoch}")
+        options["checkpoint"] = saved(own)
+    if epoch == OUTSIDE + 2 and rank == 0:
+        options |= {"checkpoint": saved(), "checkpoint_upload_mode": CheckpointUploadMode.ASYNC}
+    if epoch == OUTSIDE + 1:
+        ray.train.report({**metrics, "score": float("nan")})
+    ray.train.report(metrics, **options)
 
 
 class Seen(UserCallback):  # type: ignore[misc]

@@ -114,23 +114,49 @@ def with_samplers(config: dict[str, Any]) -> None:
 
 
 def with_accelerate(config: dict[str, Any]) -> None:
-    """Accelerate's loop, whose metrics are gathered."""
+    """Accelerate's loop, which gathers its metrics and continues at a checkpoint; also without Ray: `alone`."""
     from accelerate import Accelerator  # noqa: PLC0415  (takes seconds)
 
-    accelerator, model = Accelerator(cpu=True), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    directory, alone, began = Path(config["directory"]), config.get("alone"), time.monotonic()
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 6, gamma=0.9)
     loader, evaluation = DataLoader(data(), batch_size=BATCH), DataLoader(data(), batch_size=BATCH)
-    model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, evaluation)
-    for epoch in range(3):
+    model, optimizer, loader, evaluation, schedule = accelerator.prepare(model, optimizer, loader, evaluation, schedule)
+    checkpoint, start = None if alone else ray.train.get_checkpoint(), 0
+    if checkpoint is not None:
+        accelerator.load_state(checkpoint.path)
+        start = int(Path(checkpoint.path, "epoch").read_text()) + 1
+    for epoch in range(start, config["epochs"]):
         model.train()
         for x, y in loader:
-            accelerator.backward(mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(x), y))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if not (directory / "go").exists():
+                time.sleep(pace(began, PART))
         model.eval()
         count = sum(len(accelerator.gather_for_metrics(x)) for x, _ in evaluation)
-        ray.train.report({"epoch": epoch, "evaluated": count})
+        if not alone:
+            report_state(accelerator, epoch, {"evaluated": count, "rate": schedule.get_last_lr()[0]})
     save(accelerator.unwrap_model(model), config)
+
+
+def report_state(accelerator: Any, epoch: int, metrics: dict[str, Any]) -> None:
+    """Report Accelerate's own files as the checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator.save_state(folder)
+        Path(folder, "epoch").write_text(str(epoch))
+        saved = Checkpoint.from_directory(folder) if accelerator.is_main_process else None
+        ray.train.report({"epoch": epoch, **metrics}, checkpoint=saved)
+
+
+def accelerate_alone(arguments: list[str]) -> None:
+    """Train with Accelerate alone. DIRECTORY EPOCHS"""
+    torch.set_num_threads(1)
+    with_accelerate({"directory": arguments[0], "epochs": int(arguments[1]), "alone": True})
 
 
 def with_lightning(config: dict[str, Any]) -> None:
@@ -196,7 +222,7 @@ def with_transformers(config: dict[str, Any]) -> None:
 
 def save(model: torch.nn.Module, config: dict[str, Any]) -> None:
     """Leave the trained model for the test."""
-    torch.save(model.state_dict(), Path(config["directory"], f"model-{os.environ['ELASTIC_WORKER_ID']}"))
+    torch.save(model.state_dict(), Path(config["directory"], f"model-{os.environ.get('ELASTIC_WORKER_ID', 'alone')}"))
 
 
 class Reported(UserCallback):  # type: ignore[misc]
@@ -215,12 +241,12 @@ LOOPS = {each.__name__: each for each in (train, with_samplers, with_accelerate,
 
 
 def main(arguments: list[str]) -> None:
-    """Fit in this process, a worker. DIRECTORY LOOP LEAST"""
-    directory, loop, least = arguments
+    """Fit in this process, a worker. DIRECTORY LOOP LEAST EPOCHS"""
+    directory, loop, least, epochs = arguments
     torch.set_num_threads(1)
     ElasticTorchTrainer(
         LOOPS[loop],
-        train_loop_config={"directory": directory},
+        train_loop_config={"directory": directory, "epochs": int(epochs)},
         scaling_config=ScalingConfig(num_workers=(int(least), 3)),
         run_config=RunConfig(
             name="unmodified", storage_path=f"{directory}/results", callbacks=[Reported(Path(directory, "reports"))]

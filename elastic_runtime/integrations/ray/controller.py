@@ -38,6 +38,7 @@ from elastic_runtime.integrations.ray.ray_internals import (
 )
 from elastic_runtime.integrations.ray.reports import Point, Reports
 from elastic_runtime.integrations.ray.worker import Task
+from elastic_runtime.sharded.files import whole_ones
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -169,7 +170,8 @@ class Controller:
     async def _attempt(self, number: int) -> End:
         assert self._coordinator is not None
         self._job, self._token = f"{self._run.run_id}-{number}", secrets.token_hex(16)
-        self._reports, self._directories, self._size, self._epoch, self._batch = Reports(), {}, 0, 0, 0
+        self._reports = Reports(self._reports.last if self._continues() else None)
+        self._directories, self._size, self._epoch, self._batch = {}, 0, 0, 0
         newest = self._checkpoints.latest_checkpoint_result
         self._first_checkpoint = self._first.keep(newest.checkpoint) if newest else None
         self._send("open", token=self._token, min_workers=self._shape.least)
@@ -231,6 +233,11 @@ class Controller:
             return ""
         return str(Path(self._storage.experiment_fs_path) / ".elastic_runtime" / self._run.run_id)
 
+    def _continues(self) -> bool:
+        """Return whether a loop of elastic_runtime begins this attempt in the middle of the one before."""
+        directory = self._own_checkpoints()
+        return bool(directory) and bool(whole_ones(directory))
+
     def _drop_own_checkpoints(self) -> None:
         if directory := self._own_checkpoints():
             shutil.rmtree(directory, ignore_errors=True)
@@ -239,8 +246,10 @@ class Controller:
 
     # Called by workers
 
-    async def directory_of(self, point: Point, wanted: str | None) -> str:
-        """Return the name of the checkpoint directory of this point, the same for all workers."""
+    async def directory_of(self, point: Point, wanted: str | None) -> str | None:
+        """Return the name of the checkpoint directory of this point; None where it was recorded before."""
+        if self._reports.recorded(point):
+            return None
         return self._directories.setdefault(point, wanted or self._storage.make_default_checkpoint_dir_name())
 
     async def report(self, worker: str, point: Point, members: tuple[str, ...], report: TrainingReport) -> None:

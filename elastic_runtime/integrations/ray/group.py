@@ -267,11 +267,15 @@ class Group:
         ray.kill(slot.actor)
         if outcome is not None:
             self._outcomes.append(outcome)
-        finished = outcome is not None and outcome.kind == FINISHED
+        if outcome is None or outcome.kind != FAILED:
+            self._note_end(slot, finished=outcome is not None and outcome.kind == FINISHED)
+        self._changed.set()
+
+    def _note_end(self, slot: Slot, *, finished: bool) -> None:
+        """Let the others continue without it. After an error of the loop they must not: the attempt has failed."""
         if slot.node and self._broken is None:
             self._send("gone", worker=slot.worker, finished=finished)
         self._on_end(slot.worker)
-        self._changed.set()
 
     def _expected(self) -> tuple[str, ...]:
         """Return the workers that train as far as is known; before the training, those that it begins with."""

@@ -8,8 +8,10 @@ reports, in the storage of the run: so the next rank 0 continues with what is th
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import UsageError
@@ -22,16 +24,18 @@ from elastic_runtime.integrations.ray.ray_internals import (
     TrainingReport,
     TrainRunContext,
     WorkerGroupError,
+    forget,
     result_of,
 )
+from elastic_runtime.integrations.ray.reports import Point
 from elastic_runtime.integrations.ray.worker import FAILED, Outcome, outcome_of, own_temporary_directory
+from elastic_runtime.sharded.files import whole_ones
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ray.train import Checkpoint, Result
 
-    from elastic_runtime.integrations.ray.reports import Point
     from elastic_runtime.integrations.ray.unmodified.driver import LoopOptions
 
 UNNAMED = "ray_train_run-"
@@ -47,6 +51,12 @@ class StoredReports:
     def __init__(self, run: TrainRunContext) -> None:
         self._run = run
         self._recorded: CheckpointManager | None = None  # while no other worker records
+        storage = run.run_config.storage_context
+        self._files = storage.storage_filesystem
+        self._directory = f"{storage.experiment_fs_path}/.elastic_runtime"
+        self._last_file = f"{self._directory}/reported-{os.environ.get('JOB_UUID', '')}"
+        own = os.environ.get("ELASTIC_CHECKPOINT_DIR")
+        self._before = self._last_point() if own and whole_ones(own) else None
 
     def checkpoints(self) -> CheckpointManager:
         """Return the checkpoints as they are in the storage now.
@@ -74,17 +84,25 @@ class StoredReports:
         newest = self.checkpoints().latest_checkpoint_result
         return first.keep(newest.checkpoint if newest else None)
 
-    def directory_of(self, point: Point, wanted: str | None) -> str:
-        """Return a name made of the point: no worker asks another one."""
+    def directory_of(self, point: Point, wanted: str | None) -> str | None:
+        """Return a name made of the point: no worker asks another one. None where it was recorded before.
+
+        That is what was recorded before this process began, if its loop resumes at a checkpoint of the job.
+        """
+        if self._before is not None and point <= self._before:
+            return None
         return wanted or f"checkpoint_{point.step:09d}_{point.call}"
 
-    def report(self, worker: str, point: Point, members: tuple[str, ...], report: TrainingReport) -> None:  # noqa: ARG002
+    def report(self, worker: str, point: Point, members: tuple[str, ...], report: TrainingReport) -> None:
         """Record the report of rank 0. It does not wait for parts of the checkpoint that other workers upload."""
         if worker != members[0]:
             self._recorded = None
             return
         self._recorded = self._recorded or self.checkpoints()
         asyncio.run(self._record(self._recorded, report))
+        self._files.create_dir(self._directory, recursive=True)
+        with self._files.open_output_stream(self._last_file) as file:
+            file.write(json.dumps(astuple(point)).encode())
 
     def nodes_of(self, workers: tuple[str, ...]) -> list[str]:
         """Return a node for each worker: it sees its own devices only, so its local rank is 0."""
@@ -101,7 +119,17 @@ class StoredReports:
         """Return the size: workers that have different ones are refused as they join."""
         return size
 
+    def _last_point(self) -> Point | None:
+        """Return the last point that was recorded; None where none was, or its writer was killed."""
+        try:
+            with self._files.open_input_stream(self._last_file) as file:
+                return Point(*json.loads(file.read()))
+        except (OSError, ValueError):
+            return None
+
     async def _record(self, checkpoints: CheckpointManager, report: TrainingReport) -> None:
+        if report.checkpoint:  # of the same point, where the job began again and had no checkpoint of its own
+            forget(checkpoints, report.checkpoint)
         checkpoints.after_report(report, [report.metrics])
         for callback in self._run.run_config.callbacks:
             callback.after_report(run_context=self._run, metrics=[report.metrics], checkpoint=report.checkpoint)

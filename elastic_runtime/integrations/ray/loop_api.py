@@ -57,8 +57,11 @@ class Channel(Others, Protocol):
 
     actor: Any
 
-    def directory_of(self, point: Point, wanted: str | None) -> str:
-        """Return the name of the checkpoint directory of this point, the same for all workers."""
+    def directory_of(self, point: Point, wanted: str | None) -> str | None:
+        """Return the name of the checkpoint directory of this point, the same for all workers.
+
+        None where the point was recorded before, in an attempt that this one continues.
+        """
 
     def report(self, worker: str, point: Point, members: tuple[str, ...], report: Any) -> None:
         """Record a worker's report."""
@@ -73,9 +76,10 @@ class ActorChannel:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    def directory_of(self, point: Point, wanted: str | None) -> str:
+    def directory_of(self, point: Point, wanted: str | None) -> str | None:
         """Ask the controller."""
-        return str(ray.get(self.actor.directory_of.remote(point, wanted)))
+        name: str | None = ray.get(self.actor.directory_of.remote(point, wanted))
+        return name
 
     def report(self, worker: str, point: Point, members: tuple[str, ...], report: Any) -> None:
         """Return once the controller has recorded it."""
@@ -96,6 +100,10 @@ class ActorChannel:
     def agreed_batch(self, size: int) -> int:
         """Ask the controller."""
         return int(ray.get(self.actor.agreed_batch.remote(size)))
+
+
+class _RecordedBefore(Exception):  # noqa: N818  (ends a call of Ray's own function early, and reaches nobody)
+    """The report's point was recorded before."""
 
 
 class ReportQueue:
@@ -148,7 +156,7 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
             current_report_index=report_index,
         )
         self._channel, self._worker, self._provisional = channel, worker, provisional
-        self._nodes, self._point = ((), []), Point(-1, 0)
+        self._nodes, self._point = ((), []), Point(0, -1, 0)
         self.driver = LoopDriver(options, channel)
         return self
 
@@ -167,12 +175,15 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
     def report(self, *args: Any, **options: Any) -> None:
         """Report as Ray does, after an upload in the background that failed has been raised.
 
-        An epoch that the other workers have trained, and reported, is not reported again.
+        What the other workers, or an attempt that this one continues, have reported is not reported again.
         """
         if self.driver.replaying:
             return
         self.execution_context.training_thread_runner.check()
-        super().report(*args, **options)
+        try:
+            super().report(*args, **options)
+        except _RecordedBefore:
+            self.report_call_index -= 1  # as Ray does for a report that it skips
 
     def get_all_reported_checkpoints(self, *args: Any, **options: Any) -> Any:
         """Return what Ray's controller would. UsageError where there is no controller."""
@@ -226,10 +237,14 @@ class ElasticTrainContext(TrainContext):  # type: ignore[misc]
     def _sync_checkpoint_dir_name_across_ranks(self, checkpoint_dir_name: str | None = None) -> str:
         """Note the point of this call of `report`; return the name that all workers get for it."""
         job = training_job()
-        step = job.position.step
-        self._point = Point(step, self._point.call + 1 if self._point.step == step else 0)
+        epoch, step = job.position.epoch, job.position.step
+        same = (self._point.epoch, self._point.step) == (epoch, step)
+        self._point = Point(epoch, step, self._point.call + 1 if same else 0)
+        name = self._channel.directory_of(self._point, checkpoint_dir_name)
+        if name is None:
+            raise _RecordedBefore
         self.execution_context.result_queue.calls.append((self._point, job.members))
-        return self._channel.directory_of(self._point, checkpoint_dir_name)
+        return name
 
 
 class ElasticTrainFnUtils(DistributedTrainFnUtils):  # type: ignore[misc]

@@ -18,6 +18,8 @@ from ray.train import Result
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ray.train import Checkpoint
+
 TESTED = "2.60"
 
 try:
@@ -60,6 +62,7 @@ __all__ = [
     "blocks_of",
     "draining_nodes",
     "finalized",
+    "forget",
     "joined_blocks",
     "report_index",
     "resources_of",
@@ -84,6 +87,12 @@ def resources_of(scaling: Any) -> dict[str, float]:
 def report_index(checkpoints: CheckpointManager) -> int:
     """Return the number of reports that were recorded."""
     return int(checkpoints._current_report_index)  # noqa: SLF001
+
+
+def forget(checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
+    """Drop a checkpoint from those that are kept: its directory has other files now."""
+    kept = [result for result in checkpoints._checkpoint_results if result.checkpoint.path != checkpoint.path]  # noqa: SLF001
+    checkpoints._checkpoint_results = kept  # noqa: SLF001
 
 
 def result_of(checkpoints: CheckpointManager, storage: Any, error: Exception | None = None) -> Result:

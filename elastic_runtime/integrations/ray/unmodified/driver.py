@@ -1,9 +1,9 @@
 """The job behind a loop of TorchTrainer: begun with its first training batch, ended with its function.
 
-Invariant: iteration e of the loop over the training loader is epoch e of the job. A loop begins at its first epoch,
-also in a worker that joins in epoch e. It then runs the epochs before e again, each with one batch, in which nothing
-acts and nothing is reported: so counters, schedules and lists of the loop are filled as on the other workers. In epoch
-e it has the state of the others, whatever it did to its own before.
+Invariant: iteration e of the loop over the training loader is epoch e of the job, counted from the epoch in which the
+loop begins. A loop begins at its first epoch, also in a worker that joins in epoch e. It then runs the epochs before e
+again, each with one batch, in which nothing acts and nothing is reported: so counters, schedules and lists of the loop
+are filled as on the other workers. In epoch e it has the state of the others, whatever it did to its own before.
 
 Rejected: replacing `range` in the loop's module, so that it begins with epoch e. It is called for much else, and
 `while` loops, or epochs counted from a checkpoint, have none. Rejected: the loop's local variables as a part of the
@@ -95,7 +95,7 @@ class LoopDriver:
         self._batches: Any = None
         self._epochs: Iterator[int] = iter(())
         self._epoch = -1  # of the job
-        self._begun = 0  # epochs of the loop
+        self._first = self._begun = 0  # the job's epoch in which the loop begins, and epochs of the loop since
         self._iterating = self._within = False  # in a batch of the training loader; in job.backward
         self._stepped, self._notes_steps = True, False  # in this batch; whether that is noted at all
         self._alone: Any = None  # the process groups: of this process, and of all workers
@@ -128,7 +128,7 @@ class LoopDriver:
     def epoch(self, source: TrainingSource) -> Iterator[Any]:
         """Yield this worker's batches of the loop's next epoch. UsageError for a second training loader."""
         source = self._prepare(source)
-        number, self._begun = self._begun, self._begun + 1
+        number, self._begun = self._first + self._begun, self._begun + 1
         joined = self._epoch >= 0
         if joined or number >= self._others.epoch():
             self._enter(number, source)
@@ -202,6 +202,7 @@ class LoopDriver:
         self._source = source
         self.job, self._batches = source.make_job()
         self.follow(self.job)
+        self._first = self.job.position.epoch  # above 0 after accelerator.load_state
         self._epochs = self.job.epochs(None)  # how many there are is the loop's to know
         return source
 
@@ -270,9 +271,9 @@ class LoopDriver:
         """The training function has returned: end the training, together with the other workers."""
         if self.replaying:
             raise UsageError(
-                f"the loop of a worker that joined in epoch {self._epoch} has ended in epoch {self._begun - 1}, which "
-                "the others have trained and it only ran through; decide on the end by the number of the epoch, or use "
-                f"job.epochs of elastic_runtime and job.track ({SEE})"
+                f"the loop of a worker that joined in epoch {self._epoch} has ended in epoch "
+                f"{self._first + self._begun - 1}, which the others have trained and it only ran through; decide on "
+                f"the end by the number of the epoch, or use job.epochs of elastic_runtime and job.track ({SEE})"
             )
         if self._source is not None and self.job is not None and not self.job.leaving:
             self.job.finish()
