@@ -103,7 +103,8 @@ class Member:
             lambda: self.reporter.clock.step_s,
         )
         self._preemption: Preemption | None = None
-        if not environment.checkpoint_dir and (environment.coordinator or environment.static):
+        lost_with_all = not (environment.checkpoint_dir or environment.checkpoints_elsewhere)
+        if lost_with_all and (environment.coordinator or environment.static):
             _log.warning(
                 "ELASTIC_CHECKPOINT_DIR is not set: should all workers be lost at once, or the job be preempted, "
                 "everything that was trained is lost; set it to a directory that outlives them"

@@ -29,6 +29,7 @@ class Environment:
     coordinator: str = ""
     token_file: str = ""
     checkpoint_dir: str = ""
+    checkpoints_elsewhere: bool = False  # ELASTIC_CHECKPOINT_DIR is set, to nothing: the program has its own way
     report_file: str = ""
     error_file: str = ""
     ca_file: str = ""
@@ -54,6 +55,7 @@ class Environment:
             coordinator=given.get("ELASTIC_COORDINATOR", ""),
             token_file=given.get("ELASTIC_TOKEN_FILE", ""),
             checkpoint_dir=given.get("ELASTIC_CHECKPOINT_DIR", ""),
+            checkpoints_elsewhere=given.get("ELASTIC_CHECKPOINT_DIR") == "",
             report_file=given.get("ELASTIC_REPORT_FILE", ""),
             error_file=given.get("ELASTIC_ERROR_FILE", ""),
             ca_file=given.get("ELASTIC_CA_FILE", ""),

@@ -557,6 +557,10 @@ def test_where_nothing_durable_is_there_init_says_what_would_be_lost(
         elastic_runtime.init()
     assert "ELASTIC_CHECKPOINT_DIR is not set" in caplog.text
     assert "everything that was trained is lost" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", "")  # as for loops of Ray Train, which report checkpoints of their own
+    elastic_runtime.init()
+    assert "ELASTIC_CHECKPOINT_DIR" not in caplog.text
 
 
 def test_a_callback_that_fails_does_not_end_the_training(

@@ -175,7 +175,9 @@ class Controller:
         newest = self._checkpoints.latest_checkpoint_result
         self._first_checkpoint = self._first.keep(newest.checkpoint) if newest else None
         self._send("open", token=self._token, min_workers=self._shape.least)
-        self._group = Group(self._shape, self._name_worker, self._task, self._send, self._on_end)
+        self._group = Group(
+            self._run.run_config.name, self._shape, self._name_worker, self._task, self._send, self._on_end
+        )
         self._group.limit(self._most)
         try:
             return await self._group.run()

@@ -35,6 +35,7 @@ DEATHS_COUNT_S = 60.0
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 60.0
 END_S = 10.0
+TOO_FEW = ": add nodes, or lower ScalingConfig(num_workers=...)"
 
 _log = logging.getLogger("ray.train.elastic_runtime")
 
@@ -96,6 +97,7 @@ class Group:
 
     def __init__(
         self,
+        run: str,
         shape: Shape,
         name_worker: Callable[[], str],
         begin: Callable[[str, tuple[str, ...]], Any],
@@ -103,6 +105,7 @@ class Group:
         on_end: Callable[[str], None],
     ) -> None:
         self._shape, self._name_worker, self._begin, self._send, self._on_end = shape, name_worker, begin, send, on_end
+        self._run = run
         self._controller = ray.get_runtime_context().current_actor
         self._slots: list[Slot] = []
         self._follows: set[asyncio.Task[None]] = set()
@@ -199,7 +202,9 @@ class Group:
         else:
             options["scheduling_strategy"] = "SPREAD" if "SPREAD" in self._shape.strategy else "DEFAULT"
             options["label_selector"] = self._shape.selector
-        slot = Slot(self._name_worker(), ray.remote(TrainWorker).options(**options).remote(), bundle)
+        worker = self._name_worker()
+        actor = ray.remote(TrainWorker).options(**options).remote(f"{self._run} {worker}")
+        slot = Slot(worker, actor, bundle)
         self._slots.append(slot)
         task = asyncio.create_task(self._follow(slot))
         self._follows.add(task)
@@ -228,10 +233,13 @@ class Group:
         if self._target or now - self._began < WARN_AFTER_S or now - self._warned < WARN_AFTER_S:
             return
         self._warned = now + WARN_AGAIN_S - WARN_AFTER_S
+        if placement_group_table(self._gang)["state"] == "CREATED":
+            return  # they have what they need, and start
+        least, each, there = self._shape.least, self._shape.resources, ray.cluster_resources()
+        lacks = any(least * amount > there.get(name, 0) for name, amount in each.items())
         _log.warning(
-            "the training waits for %d workers with %s each; the cluster has %s, of which %s is free",
-            self._shape.least, self._shape.resources, _countable(ray.cluster_resources()),
-            _countable(ray.available_resources()),
+            "the training waits for %d workers with %s each; the cluster has %s, of which %s is free%s",
+            least, each, _countable(there), _countable(ray.available_resources()), TOO_FEW if lacks else "",
         )  # fmt: skip
 
     # What happens

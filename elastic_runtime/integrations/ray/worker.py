@@ -59,7 +59,16 @@ class Outcome:
 
 
 class TrainWorker:
-    """One worker of one training. Ray's methods run in the main thread, so the loop can handle signals."""
+    """One worker of one training. Ray's methods run in the main thread, so the loop can handle signals.
+
+    `name` is what Ray's lists and logs call it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
 
     def place(self) -> str:
         """Return the id of this worker's node."""

@@ -209,7 +209,7 @@ class LoopDriver:
     def before_job(self) -> None:
         """A job is about to be made, whose epochs are counted here."""
         if self.restarts:
-            os.environ.pop("ELASTIC_CHECKPOINT_DIR", None)
+            os.environ["ELASTIC_CHECKPOINT_DIR"] = ""
 
     def make_job(self, batch_size: int, loader_of: Callable[[int], DataLoader[Any]]) -> tuple[Job, Any]:
         """Make a job of what the loop has made, and of its loader of a batch size; return it, and the batches."""
