@@ -221,3 +221,8 @@ def test_jobs_gather_free_gpus_within_the_budget_that_a_killed_engine_remembers(
         reasons = [job.status.last_move.reason.message for job in jobs if job.status.last_move is not None]
         moved += sum(GATHERS in reason for reason in reasons)
     assert moved
+
+
+def test_a_job_that_moves_with_what_is_lent_to_it_is_promised_no_more_than_that() -> None:
+    """While its workers exited it was promised their successors twice, and other ones in each plan."""
+    play(from_seed(122).with_defragmentation())

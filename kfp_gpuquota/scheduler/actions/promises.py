@@ -101,11 +101,12 @@ def _nominate(ledger: Ledger, job: Job) -> list[Task]:
     """Nominate all promised placements of the job that it still needs; none if its gang would not be whole."""
     mark = ledger.mark()
     waiting, leaving = job.pending[job.placed :], [t for t in job.tasks.values() if t.status is Status.LEAVING]
+    last: Task | None = None
     if job.stopped:  # none of its workers can start before all have exited
-        waiting, leaving = [], leaving + waiting
+        waiting, leaving, last = [], leaving + waiting, next(iter(job.tasks.values()))
     tasks: list[Task] = []
     for promise in job.promised:
-        task = _task_for(job, promise.part, waiting, leaving)
+        task = _task_for(job, promise.part, waiting, leaving, last)
         if task is None:
             break
         host = ledger.hosts.get(promise.node)
@@ -121,8 +122,11 @@ def _nominate(ledger: Ledger, job: Job) -> list[Task]:
     return tasks
 
 
-def _task_for(job: Job, part: str, waiting: list[Task], leaving: list[Task]) -> Task | None:
-    """Return a waiting worker of the part, a placeholder for one that has not exited yet, or one above the request."""
+def _task_for(job: Job, part: str, waiting: list[Task], leaving: list[Task], last: Task | None = None) -> Task | None:
+    """Return a waiting worker of the part, a placeholder for one that has not exited yet, or one above the request.
+
+    The last is a placeholder, too, if the job has to wait for the exit of `last`: it would get other workers else.
+    """
     for i, task in enumerate(waiting):
         if task.group == part:
             return waiting.pop(i)
@@ -131,7 +135,7 @@ def _task_for(job: Job, part: str, waiting: list[Task], leaving: list[Task]) -> 
             del leaving[i]
             return Task(job, task.request, task.index, priority=task.priority, group=part, moved=task)
     if job.wanted <= job.active < job.most:
-        return Task(job, job.request, job.next_index + job.active, group=part)
+        return Task(job, job.request, job.next_index + job.active, group=part, moved=last)
     return None
 
 
