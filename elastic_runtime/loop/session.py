@@ -8,6 +8,7 @@ loss is noticed. Everything else in a loop is the script's own.
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -329,6 +330,15 @@ class Session(StepCalls):
             self.abandon_iteration()
             self._end()
 
+    def finish_unless_failed(self) -> None:
+        """End the training where it stands, at the process's exit.
+
+        On a cluster only an exception is a failure of the training: an exit code of the script's own fails the job.
+        """
+        has_failed = hasattr(sys, "last_type") if self._member.coordinated else failed()
+        if not self.leaving and not has_failed:
+            self.finish_early()
+
     @contextmanager
     def left_early(self) -> Iterator[None]:
         """Around the loop: the script may leave it by `break` or an error. If nothing outside of this process waits for
@@ -605,7 +615,6 @@ class Session(StepCalls):
 
 
 def _finish_left(held: Callable[[], Session | None]) -> None:
-    """Finish the training at the process's exit, unless an exception ended it."""
-    session = held()
-    if session and not failed() and not session.leaving:
-        session.finish_early()
+    """Finish the training at the process's exit, unless it has failed."""
+    if session := held():
+        session.finish_unless_failed()

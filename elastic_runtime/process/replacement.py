@@ -3,7 +3,7 @@
 Others replace the same functions, and call the one before: init_process_group does so at each call, a script where it
 likes. Invariant: each replacement calls what it replaced itself. So none is called twice, none calls itself, and one
 that others have kept and put back later still works. It is put back only where nobody has replaced it since; else it
-stays, and is not replaced once more.
+stays, and is not replaced once more, unless the original itself is there again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Replacement:
 
     def begin(self) -> None:
         """Replace it, unless it is replaced."""
-        if self._ours is None:
+        if self._ours is None or getattr(self._owner, self._name) is self._before:
             self._before = getattr(self._owner, self._name)
             self._ours = self._make(self._before)
             setattr(self._owner, self._name, self._ours)
