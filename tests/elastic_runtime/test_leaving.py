@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.effort import soaked
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -86,7 +87,13 @@ def test_an_error_of_the_script_while_it_leaves_is_told() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [ORPHANED, SERVED], ids=["that-begins-after-it", "of-a-fork-server"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(ORPHANED, id="that-begins-after-it"),
+        pytest.param(SERVED, id="of-a-fork-server", marks=soaked),
+    ],
+)
 def test_a_loader_process_ends_with_its_killed_worker(tmp_path: Path, what: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(what)

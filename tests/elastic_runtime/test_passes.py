@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import LoopError, UsageError
+from tests.effort import soaked
 from tests.elastic_runtime.adversarial import train_adversaries
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import FEATURES, Plan, Points, Record, trained_alone
@@ -37,6 +38,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@soaked
 def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     runpy.run_path("examples/train_gan.py", run_name="__main__")
