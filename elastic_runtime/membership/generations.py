@@ -33,8 +33,11 @@ them can be reached. What takes longer (a route drops packets) is given up, and 
 network may just be slow.
 """
 BUILD_S_A_MEMBER = 0.1
-FAILING_S = 300.0
-"""Workers that stand still end if no generation could be entered for so long, and in `FEWEST_FAILURES` attempts."""
+FAILING_S = 1800.0
+"""Workers that stand still end if no generation could be entered for so long, and in `FEWEST_FAILURES` attempts.
+
+As long as torch's own collectives wait by default: a network that comes back earlier costs nothing but the time.
+"""
 FEWEST_FAILURES = 5
 CLOSE_AFTER_S = 0.5
 """Old groups are closed this much later, so that the first steps of a new size do not compete for cores."""
