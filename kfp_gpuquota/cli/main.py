@@ -157,7 +157,8 @@ def main() -> None:
     gc.set_threshold(COLLECTED_AFTER)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what a terminal's encoding lacks, as in JSON
+            # What a terminal's encoding lacks as in JSON; a pipe's reader sees each line while the command runs.
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         try:
             application(sys.argv[1:])()
