@@ -72,7 +72,7 @@ def test_hugging_faces_libraries_fine_tune_while_the_size_changes(
     embedded_cluster.project("team-a", 1)
     embedded_cluster.project("team-b", 1)
     process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / example), "--epochs=25"],
+        [sys.executable, "-u", str(EXAMPLES / example), "--epochs=25"],
         env=embedded_cluster.environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,
