@@ -256,8 +256,8 @@ class Generations:
                     f"{error}"
                 )
                 self._changed.notify_all()
-            told = self._failures & (self._failures - 1) == 0  # the 1st, 2nd, 4th, 8th ...
-        log = _log.warning if told else _log.debug
+            warns = self._failures & (self._failures - 1) == 0  # the 1st, 2nd, 4th, 8th ...
+        log = _log.warning if warns else _log.debug
         log("generation %d could not be entered, the next one is tried: %s", number, error)
 
     def _drop_outdated(self) -> None:

@@ -67,7 +67,6 @@ class Defragmentation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         check_range(
             "defragmentation.max_gpu_minutes_per_gpu", self.max_gpu_minutes_per_gpu, 0, MAX_GPU_MINUTES, "GPU minutes"
         )
-
         check_range("defragmentation.min_age_s", self.min_age_s, 1, MAX_SECONDS, "s")
 
     @property

@@ -498,8 +498,8 @@ def test_workers_that_cannot_connect_say_so_and_end_in_bounded_time(
         until(partial(worker.has_reported, number), "the report")
     with pytest.raises(RunError, match=r"could not connect to each other .*5 attempts.*nobody listens there"):
         worker.generations.wait_for_next(after=0)
-    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [message.split()[1] for message in told] == ["1", "2", "4"]
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [message.split()[1] for message in warnings] == ["1", "2", "4"]
 
 
 def test_a_worker_that_cannot_join_those_that_train_goes_on_trying(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_workers_move_in_the_window_within_a_budget_that_outlives_the_controller
     delete(name)
     start("f")
     delete("f")
-    assert len(used()) == 2, "the budget is spent, and another leader knows it"
+    assert len(used()) == 2, "the budget is spent, and another leader counts it"
     rule(budgetGpuMinutes=60)
     controlled.wait(lambda: len(used()) == 1, controlled.log)
     assert reserved() >= first + 60

@@ -245,4 +245,4 @@ def _matches(expression: Mapping[str, Any], found: Mapping[str, str]) -> bool:
         case "NotIn":
             return found.get(key) not in values
         case other:
-            raise ValueError(f"this kube-scheduler knows no {other}")
+            raise ValueError(f"this kube-scheduler has no operator {other}")

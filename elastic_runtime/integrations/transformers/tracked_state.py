@@ -40,7 +40,7 @@ class TrackedState:
         """Another worker's, or a checkpoint's; of the same callbacks in the same order."""
         for name, value in found["state"].items():
             setattr(self._trainer.state, name, value)
-        self._trainer.epoch_begun_at = found.get("epoch_begun_at", -1)  # not in checkpoints of version 0.3
+        self._trainer.epoch_begun_at = found.get("epoch_begun_at", -1)  # not in checkpoints of version 0.2
         for callback, attributes in zip(self._callbacks(), found["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(callback, name, value)

@@ -92,9 +92,7 @@ def simulate(
     _check(speed=speed, every_node=every_node, elastic=elastic)
     cluster = thinned(read_nodes(nodes), every_node)
     trace = make_elastic(sped_up(read_jobs(jobs, project_column, user_column), speed), elastic)
-    rule = None
-    if defragment or defragment_budget is not None or defragment_per_gpu is not None:
-        rule = defragmentation(defragment, defragment_budget, defragment_per_gpu, zone="UTC")
+    rule = defragmentation(defragment, defragment_budget, defragment_per_gpu, zone="UTC")
     results = _results(policy or [], cluster, trace, _quotas(guaranteed or []), rule)
     if picture is not None:
         draw(results, picture)

@@ -48,6 +48,8 @@ def defragmentation(
 
     `zone` is the time zone of a window without one. Raises UsageError and InvalidFieldError.
     """
+    from msgspec.structs import replace  # noqa: PLC0415
+
     from kfp_gpuquota.api.defragmentation import Defragmentation  # noqa: PLC0415 (`gpuquota --help` does without)
 
     if window == NO_WINDOW:
@@ -58,9 +60,10 @@ def defragmentation(
         times, _, last = window.rpartition(" ")
         has_zone = bool(times) and not last[:1].isdigit()
         given |= {"window": times if has_zone else window, "time_zone": last if has_zone else zone}
-    elif former is None:
+    elif given and former is None:
         raise UsageError(
             "--defragment-budget and --defragment-per-gpu need a window; give also --defragment 22:00-06:00"
         )
-    before = {} if former is None else {name: getattr(former, name) for name in former.__struct_fields__}
-    return Defragmentation(**before | given)
+    if former is not None:
+        return replace(former, **given)
+    return Defragmentation(**given) if given else None

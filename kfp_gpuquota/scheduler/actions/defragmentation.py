@@ -13,6 +13,7 @@ gangs that run on several nodes, whose other nodes would not become free.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -61,7 +62,7 @@ class Round:
     gpus: int = 0
     moves: int = 0
     filled: set[Host] = field(default_factory=set)
-    moved: dict[Job, int] = field(default_factory=dict)
+    moved: Counter[Job] = field(default_factory=Counter)
     stuck: set[tuple[Queue, Request]] = field(default_factory=set)  # requests that fit nowhere any more
 
     def run(self, sources: Iterable[Source]) -> None:
@@ -88,14 +89,13 @@ class Round:
         self.targets.discard(source.host)
         self.gpus, self.lost_gpu_s = self.gpus + source.gpus, self.lost_gpu_s + source.lost_gpu_s
         self.moves += len(source.tasks)
-        for job, count in _in_place(source.tasks).items():
-            self.moved[job] = self.moved.get(job, 0) + count
+        self.moved.update(_in_place(source.tasks))
         return True
 
     def _spares(self, source: Source) -> bool:
         """Return whether jobs that move in part keep their minimum, with all that moves in this round."""
         parts = _in_place(source.tasks)
-        return all(count + self.moved.get(job, 0) <= _may_spare(job) for job, count in parts.items())
+        return all(count + self.moved[job] <= _may_spare(job) for job, count in parts.items())
 
     def _relocate(self, source: Source, task: Task, within: frozenset[Host]) -> bool:
         kind = task.job.queue, task.request
@@ -162,10 +162,7 @@ def _occupied(ledger: Ledger) -> list[Host]:
     found: list[Host] = []
     lent: dict[Job, int] = {}
     for _, host in sorted(ledger.hosts.items()):
-        counts: dict[Job, int] = {}
-        for task in host.tasks:
-            if task.devices and task.status is not Status.LEAVING:
-                counts[task.job] = counts.get(task.job, 0) + 1
+        counts = Counter(task.job for task in host.tasks if task.devices and task.status is not Status.LEAVING)
         if not host.ready or not counts:
             continue
         if all(count <= lent.setdefault(job, job.lent) for job, count in counts.items()):
@@ -241,7 +238,5 @@ def _may_spare(job: Job) -> float:
 
 def _in_place(tasks: Iterable[Task]) -> dict[Job, int]:
     """Return the number of workers of each job that moves in part."""
-    counts: dict[Job, int] = {}
-    for task in tasks:
-        counts[task.job] = counts.get(task.job, 0) + 1
+    counts = Counter(task.job for task in tasks)
     return {job: count for job, count in counts.items() if count < job.active}

@@ -227,6 +227,14 @@ ENDS = {
 }
 """How a script may end, or a training, at one place."""
 
+AFTER_A_FAILURE = """
+try:
+    train()
+except BaseException as error:
+    print("caught", type(error).__name__)
+FAILING.clear(); stop = False
+"""
+
 MAINS = {
     "once": "train()",
     "twice": "train(); train()",
@@ -238,14 +246,7 @@ try:
 except Exception as error:
     print("caught", type(error).__name__); sys.exit(1)
 """,
-    "again after a failure": """
-try:
-    train()
-except BaseException as error:
-    print("caught", type(error).__name__)
-FAILING.clear(); stop = False
-train()
-""",
+    "again after a failure": f"{AFTER_A_FAILURE}train()\n",
     "in a function with finally": """
 def main():
     try:
@@ -257,14 +258,7 @@ sys.exit(main())
     "within another": "NESTED.append(1); train()",
     "plain after it": "train(); train(elastic=False)",
     "plain before it": "train(elastic=False); train()",
-    "plain on the same model after a failure": """
-try:
-    train()
-except BaseException as error:
-    print("caught", type(error).__name__)
-FAILING.clear(); stop = False
-train(elastic=False, given=model)
-""",
+    "plain on the same model after a failure": f"{AFTER_A_FAILURE}train(elastic=False, given=model)\n",
 }
 
 GOES_ON = ("returns", "error in a thread", "exit in a thread", "error in atexit")

@@ -98,6 +98,13 @@ RECREATING_OWNERS: Final = frozenset(
 """Owners (API group/kind) whose controllers recreate a deleted pod."""
 
 _SHARING: Final = {"max_sharers": "maxSharers", "memory_reserve": "memoryReserve", "smallest_share": "smallestShare"}
+_DEFRAGMENTATION: Final = {
+    "window": "window",
+    "time_zone": "timeZone",
+    "budget_gpu_minutes": "budgetGpuMinutes",
+    "max_gpu_minutes_per_gpu": "maxGpuMinutesPerGpu",
+    "min_age_s": "minAgeSeconds",
+}
 
 log = logging.getLogger(__name__)
 
@@ -286,8 +293,7 @@ def _defragmentation(given: DefragmentationSpec | None) -> Defragmentation | Non
             min_age_s=given.min_age_seconds,
         )
     except InvalidFieldError as error:
-        words = error.field.partition(".")[2].replace("age_s", "age_seconds").split("_")
-        field = words[0] + "".join(word.title() for word in words[1:])
+        field = _DEFRAGMENTATION[error.field.partition(".")[2]]
         raise InvalidFieldError(f"defragmentation.{field}", error.value, error.rule) from None
 
 
