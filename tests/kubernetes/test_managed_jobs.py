@@ -149,7 +149,7 @@ def test_an_elastic_job_that_somebody_deletes_is_made_again(controlled: Controll
     active(controlled, path, 1)
     first = api.get(own)["metadata"]["uid"]
     api.delete(own)
-    controlled.wait(lambda: api.exists(own) and api.get(own)["metadata"]["uid"] != first)
+    controlled.until(own, lambda job: job["metadata"]["uid"] != first)
     active(controlled, path, 1)
 
 

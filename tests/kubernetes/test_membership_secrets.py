@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 
 
+def decoded(secret: dict[str, Any]) -> dict[str, bytes]:
+    return {name: base64.b64decode(text) for name, text in secret["data"].items()}
+
+
 def data(cluster: DevCluster, path: str) -> dict[str, bytes]:
-    return {name: base64.b64decode(text) for name, text in cluster.api.get(path)["data"].items()}
+    return decoded(cluster.api.get(path))
 
 
 def secret_of(controlled: Controlled, team: str, job: str) -> str:
@@ -52,10 +56,8 @@ def test_a_leader_that_finds_another_authority_gives_it_to_the_workers_that_run(
     controlled.start()
     authority = data(controlled.cluster, f"{SECRETS}/{server.SECRET}")["ca.crt"]
     assert authority != before["ca.crt"]
-    controlled.wait(
-        lambda: controlled.cluster.api.exists(secret) and data(controlled.cluster, secret)["ca.crt"] == authority
-    )
-    assert data(controlled.cluster, secret)["token"] == before["token"]
+    replaced = controlled.until(secret, lambda found: decoded(found)["ca.crt"] == authority)
+    assert decoded(replaced)["token"] == before["token"]
     assert {name: pod["metadata"]["uid"] for name, pod in controlled.pods(controlled.teams[0]).items()} == pods
 
 
