@@ -38,10 +38,10 @@ PAGES: Final = {
     "teams": "/teams",
     "queue": "/queue",
     "pipelines": "/pipelines",
-    "job": "/jobs/vision/digits",
+    "job": "/jobs/vision/digits?smooth=0.9",
     "nodes": "/nodes?color=project",
     "node": "/nodes/node-0",
-    "timeline": "/timeline",
+    "timeline": "/timeline?price=NVIDIA-H100-80GB-HBM3%3D4.10,1.20",
     "stop": "/jobs/vision/digits/suspend",
     "quota": "/teams/vision",
 }
@@ -57,6 +57,13 @@ PROJECTS: Final = (
     Project(name="robotics", guaranteed=4, limit=6),
     Project(name="platform", guaranteed=2, priority=150),
 )
+HELD: Final = {
+    ("language", "ada", "NVIDIA-H100-80GB-HBM3"): 3.1,
+    ("robotics", "lin", "NVIDIA-A100-SXM4-40GB"): 2.6,
+    ("vision", "kai", "NVIDIA-H100-80GB-HBM3"): 1.9,
+    ("robotics", "kai", "NVIDIA-A100-SXM4-40GB"): 1.3,
+}
+"""GPU-hours by project, user and type."""
 SLEEP: Final = ("sleep", "infinity")
 RUNNING: Final = (
     ("finetune-7b", "language", 4, Kind.TRAIN),
@@ -110,6 +117,7 @@ def _past(home: Home) -> None:
             rows.append((30, at, project.name, 30.0, held * 30.0, 0.0, held * 30.0, project.guaranteed * 30.0))
     with store.transaction():
         store.add_usage(rows)
+        store.add_held((30, now // 30 * 30, *holder, hours * 3600.0) for holder, hours in HELD.items())
     store.close()
 
 

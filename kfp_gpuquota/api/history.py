@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 GPU_USE_WIDTH_S: Final = 30.0
 GPU_USE_KEPT_S: Final = 7200.0
 """The use of each GPU is kept in memory for so long, in intervals of that width."""
+OTHER_USERS: Final = "(others)"
+"""Stands for users of a project who are not told apart: there are too many."""
 _HOUR_S: Final = 3600.0
 
 
@@ -72,6 +74,26 @@ class GpuHours(msgspec.Struct, frozen=True, kw_only=True):
     unused: float | None = None
 
 
+class HeldHours(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU-hours that the jobs of one user held in a project, on GPUs of one type.
+
+    `user` is "" where jobs name none, `gpu_type` as in the label that NVIDIA's GPU feature discovery writes.
+    """
+
+    project: str
+    user: str = ""
+    gpu_type: str = ""
+    gpu_hours: float = 0.0
+
+
+class Holder(NamedTuple):
+    """Whose jobs hold GPUs, and of which type."""
+
+    project: str
+    user: str
+    gpu_type: str
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """A project's mean GPUs in an interval: held, held beyond the guarantee, asked for, guaranteed.
 
@@ -99,3 +121,12 @@ def gpu_hours_of(usage: Iterable[Usage]) -> tuple[GpuHours, ...]:
         hours, over = round(total / _HOUR_S, 2), round(borrowed / _HOUR_S, 2)
         rows.append(GpuHours(project=project, guaranteed=round(hours - over, 2), borrowed=over, total=hours))
     return tuple(sorted(rows, key=lambda row: (-row.total, row.project)))
+
+
+def held_hours_of(held_s: Mapping[Holder, float]) -> tuple[HeldHours, ...]:
+    """Return GPU-seconds as GPU-hours, the most first."""
+    rows = (
+        HeldHours(project=one.project, user=one.user, gpu_type=one.gpu_type, gpu_hours=round(seconds / _HOUR_S, 4))
+        for one, seconds in held_s.items()
+    )
+    return tuple(sorted(rows, key=lambda row: (-row.gpu_hours, row.project, row.user, row.gpu_type)))

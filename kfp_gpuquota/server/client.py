@@ -16,7 +16,7 @@ import msgspec
 
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Job, JobSpec, Project
-from kfp_gpuquota.api.history import DeviceUse, GpuHours
+from kfp_gpuquota.api.history import DeviceUse, GpuHours, HeldHours
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.project import version_of
 from kfp_gpuquota.api.queue import Queued, queued
@@ -220,6 +220,11 @@ class Client:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from the cluster's own file."""
         del prometheus
         return self._call("GET", with_query("/v1/usage", since_s=since_s), tuple[GpuHours, ...])
+
+    def held_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[HeldHours]:
+        """Return the same by user and type of GPU."""
+        del prometheus
+        return self._call("GET", with_query("/v1/usage/holders", since_s=since_s), tuple[HeldHours, ...])
 
     def debug_state(self) -> bytes:
         """Return what the planner sees as JSON, for `gpuquota simulate --state`."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import DeviceUse, GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours, HeldHours
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.queue import Queued
     from kfp_gpuquota.api.wire import (
@@ -140,6 +140,9 @@ class ClusterApi(ClusterCalls, Protocol):
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first, from where they are stored."""
 
+    def held_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[HeldHours]:
+        """Return the same by user and type of GPU."""
+
     def debug_state(self) -> bytes:
         """Return what the planner sees as JSON, for `gpuquota simulate --state`."""
 
@@ -180,6 +183,9 @@ class Backend(ClusterCalls, Protocol):
 
     def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
+
+    def held_hours(self, since_s: float) -> tuple[HeldHours, ...]:
+        """Return the same by user and type of GPU."""
 
     def debug_state(self) -> StateDump:
         """Return what the planner sees, and the plan that it makes of it."""

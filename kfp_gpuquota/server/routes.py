@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Job, Project
-from kfp_gpuquota.api.history import GPU_USE_KEPT_S, DeviceUse, GpuHours
+from kfp_gpuquota.api.history import GPU_USE_KEPT_S, DeviceUse, GpuHours, HeldHours
 from kfp_gpuquota.api.label_selector import parse_selector, selects
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.validation import check_range
@@ -221,6 +221,10 @@ async def _gpu_hours(backend: Backend, request: Request) -> object:
     return backend.gpu_hours(request.seconds("since_s", DEFAULT_USAGE_S, MAX_USAGE_S))
 
 
+async def _held_hours(backend: Backend, request: Request) -> object:
+    return backend.held_hours(request.seconds("since_s", DEFAULT_USAGE_S, MAX_USAGE_S))
+
+
 async def _debug_state(backend: Backend, _request: Request) -> object:
     return backend.debug_state()
 
@@ -234,6 +238,7 @@ _JOB: Final = "/v1/projects/{project}/jobs/{job}"
 _AFTER: Final = "answer only when the revision is no longer this one"
 _TIMEOUT: Final = f"wait at most so many seconds (up to {MAX_WAIT_S:g}) for something new"
 _WAIT: Final = {"after": _AFTER, "timeout_s": _TIMEOUT}
+_USAGE: Final = {"since_s": f"of the last so many seconds (up to {MAX_USAGE_S:.0f}); else {DEFAULT_USAGE_S:.0f}"}
 _LISTED: Final = {
     "project": "only this one's",
     "selector": "only those with these labels, as Kubernetes' label selectors: team in (a,b),!old",
@@ -294,7 +299,15 @@ ROUTES: Final = (
         "GPU-hours of each project",
         _gpu_hours,
         answer=tuple[GpuHours, ...],
-        query={"since_s": f"of the last so many seconds (up to {MAX_USAGE_S:.0f}); else {DEFAULT_USAGE_S:.0f}"},
+        query=_USAGE,
+    ),
+    Route(
+        "GET",
+        "/v1/usage/holders",
+        "GPU-hours of each user and type of GPU",
+        _held_hours,
+        answer=tuple[HeldHours, ...],
+        query=_USAGE,
     ),
     Route("GET", "/v1/debug/state", "What the planner sees", _debug_state, answer=StateDump),
     Route("GET", "/v1/events", "The cluster's history", _events, answer=EventList, query=_WAIT),

@@ -24,7 +24,10 @@ LARGEST_IN_WORDS: Final = 1e9
 
 @dataclass(frozen=True)
 class Line:
-    """One run's line. `at` and `values` belong to each of its points, at `xs`; they are shown under the pointer."""
+    """One run's line. `at` and `values` belong to each of its points, at `xs`; they are shown under the pointer.
+
+    `unsmoothed` is the path of the values themselves where `path` is their moving average, else "".
+    """
 
     name: str
     path: str
@@ -32,6 +35,7 @@ class Line:
     xs: str
     at: str
     values: str
+    unsmoothed: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,12 @@ class Chart:
 
 def curves(
     title: str, runs: Sequence[tuple[str, Points]], *, begin: float, end: float, marks: Sequence[float] = (),
-    logarithmic: bool = False, span: tuple[float, float] | None = None,
+    logarithmic: bool = False, span: tuple[float, float] | None = None, smoothing: float = 0.0,
 ) -> Chart | None:  # fmt: skip
     """Return a line for each run (name, points), between their smallest and largest value; None without any point.
 
     A point is (x, value): x in seconds or steps. `span`: the smallest and largest value that the chart has room for.
+    `smoothing`: 0 or the weight, below 1, that a moving average gives to what came before each value.
     """
     runs = [(name, points) for name, points in runs if points]
     if not runs:
@@ -77,7 +82,7 @@ def curves(
     gaps = tuple(_gaps(runs[0][1], box, logarithmic=logarithmic))
     return Chart(
         title=title,
-        lines=tuple(_line(name, points, box, logarithmic=logarithmic) for name, points in runs),
+        lines=tuple(_line(name, points, box, logarithmic=logarithmic, smoothing=smoothing) for name, points in runs),
         top=short(high) if shown else "",
         bottom=short(low) if shown else "",
         begin=begin,
@@ -121,11 +126,32 @@ def _drawn(value: float, *, logarithmic: bool) -> bool:
     return math.isfinite(value) and (value > 0 or not logarithmic)
 
 
-def _line(name: str, points: Points, box: _Box, *, logarithmic: bool) -> Line:
+def smoothed(points: Points, weight: float) -> list[tuple[float, float]]:
+    """Return the exponential moving average of the values, as TensorBoard's: without a bias towards its beginning.
+
+    Values that are not finite stay as they are, and are left out of the average.
+    """
+    total, weights, found = 0.0, 0.0, []
+    for x, value in points:
+        if not math.isfinite(value):
+            found.append((x, value))
+            continue
+        total, weights = weight * total + value, weight * weights + 1.0
+        found.append((x, total / weights))
+    return found
+
+
+def _line(name: str, points: Points, box: _Box, *, logarithmic: bool, smoothing: float) -> Line:
+    path, unsmoothed = _path(points, box, logarithmic=logarithmic), ""
+    if smoothing:
+        path, unsmoothed = _path(smoothed(points, smoothing), box, logarithmic=logarithmic), path
+    return Line(name, path, short(points[-1][1]), *_under_pointer(points, box), unsmoothed)
+
+
+def _path(points: Points, box: _Box, *, logarithmic: bool) -> str:
     scale = math.log10 if logarithmic else float
     pieces = itertools.groupby(points, key=lambda point: _drawn(point[1], logarithmic=logarithmic))
-    path = "".join("M" + "L".join(box.place(x, scale(v)) for x, v in piece) for drawn, piece in pieces if drawn)
-    return Line(name, path, short(points[-1][1]), *_under_pointer(points, box))
+    return "".join("M" + "L".join(box.place(x, scale(v)) for x, v in piece) for drawn, piece in pieces if drawn)
 
 
 def _under_pointer(points: Points, box: _Box) -> tuple[str, str, str]:

@@ -203,6 +203,7 @@ class Pages:
             "view": view,
             "axes": list(figures.AXES.items()),
             "scales": list(figures.SCALES.items()),
+            "smoothings": list(figures.SMOOTHINGS.items()),
             "comparable": self._comparable(project, name),
         }
         return Page(name, "queue", "job.html", live, values)

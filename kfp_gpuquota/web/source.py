@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import Report, Usage, UsePoint
+    from kfp_gpuquota.api.history import HeldHours, Report, Usage, UsePoint
     from kfp_gpuquota.api.wire import (
         Event,
         JobUpdate,
@@ -119,6 +119,9 @@ class Source(Protocol):
 
     def usage(self, width_s: int, since: float) -> Sequence[Usage]:
         """Return each project's usage in intervals of `width_s` that begin after `since`, oldest first."""
+
+    def held_hours(self, since_s: float) -> Sequence[HeldHours]:
+        """Return the GPU-hours of each user and type of GPU in the last `since_s` seconds; () where nothing is kept."""
 
     async def what_if(self, supposed: Supposition) -> Outlook:
         """Return what would happen, without doing it."""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import JobSpec, JobStatus, Node, Phase, Progress, Project
+from kfp_gpuquota.api.history import OTHER_USERS, HeldHours, Holder
 from kfp_gpuquota.api.wire import NodeView, ProjectView, ShareView
 from kfp_gpuquota.cluster.local.storage.history import (
     KEPT_S,
     MEMORY_SAMPLES,
+    MOST_HOLDERS,
     MOST_REPORTS,
     MOST_REPORTS_OF_ENDED,
     SAMPLE_S,
@@ -19,6 +21,7 @@ from kfp_gpuquota.cluster.local.storage.history import (
     ReportHistory,
     UsageHistory,
     gpu_hours,
+    held_hours,
 )
 from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.engine.job_book import Change
@@ -111,11 +114,11 @@ def views(held: float, wanted: float = 0) -> list[ProjectView]:
 def test_usage_is_added_up_by_interval_also_by_the_next_daemon(store: Store) -> None:
     began = 1_000_020.0
     history = UsageHistory(store)
-    history.sample(views(9), began)
-    history.sample(views(4, 6), began + 10)
+    history.sample(views(9), {}, began)
+    history.sample(views(4, 6), {}, began + 10)
     after = UsageHistory(store)
-    after.sample(views(9), began + 10)
-    after.sample(views(1, 6), began + 20)
+    after.sample(views(9), {}, began + 10)
+    after.sample(views(1, 6), {}, began + 20)
     (one,) = store.load_usage(30, 0)
     assert (one.at, one.seconds, one.held, one.borrowed, one.wanted, one.guaranteed) == (1_000_020, 20, 2.5, 1, 6, 2)
     assert [len(store.load_usage(width, 0)) for width in KEPT_S] == [1, 1, 1, 1]
@@ -124,7 +127,7 @@ def test_usage_is_added_up_by_interval_also_by_the_next_daemon(store: Store) -> 
 def test_gpu_hours_are_added_up_within_the_guarantee_and_borrowed_for_the_time_asked(store: Store) -> None:
     history, end = UsageHistory(store), 1_008_000.0
     for tick in range(721):  # two hours, of which the second borrows
-        history.sample(views(6 if tick > 360 else 2), end - 7200 + tick * SAMPLE_S)
+        history.sample(views(6 if tick > 360 else 2), {}, end - 7200 + tick * SAMPLE_S)
     (all_of_it,) = gpu_hours(store, end, 86_400)
     assert (all_of_it.guaranteed, all_of_it.borrowed, all_of_it.total) == (4.0, 4.0, 8.0)
     (last,) = gpu_hours(store, end, 1800)
@@ -133,17 +136,45 @@ def test_gpu_hours_are_added_up_within_the_guarantee_and_borrowed_for_the_time_a
     assert gpu_hours(store, end + 1e6, 3600) == ()
 
 
+def test_gpu_hours_of_users_and_types_are_added_up_also_by_the_next_daemon(store: Store) -> None:
+    end, eve, bob = 1_008_000.0, Holder("p", "eve", "H100"), Holder("p", "bob", "")
+    for half, held in enumerate(({eve: 2.0}, {eve: 1.5, bob: 0.5})):
+        history = UsageHistory(store)
+        for tick in range(361):
+            history.sample(views(4), held, end - 7200 + half * 3600 + tick * SAMPLE_S)
+    rows = held_hours(store, end, 86_400)
+    assert rows == (
+        HeldHours(project="p", user="eve", gpu_type="H100", gpu_hours=3.5),
+        HeldHours(project="p", user="bob", gpu_hours=0.5),
+    )
+    assert [row.gpu_hours for row in held_hours(store, end, 1800)] == pytest.approx([0.75, 0.25], abs=0.01)
+    assert held_hours(store, end + 1e6, 3600) == ()
+
+
+def test_users_beyond_a_bound_are_counted_together_in_their_project(store: Store) -> None:
+    history, begin = UsageHistory(store), 1_000_800.0
+    users = [Holder("p", f"u{number}", "") for number in range(MOST_HOLDERS + 50)]
+    history.sample(views(4), {}, begin)
+    for turn, some in enumerate((users[:400], users[400:], users)):
+        history.sample(views(4), dict.fromkeys(some, 1.0), begin + (turn + 1) * SAMPLE_S)
+    held = store.load_held(86_400, 0)
+    assert len(held) <= MOST_HOLDERS + 1
+    assert held[Holder("p", OTHER_USERS, "")] == 2 * 50 * SAMPLE_S
+    assert held[users[0]] == held[users[MOST_HOLDERS - 1]] == 2 * SAMPLE_S
+    assert sum(held.values()) == 2 * len(users) * SAMPLE_S
+
+
 def test_time_in_which_nothing_was_measured_counts_for_nothing(store: Store) -> None:
     history = UsageHistory(store)
     for now in (1000.0, 1000.0 + 3 * SAMPLE_S, 900.0):
-        history.sample(views(4), now)
+        history.sample(views(4), {}, now)
     assert store.load_usage(30, 0) == []
 
 
 def test_old_intervals_are_deleted(store: Store) -> None:
     history = UsageHistory(store)
     for now in (1_000_000.0, 1_000_010.0, 1_003_700.0, 1_003_710.0):
-        history.sample(views(4), now)
+        history.sample(views(4), {}, now)
     assert [one.at for one in store.load_usage(30, 0)] == [1_003_710 // 30 * 30]
     assert len(store.load_usage(600, 0)) == 2
 

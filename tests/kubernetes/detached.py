@@ -93,11 +93,11 @@ class Detached:
         self.controller.profiles.start()
         self.controller.managed_jobs.start()
 
-    def node(self, name: str = "node", gpus: int = 8) -> None:
+    def node(self, name: str = "node", gpus: int = 8, **metadata: Any) -> None:
         """A node that is ready."""
         allocatable = {labels.GPU_RESOURCE: str(gpus), "cpu": "64", "memory": "256Gi", "pods": "110"}
         status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
-        self.see(NODES, {"metadata": {"name": name, "uid": f"node-{name}"}, "spec": {}, "status": status})
+        self.see(NODES, {"metadata": {"name": name, "uid": f"node-{name}", **metadata}, "spec": {}, "status": status})
 
     def team(self, name: str, guaranteed: int = 4) -> None:
         """A team with a quota."""

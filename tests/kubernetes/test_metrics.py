@@ -6,6 +6,12 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
+from kfp_gpuquota.api.history import OTHER_USERS
+from kfp_gpuquota.cluster.kubernetes.controller import metrics as controller_metrics
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.detached import Detached, detached
 from tests.polling import until_async
 
@@ -51,6 +57,36 @@ def test_gpu_seconds_are_added_up_by_kind() -> None:
 
 
 KINDS = {"guaranteed": 4, "borrowed": 2}
+
+
+def test_gpu_seconds_are_added_up_by_user_and_type_and_too_many_users_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with detached() as test:
+            test.node(gpus=8, labels={GPU_PRODUCT: "H100"})
+            test.team("team")
+            uids = [
+                test.pod("team", f"pod-{user}", 2, metadata={"labels": {labels.USER: user}}) for user in ("eve", "bob")
+            ]
+            uids.append(test.pod("team", "pod", 1))
+            await test.start()
+            await until_async(lambda: all(map(test.sent, uids)))
+            metrics, snapshot = test.controller.metrics, test.controller.snapshot
+            monkeypatch.setattr(controller_metrics, "MOST_HOLDERS", 2)
+            metrics.account(snapshot, begin := time.monotonic() + 100.0)
+            metrics._holders.clear()
+            metrics.user_gpu_seconds.clear()
+            metrics.account(snapshot, begin + 20.0)
+            metrics.account(snapshot, begin + 21.0)  # too early
+            given = (sample for family in metrics.user_gpu_seconds.collect() for sample in family.samples)
+            sums = {tuple(one.labels.values()): one.value for one in given if one.name.endswith("_total")}
+            assert sum(sums.values()) == pytest.approx(20 * 5)
+            assert len(sums) == 3
+            assert {user for _, user, _ in sums} > {OTHER_USERS}
+            assert {(project, gpu_type) for project, _, gpu_type in sums} == {("team", "H100")}
+
+    asyncio.run(scenario())
 
 
 def test_the_wait_until_the_first_start_is_observed_once_for_each_job() -> None:

@@ -39,6 +39,13 @@ users: [{name: a, user: {token: none}}]
 contexts: [{name: a, context: {cluster: a, user: a}}]
 current-context: a
 """
+HELD_BY = {
+    ("vision", "eve", "H100"): 2.5,
+    ("vision", "eve", "T4"): 0.25,
+    ("vision", "", "H100"): 0.25,
+    ("speech", "bob", ""): 4.0,
+}
+"""The same by user and type."""
 UTILISATION = {
     'exported_namespace="vision",exported_pod="notebook",namespace="gpu-operator",pod="dcgm-1",gpu="0"': (0, 80),
     'exported_namespace="vision",exported_pod="train-0",namespace="gpu-operator",pod="dcgm-1",gpu="1"': (97, 97),
@@ -91,10 +98,16 @@ def history() -> str:
         f'gpuquota_gpu_seconds_total{{project="{project}",kind="{kind}"}}': growing(gpus)
         for (project, kind), gpus in HELD.items()
     }
+    held_by = {
+        f'gpuquota_user_gpu_seconds_total{{project="{project}",user="{user}",gpu_type="{gpu_type}"}}': growing(gpus)
+        for (project, user, gpu_type), gpus in HELD_BY.items()
+    }
     used = {f"DCGM_FI_DEV_GPU_UTIL{{{labels}}}": halves(*percents) for labels, percents in UTILISATION.items()}
     lines = [
         "# TYPE gpuquota_gpu_seconds counter",
         *samples(held),
+        "# TYPE gpuquota_user_gpu_seconds counter",
+        *samples(held_by),
         "# TYPE gpuquota_idle_gpu_seconds counter",
         *samples({"gpuquota_idle_gpu_seconds_total": growing(IDLE)}),
         "# TYPE DCGM_FI_DEV_GPU_UTIL gauge",
@@ -164,6 +177,43 @@ def test_gpu_hours_by_project_and_kind_with_unused_ones_and_what_nobody_held(pro
     assert "GPU-HOURS" in table
     assert "UNUSED" in table
     assert json.loads(report(tmp_path, *given, "-o", "json")[1])[1]["borrowed"] == pytest.approx(12, rel=0.01)
+
+
+def test_gpu_hours_by_user_and_type_and_what_they_cost(prometheus: str, tmp_path: Path) -> None:
+    given = ("--since", f"{HOURS}h", "--prometheus", prometheus, "-o", "json")
+
+    def rows(*words: str) -> list[dict[str, object]]:
+        code, shown = report(tmp_path, *given, *words)
+        assert code == 0, shown
+        found: list[dict[str, object]] = json.loads(shown)
+        return found
+
+    def about(hours: float) -> object:
+        return pytest.approx(hours * HOURS, rel=0.01)
+
+    assert rows("--by", "user") == [
+        {"project": "speech", "user": "bob", "gpu_hours": about(4)},
+        {"project": "vision", "user": "eve", "gpu_hours": about(2.75)},
+        {"project": "vision", "user": "", "gpu_hours": about(0.25)},
+    ]
+    prices = ("--price", "H100=4", "--price", "1")
+    assert rows(*prices) == [
+        {"project": "speech", "gpu_hours": about(4), "cost": about(4)},
+        {"project": "vision", "gpu_hours": about(3), "cost": about(2.75 * 4 + 0.25)},
+    ]
+    assert rows("--by", "user", "--by", "gpu-type", "--price", "H100=4")[1:3] == [
+        {"project": "vision", "user": "eve", "gpu_type": "H100", "gpu_hours": about(2.5), "cost": about(10)},
+        {"project": "vision", "user": "", "gpu_type": "H100", "gpu_hours": about(0.25), "cost": about(1)},
+    ]
+    _, table = report(tmp_path, *given[:-2], "--by", "gpu-type", "--price", "H10O=4")
+    assert "No GPU of type H10O was held; those that were held: H100, T4." in table
+    assert "GPU TYPE" in table
+    for words, message in (
+        (("--price", "much"), "must be a price of a GPU-hour"),
+        (("--by", "user", "--time-spent"), "leave out --by and --price"),
+    ):
+        code, shown = report(tmp_path, *given, *words)
+        assert (code, message in shown) == (2, True), shown
 
 
 def test_without_nvidias_exporter_nothing_is_said_of_use(tmp_path: Path) -> None:

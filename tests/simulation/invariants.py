@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Order, Phase, ReasonCode, StopPolicy
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
+from kfp_gpuquota.api.history import Holder
 from kfp_gpuquota.cluster.local.unused_jobs import INTERVAL_S
 from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting
 from kfp_gpuquota.engine.job_book import Change, JobBook
@@ -395,6 +397,7 @@ class Invariants:
             if not job.spec.shared and job.status.gpus - job.status.leaving_gpus > job.spec.largest:
                 self.fail(f"{job.spec.name} holds {job.status.gpus} of {job.spec.largest} GPUs: {job.status.workers}")
         self._check_teams(jobs, teams)
+        self._check_holders()
         final = sum(job.status.gpus for job in jobs if job.status.phase.final)
         if abs(projects + final - nodes) > EPSILON:
             self.fail(f"projects hold {projects:g} GPUs, of nodes {nodes:g} are used")
@@ -409,6 +412,18 @@ class Invariants:
         for team in tree(teams):
             if abs(team.amounts.waiting - wanted[team.name]) > EPSILON:
                 self.fail(f"team {team.name} waits for {wanted[team.name]:g} GPUs, the page says {team.amounts}")
+
+    def _check_holders(self) -> None:
+        """The GPUs of each user and type, which reports add up, are those of the workers' records."""
+        state, held = self.cluster.state, defaultdict[Holder, float](float)
+        for record in (each for uid in state.jobs for each in state.alive_of(uid)):
+            job, node = state.jobs[record.worker.job_uid], state.nodes[record.worker.node]
+            holder = Holder(job.spec.project, job.submitter, node.labels.get(GPU_PRODUCT, ""))
+            held[holder] += record.worker.gpus
+        found = state.scheduler.held_by()
+        for holder in held.keys() | found.keys():
+            if abs(held[holder] - found.get(holder, 0.0)) > EPSILON:
+                self.fail(f"{holder} holds {held[holder]:g} GPUs, {found.get(holder, 0.0):g} are counted")
 
     # At some moments
 

@@ -12,7 +12,7 @@ from kfp_gpuquota.web.site_config import SiteConfig
 from kfp_gpuquota.web.views.board import Board
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.api.history import Usage, UsePoint
+    from kfp_gpuquota.api.history import HeldHours, Usage, UsePoint
     from kfp_gpuquota.web.live import Elements
     from kfp_gpuquota.web.source import RunStep
 
@@ -27,6 +27,7 @@ class Cluster:
         self.listed, self.views = tuple(jobs or ()), tuple(views or ())
         self.sizes: dict[str, list[tuple[float, float]]] = {}
         self.used: list[Usage] = []
+        self.held: list[HeldHours] = []
         self.steps: tuple[RunStep, ...] = ()
         self.order = Order.FAIR
 
@@ -68,6 +69,9 @@ class Cluster:
 
     def usage(self, _width_s: int, _since: float) -> list[Usage]:
         return self.used
+
+    def held_hours(self, _since_s: float) -> list[HeldHours]:
+        return self.held
 
     def board(self, *, uses_known: bool = True) -> Board:
         return Board(cast("Any", self), uses_known=uses_known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kfp_gpuquota.web.charts import curves, short, steps
+from kfp_gpuquota.web.charts import curves, short, smoothed, steps
 
 NAN, INF = float("nan"), float("inf")
 
@@ -45,6 +45,26 @@ def test_runs_share_a_scale() -> None:
     assert drawn is not None
     assert [line.name for line in drawn.lines] == ["a", "b"]
     assert (drawn.bottom, drawn.top) == ("1", "3")
+
+
+def test_a_moving_average_has_no_bias_and_leaves_out_what_is_no_number() -> None:
+    assert [value for _, value in smoothed([(i, 7.0) for i in range(50)], 0.99)] == pytest.approx([7.0] * 50)
+    values = [4.0, 0.0, INF, 2.0]
+    means = [4.0, 4.0 * 0.9 / 1.9, INF, (4.0 * 0.81 + 2.0) / 2.71]
+    found = smoothed(list(enumerate(values)), 0.9)
+    assert [x for x, _ in found] == [0, 1, 2, 3]
+    assert [value for _, value in found] == pytest.approx(means)
+
+
+def test_a_smoothed_curve_is_drawn_over_its_values_and_shows_these_under_the_pointer() -> None:
+    points = [(0, 4.0), (1, 0.0), (2, 4.0)]
+    plain, smooth = (curves("loss", [("", points)], begin=0, end=2, smoothing=weight) for weight in (0.0, 0.9))
+    assert plain is not None
+    assert smooth is not None
+    (before,), (after,) = plain.lines, smooth.lines
+    assert (before.unsmoothed, after.unsmoothed) == ("", before.path)
+    assert after.path != before.path
+    assert (after.values, after.latest, smooth.top, smooth.bottom) == (before.values, "4", "4", "0")
 
 
 def test_one_point_and_a_constant_can_be_drawn() -> None:

@@ -23,7 +23,7 @@ from kfp_gpuquota.api import (
     WorkerPhase,
     pipeline_labels,
 )
-from kfp_gpuquota.api.history import Report, Usage, UsePoint
+from kfp_gpuquota.api.history import HeldHours, Report, Usage, UsePoint
 from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ResourceView, ShareView
 from kfp_gpuquota.web.actions import Chosen
 from kfp_gpuquota.web.pages import Pages
@@ -142,6 +142,9 @@ class HostileSource:
             project=HOSTILE, at=int(NOW) - 30, width_s=30, seconds=30, held=1, borrowed=0, wanted=1, guaranteed=1
         )
         return [used]
+
+    def held_hours(self, since_s: float) -> list[HeldHours]:
+        return [HeldHours(project=HOSTILE, user=HOSTILE, gpu_type=HOSTILE, gpu_hours=1.0)]
 
 
 def html_of(page: Page) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kfp_gpuquota.api import ExpectedStart
-from kfp_gpuquota.api.history import Usage, gpu_hours_of
+from kfp_gpuquota.api.history import HeldHours, Usage, gpu_hours_of
 from tests.web.listed import NOW, Cluster, job, on
 
 
@@ -61,3 +61,26 @@ def test_gpu_hours_and_shares_are_those_of_the_measured_usage(project: str) -> N
     half = "50" if not project else "100"
     assert f"<td>3</td><td>1</td><td>2</td><td>{half} %</td><td>{share} %</td>" in text
     assert ("team-b" in text) == (not project)
+
+
+def test_gpu_hours_by_user_and_type_have_a_cost_where_there_are_prices() -> None:
+    cluster = Cluster()
+    assert " hidden>" in cluster.show("/timeline").parts["user-hours"]
+    cluster.held = [
+        HeldHours(project="team-a", user="eve", gpu_type="H100", gpu_hours=10.0),
+        HeldHours(project="team-a", gpu_hours=2.5),
+        HeldHours(project="team-b", user="bob", gpu_type="T4", gpu_hours=1.0),
+    ]
+
+    def shown(query: str) -> str:
+        return " ".join(cluster.show(f"/timeline?{query}").parts["user-hours"].split())
+
+    assert "<td>eve</td><td>H100</td><td>10</td></tr>" in shown("")
+    assert "Cost" not in shown("")
+    priced = shown("price=H100%3D4,0.5")
+    assert "<td>eve</td><td>H100</td><td>10</td><td>40.00</td>" in priced
+    assert "<td>-</td><td>-</td><td>2.5</td><td>1.25</td>" in priced
+    assert "<td>13.5</td><td>41.75</td>" in priced
+    assert "<td>bob</td><td>T4</td><td>1</td><td>-</td>" in shown("price=H100%3D4")
+    assert "bob" not in shown("project=team-a")
+    assert "eve" in shown("price=much")

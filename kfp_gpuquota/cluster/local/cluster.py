@@ -42,7 +42,7 @@ from kfp_gpuquota.cluster.local.gpu_meter import GpuMeter
 from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.local.shared.members import Members
 from kfp_gpuquota.cluster.local.storage import retention
-from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours
+from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours, held_hours
 from kfp_gpuquota.cluster.local.worker_logs import WorkerLogs
 from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.engine import requests
@@ -55,7 +55,7 @@ from kfp_gpuquota.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kfp_gpuquota.api.history import DeviceUse, GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours, HeldHours
     from kfp_gpuquota.cluster.local.driver import Driver
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
@@ -350,6 +350,10 @@ class LocalCluster:
         """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
         return gpu_hours(self._store, self._state.clock(), since_s)
 
+    def held_hours(self, since_s: float) -> tuple[HeldHours, ...]:
+        """Return the same by user and type of GPU."""
+        return held_hours(self._store, self._state.clock(), since_s)
+
     def debug_state(self) -> StateDump:
         """Return what the planner sees, and the plan that it makes of it."""
         return take_dump(self._state.scheduler, self._state.clock(), __version__)
@@ -423,7 +427,7 @@ class LocalCluster:
         """Record what projects hold, and again after a while."""
         asyncio.get_running_loop().call_later(SAMPLE_S, self._sample_usage)
         now = self._state.clock()
-        self._usage.sample(self.list_projects(), now)
+        self._usage.sample(self.list_projects(), self._state.scheduler.held_by(), now)
         self.memory.sample(self.list_nodes(), now)
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.affinity import GPU_PRODUCT
+from kfp_gpuquota.api.history import Holder
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.api.resources import CountedNode
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
@@ -15,6 +17,7 @@ from kfp_gpuquota.scheduler.state.groups import below, held_back, next_tasks
 from kfp_gpuquota.scheduler.state.intake import bar, constrain, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import RESERVE_AFTER_S, Ledger
 from kfp_gpuquota.scheduler.state.model import (
+    GPU,
     MILLI,
     NOTHING,
     UNLIMITED,
@@ -292,6 +295,17 @@ class State:
     @_apply.register
     def _(self, event: events.ProgressReported) -> None:
         self.measurements += progress.note_progress(self._job(event.job), event)
+
+    def held_by(self) -> dict[Holder, float]:
+        """Return the GPUs that each user's workers hold, also those that leave, by the type in their host's labels."""
+        held: dict[Holder, float] = {}
+        for host in self.ledger.hosts.values():
+            gpu_type = host.labels.get(GPU_PRODUCT, "")
+            for task in host.tasks:
+                if gpus := task.request.amount(host.gpu_memory_mib)[0] / GPU:
+                    holder = Holder(task.job.queue.name, task.job.user.name, gpu_type)
+                    held[holder] = held.get(holder, 0.0) + gpus
+        return held
 
     @property
     def promises(self) -> dict[str, tuple[Placement, ...]]:

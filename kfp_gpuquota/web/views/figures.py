@@ -25,17 +25,20 @@ MAX_COMPARED: Final = 4
 MAX_GPUS: Final = 16
 AXES: Final = {"time": "time since its first report", "step": "step"}
 SCALES: Final = {"linear": "linear", "log": "logarithmic"}
+SMOOTHINGS: Final = {"0": "none", "0.6": "0.6", "0.9": "0.9", "0.99": "0.99"}
+"""Weights of what came before each value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View(Choices):
-    """How the charts are drawn: over time or steps, on which scale, and which jobs ("project/name") are compared."""
+    """How charts are drawn: over time or steps, on which scale, how smooth, with which jobs ("project/name")."""
 
-    KEYS: ClassVar = ("compare", "x", "scale")
+    KEYS: ClassVar = ("compare", "x", "scale", "smooth")
 
     compare: str = ""
     x: str = "time"
     scale: str = "linear"
+    smooth: str = "0"
     others: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -58,6 +61,7 @@ class View(Choices):
             compare=query.text("compare"),
             x=query.choice("x", AXES, "step" if others else "time"),
             scale=query.choice("scale", SCALES, "linear"),
+            smooth=query.choice("smooth", SMOOTHINGS, "0"),
             others=tuple(others[:MAX_COMPARED]),
             problems=tuple(query.problems),
         )
@@ -97,7 +101,10 @@ def figure_charts(runs: Sequence[Run], view: View) -> Iterator[Chart]:
     figures.append(("noise scale (samples)", lambda report: report.noise_scale))
     for title, value_of in figures:
         lines = [(f"{run.job.spec.project}/{run.job.spec.name}", run.points(value_of, view.x)) for run in runs]
-        drawn = charts.curves(title, lines, begin=begin, end=end, marks=marks, logarithmic=view.scale == "log")
+        drawn = charts.curves(
+            title, lines, begin=begin, end=end, marks=marks, logarithmic=view.scale == "log",
+            smoothing=0.0 if title == "step" else float(view.smooth),
+        )  # fmt: skip
         if drawn is not None:
             yield drawn
 

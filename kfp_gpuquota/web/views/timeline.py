@@ -1,13 +1,15 @@
-"""The Timeline page: which job held how many GPUs when, expected starts of waiting jobs, and GPU-hours by team."""
+"""The Timeline page: which job held how many GPUs when, expected starts, GPU-hours by team and user, their cost."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kfp_gpuquota.api.history import gpu_hours_of
+from kfp_gpuquota.api.prices import Prices
 from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.query import Choices, Query, Slice
 from kfp_gpuquota.web.rendering import render
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.api.history import Usage
+    from kfp_gpuquota.api.history import HeldHours, Usage
     from kfp_gpuquota.web.views.board import Board
 
     Sizes = Sequence[tuple[float, float]]
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 SIZES: Final = (25, 50, 100, 250)
 WIDTH: Final = 1000.0
 HEIGHT: Final = 20.0
+MOST_USERS: Final = 100
 AHEAD: Final = 0.25
 """How far the page shows the future, as a part of the span."""
 _SECONDS_PER_HOUR: Final = 3600.0
@@ -33,19 +36,28 @@ _SECONDS_PER_HOUR: Final = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(Choices):
-    """Of which project, and how far back."""
+    """Of which project, how far back, and at which prices (as `gpuquota report --price`, with commas between them)."""
 
-    KEYS: ClassVar = ("project", "span", "size", "page")
+    KEYS: ClassVar = ("project", "span", "size", "page", "price")
 
     project: str = ""
     span: str = "hour"
     size: int = 50
+    price: str = ""
+    prices: Prices = field(default_factory=Prices, compare=False)
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Filter:
         """Return the filter of a query string."""
         query = Query(given)
+        price, prices = query.text("price"), Prices()
+        try:
+            prices = Prices.parse(part for part in price.split(",") if part.strip())
+        except InvalidFieldError as error:
+            query.problems.append(error.message)
         return cls(
+            price=price,
+            prices=prices,
             project=query.project(),
             span=query.choice("span", SPANS, "hour"),
             size=query.number("size", cls.size, max(SIZES)),
@@ -99,9 +111,12 @@ def elements(board: Board, base: str, wanted: Filter) -> Elements:
     }
     usage = [one for one in source.usage(width_s, window.begin) if wanted.project in ("", one.project)]
     hours = render("gpu_hours.html", rows=gpu_hours_of(usage), shares=shares(usage), span=wanted.span)
+    held_by = [one for one in source.held_hours(span_s) if wanted.project in ("", one.project)]
+    users = render("user_hours.html", rows=user_hours(held_by, wanted.prices), priced=bool(wanted.prices))
     pager = render("pager.html", part=part, chosen=wanted, sizes=SIZES, things="jobs")
     counts = render("timeline_counts.html", part=part, span=wanted.span)
-    return Elements({"counts": counts, "pager": pager, "hours": hours}, {"timeline": rows})
+    parts = {"counts": counts, "pager": pager, "hours": hours, "user-hours": users}
+    return Elements(parts, {"timeline": rows})
 
 
 def held(board: Board, wanted: Filter, window: Window) -> list[Row]:
@@ -131,6 +146,11 @@ def expected(board: Board, wanted: Filter, window: Window) -> list[Row]:
             place = (f"{begin:g}", f"{max(4.0, end - begin):g}")
             rows.append((start.earliest, job.uid, Row(job, 0.0, job.spec.gpus, starts=place)))
     return [row for _, _, row in sorted(rows, key=lambda each: each[:2])]
+
+
+def user_hours(held: Iterable[HeldHours], prices: Prices) -> list[tuple[HeldHours, float | None]]:
+    """Return the first rows with what each cost; None where that is not known."""
+    return [(one, prices.cost(one)) for one in itertools.islice(held, MOST_USERS)]
 
 
 def shares(usage: Iterable[Usage]) -> Mapping[str, tuple[float, float]]:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kfp_gpuquota.api.history import OTHER_USERS
 from kfp_gpuquota.api.resources import WHOLE_GPU, CountedNode, weighed
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Node
+    from kfp_gpuquota.api.history import Holder
     from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
     from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
     from kfp_gpuquota.scheduler.state.model import Job
@@ -23,6 +25,10 @@ _WAIT_SECONDS: Final = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 
 
 ACCOUNTED_EVERY_S: Final = 1.0
 """The shortest interval after which GPU-seconds are added up: plans may follow one another faster."""
+HOLDERS_EVERY_S: Final = 15.0
+"""The same for those of each user, of which there may be many."""
+MOST_HOLDERS: Final = 1000
+"""Holders that are told apart: workloads name their users as they like, and Prometheus keeps a series for each."""
 
 
 class Metrics:
@@ -31,6 +37,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._accounted_at: float | None = None
+        self._holders_at: float | None = None
+        self._holders: set[Holder] = set()
         self._add_usage()
         self._add_health()
         self.calls = Counter(
@@ -100,6 +108,12 @@ class Metrics:
             ["project", "kind"],
             registry=self.registry,
         )
+        self.user_gpu_seconds = Counter(
+            "gpuquota_user_gpu_seconds",
+            "GPU-seconds held, by user and type of GPU",
+            ["project", "user", "gpu_type"],
+            registry=self.registry,
+        )
         self.idle_gpu_seconds = Counter(
             "gpuquota_idle_gpu_seconds", "GPU-seconds that nobody held", registry=self.registry
         )
@@ -137,6 +151,7 @@ class Metrics:
     def account(self, snapshot: Snapshot, now: float | None = None) -> None:
         """Add up the GPU-seconds since the last call, by what is held now. `now` is in monotonic seconds."""
         now = time.monotonic() if now is None else now
+        self._account_holders(snapshot, now)
         since, total = self._accounted_at, 0.0
         if since is not None and now - since < ACCOUNTED_EVERY_S:
             return
@@ -150,6 +165,19 @@ class Metrics:
                 if gpus > 0:
                     self.gpu_seconds.labels(name, kind).inc(gpus * (now - since))
         self.idle_gpu_seconds.inc(max(0.0, _gpus(snapshot) - total) * (now - since))
+
+    def _account_holders(self, snapshot: Snapshot, now: float) -> None:
+        since = self._holders_at
+        if since is not None and now - since < HOLDERS_EVERY_S:
+            return
+        self._holders_at = now
+        if since is None:
+            return
+        for holder, gpus in snapshot.state.held_by().items():
+            known = holder in self._holders or len(self._holders) < MOST_HOLDERS
+            shown = holder if known else holder._replace(user=OTHER_USERS)
+            self._holders.add(shown)
+            self.user_gpu_seconds.labels(*shown).inc(gpus * (now - since))
 
     def count_call(self, verb: str, status: int) -> None:
         """Count a call to the API server."""

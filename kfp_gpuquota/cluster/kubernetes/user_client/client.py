@@ -37,7 +37,11 @@ from kfp_gpuquota.cluster.kubernetes.user_client import debug_state, pod_explana
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
-from kfp_gpuquota.cluster.kubernetes.user_client.prometheus import gpu_hours_from, gpu_use_from
+from kfp_gpuquota.cluster.kubernetes.user_client.prometheus import (
+    gpu_hours_from,
+    gpu_use_from,
+    held_hours_from,
+)
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -53,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec
-    from kfp_gpuquota.api.history import DeviceUse, GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours, HeldHours
     from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
 
 Json = dict[str, Any]
@@ -267,6 +271,10 @@ class KubernetesClient(ProjectCalls):
     def gpu_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[GpuHours]:
         """Return the projects' GPU-hours from the Prometheus that scrapes the controller."""
         return gpu_hours_from(_given(prometheus), since_s)
+
+    def held_hours(self, since_s: float, *, prometheus: str = "") -> Sequence[HeldHours]:
+        """Return the same by user and type of GPU."""
+        return held_hours_from(_given(prometheus), since_s)
 
     def debug_state(self) -> bytes:
         """Return what the leading controller sees. Raises UnauthorizedError without the rights."""

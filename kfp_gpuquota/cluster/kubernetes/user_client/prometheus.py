@@ -14,16 +14,25 @@ import urllib.parse
 import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.api.history import GPU_USE_WIDTH_S, DeviceUse, GpuHours, UsePoint
+from kfp_gpuquota.api.history import (
+    GPU_USE_WIDTH_S,
+    DeviceUse,
+    GpuHours,
+    HeldHours,
+    Holder,
+    UsePoint,
+    held_hours_of,
+)
 from kfp_gpuquota.api.request_paths import join, with_query
 from kfp_gpuquota.cluster.kubernetes.unused_gpus.dcgm import BUSY, LONGEST_INDEX, MEMORY
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 SAMPLED_EVERY_S: Final = 60
 HELD: Final = "sum by (project, kind) (increase(gpuquota_gpu_seconds_total[{since}s]))"
+HELD_BY: Final = "sum by (project, user, gpu_type) (increase(gpuquota_user_gpu_seconds_total[{since}s]))"
 IDLE: Final = "sum(increase(gpuquota_idle_gpu_seconds_total[{since}s]))"
 UNUSED: Final = (
     f"{SAMPLED_EVERY_S} * sum by (namespace, exported_namespace) "
@@ -64,6 +73,16 @@ def gpu_hours_from(prometheus: str, since_s: float) -> list[GpuHours]:
     idle = sum(seconds for _, seconds in _query(prometheus, IDLE.format(since=since))) / _HOUR_S
     rows.sort(key=lambda row: (-row.total, row.project))
     return [*rows, GpuHours(project=IDLE_NAME, total=round(idle, 2), unused=None if unused is None else 0.0)]
+
+
+def held_hours_from(prometheus: str, since_s: float) -> Sequence[HeldHours]:
+    """Return the GPU-hours of each user and type of GPU, the most first. Raises as `gpu_hours_from`."""
+    return held_hours_of(
+        {
+            Holder(labels.get("project", ""), labels.get("user", ""), labels.get("gpu_type", "")): seconds
+            for labels, seconds in _query(prometheus, HELD_BY.format(since=int(since_s)))
+        }
+    )
 
 
 def _unused(prometheus: str, since: int) -> dict[str, float] | None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import Report, Usage, UsePoint
+    from kfp_gpuquota.api.history import HeldHours, Report, Usage, UsePoint
     from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, ResourceView, Supposition
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.web.gpu_meter import GpuMeter
@@ -225,6 +225,11 @@ class UserSource:
         """Return what the visible teams held since the page's process runs."""
         history, now = self._objects.usage, self.now()
         return [one for view in self.projects() for one in history.of(view.project.name, width_s, since, now)]
+
+    def held_hours(self, since_s: float) -> Sequence[HeldHours]:
+        """Return nothing: a Prometheus has them (`gpuquota report --by user`)."""
+        del since_s
+        return ()
 
     async def what_if(self, supposed: Supposition) -> Outlook:
         """Return what the leading controller answers about one job; it names no job that the user may not see.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job, JobSpec, Project
-    from kfp_gpuquota.api.history import Usage, UsePoint
+    from kfp_gpuquota.api.history import HeldHours, Usage, UsePoint
     from kfp_gpuquota.api.wire import (
         Event,
         JobUpdate,
@@ -183,6 +183,10 @@ class LocalPages:
     def usage(self, width_s: int, since: float) -> Sequence[Usage]:
         """Return the projects' usage."""
         return self._store.load_usage(width_s, since)
+
+    def held_hours(self, since_s: float) -> Sequence[HeldHours]:
+        """Return the GPU-hours of each user and type of GPU."""
+        return self._cluster.held_hours(since_s)
 
     async def what_if(self, supposed: Supposition) -> Outlook:
         """Return what would happen. Raises NotFoundError for a project that does not exist."""

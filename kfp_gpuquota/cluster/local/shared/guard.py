@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from kfp_gpuquota.api import Job, Project, Reason
-    from kfp_gpuquota.api.history import DeviceUse, GpuHours
+    from kfp_gpuquota.api.history import DeviceUse, GpuHours, HeldHours
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.wire import (
         Event,
@@ -98,6 +98,10 @@ class GuardedCluster:
     def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
         """Return the projects' GPU-hours."""
         return self._cluster.gpu_hours(since_s)
+
+    def held_hours(self, since_s: float) -> tuple[HeldHours, ...]:
+        """Return the same by user and type of GPU."""
+        return self._cluster.held_hours(since_s)
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes."""

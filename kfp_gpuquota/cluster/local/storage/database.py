@@ -21,9 +21,9 @@ from kfp_gpuquota.errors import StateFileError
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 BUSY_TIMEOUT_S: Final = 5.0
-TABLES: Final = ("meta", "projects", "jobs", "workers", "events", "quarantine", "reports", "usage")
+TABLES: Final = ("meta", "projects", "jobs", "workers", "events", "quarantine", "reports", "usage", "held")
 _FIRST: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE projects (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
@@ -50,7 +50,13 @@ CREATE TABLE usage (
 ) STRICT;
 CREATE INDEX events_by_job ON events (CASE WHEN json_valid(body) THEN json_extract(body, '$.job_uid') END);
 """
-MIGRATIONS: Final = {0: _FIRST, 1: _SECOND, 2: _THIRD}
+_FOURTH: Final = """
+CREATE TABLE held (
+    width_s INTEGER NOT NULL, at INTEGER NOT NULL, project TEXT NOT NULL, user TEXT NOT NULL, gpu_type TEXT NOT NULL,
+    gpu_s REAL NOT NULL, UNIQUE (width_s, at, project, user, gpu_type)
+) STRICT;
+"""
+MIGRATIONS: Final = {0: _FIRST, 1: _SECOND, 2: _THIRD, 3: _FOURTH}
 """The migration from each format to the next one."""
 
 

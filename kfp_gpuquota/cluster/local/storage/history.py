@@ -14,14 +14,14 @@ import math
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.history import Report, gpu_hours_of
+from kfp_gpuquota.api.history import OTHER_USERS, Report, gpu_hours_of, held_hours_of
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kfp_gpuquota.api import Progress
-    from kfp_gpuquota.api.history import GpuHours
+    from kfp_gpuquota.api.history import GpuHours, HeldHours, Holder
     from kfp_gpuquota.api.wire import NodeView, ProjectView
     from kfp_gpuquota.cluster.local.storage.store import Store
     from kfp_gpuquota.engine.job_book import Change
@@ -37,6 +37,8 @@ SAMPLE_S: Final = 10.0
 MEMORY_SAMPLES: Final = 90
 KEPT_S: Final = {30: 3600, 600: 86_400, 3600: 8 * 86_400, 86_400: 400 * 86_400}
 """Widths of usage intervals, and for how long those of each width are kept, in seconds."""
+MOST_HOLDERS: Final = 500
+"""Holders of an interval that are told apart: jobs name their users as they like."""
 
 log = logging.getLogger(__name__)
 
@@ -110,14 +112,14 @@ class ReportHistory:
 
 
 class UsageHistory:
-    """GPUs of each project over time, sampled."""
+    """GPUs of each project over time, and of each user and type of GPU in it, sampled."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._sampled_at: float | None = None
 
-    def sample(self, projects: Iterable[ProjectView], now: float) -> None:
-        """Add what projects hold at `now` (seconds since the epoch) for the time since the sample before.
+    def sample(self, projects: Iterable[ProjectView], held: Mapping[Holder, float], now: float) -> None:
+        """Add what projects and users hold at `now` (seconds since the epoch) for the time since the sample before.
 
         A longer time than two samples was not measured: the daemon was stopped, or the machine asleep.
         """
@@ -145,10 +147,24 @@ class UsageHistory:
         try:
             with self._store.transaction(durable=False):
                 self._store.add_usage(rows)
+                for width_s in KEPT_S:
+                    self._add_held(width_s, int(now // width_s) * width_s, held, seconds)
                 for width_s, kept_s in KEPT_S.items():
                     self._store.forget_usage(width_s, now - kept_s - width_s)
         except StateFileError as error:
             log.error("the projects' usage of %.0f s is not recorded: %s", seconds, error)
+
+    def _add_held(self, width_s: int, at: int, held: Mapping[Holder, float], seconds: float) -> None:
+        if not held:
+            return
+        known = self._store.holders(width_s, at)
+        rows = []
+        for one, gpus in held.items():
+            if one not in known and len(known) >= MOST_HOLDERS:
+                one = one._replace(user=OTHER_USERS)  # noqa: PLW2901
+            known.add(one)
+            rows.append((width_s, at, *one, gpus * seconds))
+        self._store.add_held(rows)
 
 
 def gpu_hours(store: Store, now: float, since_s: float) -> tuple[GpuHours, ...]:
@@ -157,8 +173,16 @@ def gpu_hours(store: Store, now: float, since_s: float) -> tuple[GpuHours, ...]:
     They are read from the narrowest intervals that are kept for so long; the first one may begin up to its width
     earlier.
     """
-    width_s = next((width for width, kept_s in KEPT_S.items() if since_s <= kept_s), max(KEPT_S))
-    return gpu_hours_of(store.load_usage(width_s, now - since_s))
+    return gpu_hours_of(store.load_usage(_width_for(since_s), now - since_s))
+
+
+def held_hours(store: Store, now: float, since_s: float) -> tuple[HeldHours, ...]:
+    """Return the GPU-hours of each user and type of GPU of the last `since_s` seconds, as `gpu_hours`."""
+    return held_hours_of(store.load_held(_width_for(since_s), now - since_s))
+
+
+def _width_for(since_s: float) -> int:
+    return next((width for width, kept_s in KEPT_S.items() if since_s <= kept_s), max(KEPT_S))
 
 
 class MemoryHistory:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from kfp_gpuquota.api import Node, Project
-from kfp_gpuquota.api.history import Report, Usage
+from kfp_gpuquota.api.history import Holder, Report, Usage
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import Event
 from kfp_gpuquota.cluster.local.storage.database import config_in, open_database
@@ -144,6 +144,20 @@ class Store:
                 query, (width_s, since - width_s)
             )
         ]
+
+    def load_held(self, width_s: int, since: float) -> dict[Holder, float]:
+        """Return the GPU-seconds held in intervals of that width which end after `since`."""
+        query = (
+            "SELECT project, user, gpu_type, sum(gpu_s) FROM held WHERE width_s = ? AND at > ? "
+            "GROUP BY project, user, gpu_type"
+        )
+        found = self._db.execute(query, (width_s, since - width_s))
+        return {Holder(project, user, gpu_type): gpu_s for project, user, gpu_type, gpu_s in found}
+
+    def holders(self, width_s: int, at: int) -> set[Holder]:
+        """Return who held GPUs in the interval that begins at `at`."""
+        query = "SELECT project, user, gpu_type FROM held WHERE width_s = ? AND at = ?"
+        return {Holder(*row) for row in self._db.execute(query, (width_s, at))}
 
     def revision(self) -> int:
         """The number of the newest event ever written."""
@@ -274,9 +288,18 @@ class Store:
             rows,
         )
 
+    def add_held(self, rows: Iterable[tuple[int, int, str, str, str, float]]) -> None:
+        """Add (width_s, at, project, user, GPU type, GPU-seconds) to the intervals."""
+        self._db.executemany(
+            "INSERT INTO held VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (width_s, at, project, user, gpu_type) "
+            "DO UPDATE SET gpu_s = gpu_s + excluded.gpu_s",
+            rows,
+        )
+
     def forget_usage(self, width_s: int, before: float) -> None:
         """Delete intervals of that width which began before `before`."""
-        self._db.execute("DELETE FROM usage WHERE width_s = ? AND at < ?", (width_s, before))
+        for table in ("usage", "held"):
+            self._db.execute(f"DELETE FROM {table} WHERE width_s = ? AND at < ?", (width_s, before))  # noqa: S608
 
     # Rows that cannot be used
 
