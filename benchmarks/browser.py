@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import statistics
 import time
 
@@ -54,6 +55,8 @@ def painted(driver: webdriver.Chrome, url: str, queued: int | None = None) -> di
         driver.get("about:blank")
         driver.execute_cdp_cmd("Network.clearBrowserCache", {})
         driver.get(url)
+        status = driver.execute_script("return performance.getEntriesByType('navigation')[0].responseStatus")
+        assert status == http.HTTPStatus.OK, (url, status)
         if queued is not None:
             rows = driver.execute_script("return document.querySelectorAll('#jobs tr').length")
             assert rows == queued, rows

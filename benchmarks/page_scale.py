@@ -162,6 +162,7 @@ class Server:
             list_nodes=self._state.list_nodes,
             memory=SimpleNamespace(of=lambda *_: ()),
             meter=SimpleNamespace(of=lambda *_: used),
+            held_hours=lambda _since_s: (),
         )
         source = LocalPages(store, self._state, cast("LocalCluster", cluster))
         self._page = PageServer(home, source, AuditLog(home.audit_file))

@@ -53,6 +53,7 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S: Final = 10.0
 RETRY_FOR_S: Final = 30.0
 START: Final = "start it with: gpuquota cluster start"
+_NO_ROUTE: Final = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.METHOD_NOT_ALLOWED)
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 
@@ -275,7 +276,7 @@ class Client:
         self._version = if_match
         response, raw = self._request(method, path, encoded, wait_s)
         if response.status >= 300:
-            raise _error(response.status, raw)
+            raise _error(response.status, raw, f"{method} {path.partition('?')[0]}")
         return cast("T", None) if answer is None else cast("T", decoded(raw, answer))
 
     def _request(self, method: str, path: str, body: bytes, wait_s: float) -> tuple[http.client.HTTPResponse, bytes]:
@@ -324,11 +325,16 @@ def _job_path(project: str, name: str) -> str:
     return join("/v1/projects", project, "jobs", name)
 
 
-def _error(status: int, raw: bytes) -> errors.GpuQuotaError:
+def _error(status: int, raw: bytes, request: str) -> errors.GpuQuotaError:
     try:
         body = msgspec.json.decode(raw, type=ErrorAnswer).error
     except msgspec.DecodeError:
         return errors.RunError(f"the server answered {status}: {raw[:200].decode(errors='replace')}")
+    if status in _NO_ROUTE and body.code == errors.UsageError.code:
+        return errors.RunError(
+            f"the cluster's daemon does not know {request}: it is of an earlier version than this command; restart it "
+            "with gpuquota cluster stop, then gpuquota cluster start (running jobs go on)"
+        )
     error = errors.GpuQuotaError.__new__(errors.by_code(body.code))
     error.args = (body.message,)
     if isinstance(error, errors.InvalidFieldError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.errors import ClusterUnavailableError, RunError
+from kfp_gpuquota.errors import ClusterUnavailableError, NotFoundError, RunError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.client import Client
 from kfp_gpuquota.server.routes import ROUTES
@@ -210,3 +210,13 @@ def _references(node: Any) -> list[str]:
         own = [node["$ref"]] if "$ref" in node else []
         return own + [found for value in node.values() for found in _references(value)]
     return [found for value in node for found in _references(value)] if isinstance(node, list) else []
+
+
+def test_a_daemon_without_the_route_of_a_command_is_said_to_be_older(embedded_cluster: EmbeddedCluster) -> None:
+    for method, path in (("GET", "/v1/invented?since_s=1"), ("POST", "/v1/usage")):
+        with pytest.raises(
+            RunError, match=f"does not know {method} {path.partition('?')[0]}: it is of an earlier version"
+        ):
+            embedded_cluster.client._call(method, path, None)
+    with pytest.raises(NotFoundError, match="project 'nothing' does not exist"):
+        embedded_cluster.client.get_project("nothing")
