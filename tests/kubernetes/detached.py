@@ -90,6 +90,7 @@ class Detached:
         """All was listed."""
         self.controller.start_claims()
         await self.controller.snapshot.start(self.controller.gangs.join)
+        self.controller.snapshot.emit(self.controller._move_budget.recalled())
         self.controller.profiles.start()
         self.controller.managed_jobs.start()
 

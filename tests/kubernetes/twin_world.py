@@ -380,14 +380,14 @@ def _merge(into: Object, changes: Object) -> None:
             into[key] = value
 
 
-def pinned_to(pod: Object) -> str:
-    """Return the node that the pod was sent to; "" if it is gated, or may run on several."""
+def pinned_to(pod: Object, among: Iterable[str] = NODE_NAMES) -> str:
+    """Return the node of these that the pod was sent to; "" if it is gated, or may run on several."""
     affinity = pod["spec"].get("affinity") or {}
     required = affinity.get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
     if labels.DEVICES not in _notes(pod):
         return ""
     for term in required.get("nodeSelectorTerms", []):
-        nodes = [node for node in NODE_NAMES if all(_admits(match, node) for match in term.get("matchFields", []))]
+        nodes = [node for node in among if all(_admits(match, node) for match in term.get("matchFields", []))]
         if len(nodes) == 1:  # kube-scheduler would bind it there, whatever the rest of the terms says
             return nodes[0]
     return ""

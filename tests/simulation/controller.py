@@ -43,7 +43,13 @@ class Mortal(Answering):
 class SimulatedController(Detached):
     """A controller in simulated time, whose requests the world answers."""
 
-    def __init__(self, world: World, fail: Callable[[str], None], conditions: Conditions | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        fail: Callable[[str], None],
+        conditions: Conditions | None = None,
+        observe: Callable[[Change], None] = lambda _: None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(clock=lambda: EPOCH + loop.time())
         self.connection: Mortal = Mortal(world)
@@ -53,12 +59,13 @@ class SimulatedController(Detached):
         self.membership._clock = ListeningClock(loop.time, LONGEST_TICK_S)
         self.book = self.controller.elastic.book
         self._apply, self.book.apply_change = self.book.apply_change, self._observed  # type: ignore[method-assign]
-        self._fail, self._conditions = fail, conditions or Conditions()
+        self._fail, self._conditions, self._observe = fail, conditions or Conditions(), observe
 
     def _observed(self, change: Change) -> None:
         """Apply a change, and check that all workers of a job that stops have been asked to leave."""
         for wrong in self._conditions.observe(self.book.jobs, change, self.book.clock()):
             self._fail(wrong)
+        self._observe(change)
         self._apply(change)
         for record in self.book.workers.values() if self.controller.snapshot.complete else ():
             job = self.book.jobs[record.worker.job_uid]

@@ -125,10 +125,13 @@ class History(msgspec.Struct, frozen=True):
     pooled: tuple[str, ...] = ()  # the nodes of POOL
     defragmentation: Defragmentation | None = None
 
-    def with_defragmentation(self) -> History:
-        """Return the same history on more nodes, which gathers free GPUs always or in a window of some minutes."""
+    def with_defragmentation(self, epoch: float = EPOCH) -> History:
+        """Return the same history on more nodes, which gathers free GPUs always or in a window of some minutes.
+
+        `epoch`: when it begins, in seconds since 1970.
+        """
         chance = random.Random(self.seed)
-        start = int(EPOCH // 60) + chance.randint(-1, 3)
+        start = int(epoch // 60) + chance.randint(-1, 3)
         texts = [f"{minute // 60 % 24:02}:{minute % 60:02}" for minute in (start, start + chance.randint(1, 5))]
         rule = Defragmentation(
             window=chance.choice(("00:00-24:00", "-".join(texts))),

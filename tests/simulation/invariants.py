@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Order, Phase, ReasonCode, StopPolicy
@@ -17,11 +17,11 @@ from kfp_gpuquota.engine.expected_starts import RunTimesOfWaiting
 from kfp_gpuquota.engine.job_book import Change, JobBook
 from kfp_gpuquota.engine.records import Intent
 from kfp_gpuquota.scheduler.actions import growth
-from kfp_gpuquota.scheduler.actions.defragmentation import RESTART_S
 from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
 from tests.simulation.conditions import Conditions, stop_policy_of
+from tests.simulation.gathering import Gathering, is_gathered
 from tests.simulation.histories import TYPES, row_of, type_of
 from tests.simulation.records import wrongly_accounted
 from tests.simulation.search import fits, free_devices, left_for
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 EPSILON = 1e-6
 USE_EPSILON_S = 0.5
-GATHERS: Final = "to gather free GPUs"
 MOST_LOST_S = 60.0
 IDLE = re.compile(r"; (\d+)(?: of type [\w ]+)? (?:is|are) idle(?: \((\d+) more (?:is|are) promised to other jobs\))?")
 HOLDS = re.compile(
@@ -102,14 +101,13 @@ class Invariants:
     conditions: Conditions = field(default_factory=Conditions)
     announced: dict[str, float] = field(default_factory=dict)  # when a job whose GPUs are unused is suspended
     idle_suspensions: int = 0
-    gathering: dict[float, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # GPU-seconds for restarts, by start of the window
-    gathered: int = 0  # jobs that moved to gather free GPUs
     commits: int = 0
     holders_changed: bool = False  # by the change that is being applied
     committed_at: float = 0.0
     _checked: int = -1
+
+    def __post_init__(self) -> None:
+        self.gathering = Gathering(self.cluster.history.defragmentation)
 
     def watch(self) -> None:
         """Watch the engine that was just started."""
@@ -191,8 +189,7 @@ class Invariants:
             if len(workers) * new.spec.worker_gpus < new.spec.smallest:
                 self.fail(f"{new.spec.name} starts with {len(workers)} workers")
             self._check_start_reason(new, len(workers) * new.spec.worker_gpus)
-        last_move = new.status.last_move
-        if new.status.moves > old.status.moves and last_move is not None and GATHERS in last_move.reason.message:
+        if is_gathered(old, new):
             self._check_gathering(old, change)
         elif new.status.moves > old.status.moves and new.status.last_move is not None:
             self._count_restart(new, new.status.last_move.reason.beneficiary)
@@ -274,21 +271,10 @@ class Invariants:
 
     def _check_gathering(self, moved: JobRecord, change: Change) -> None:
         """A job moves to gather free GPUs in the window and its budget only, not twice in a row, and unprotected."""
-        state, rule, done = self.cluster.state, self.cluster.history.defragmentation, change.defragmented
-        window = None if rule is None else rule.open_at(state.clock())
-        if rule is None or window is None or done is None:
-            self.fail(f"{moved.spec.name} moves to gather GPUs outside of the window: {done}")
-            return
-        leave = [w for w in change.workers.values() if w.worker.job_uid == moved.uid and w.released]
-        if any(state.clock() - record.worker.started_at < rule.min_age_s - EPSILON for record in leave):
-            self.fail(f"{moved.spec.name} moves to gather GPUs soon after its start")
+        state = self.cluster.state
+        self._check_conditions(self.gathering.observe(state, moved, change, state.clock()))
         if self._is_protected(moved):
             self.fail(f"{moved.spec.name} is not preemptible, and moves to gather GPUs")
-        if len(leave) == len([w for w in state.alive_of(moved.uid) if not w.released]):
-            self.gathering[window.start] += RESTART_S * sum(record.worker.gpus for record in leave)
-        if not self.gathering[window.start] - EPSILON <= done.lost_gpu_s <= 60 * rule.budget_gpu_minutes + EPSILON:
-            self.fail(f"moves that gather GPUs cost {done}, of which {self.gathering} for restarts")
-        self.gathered += 1
 
     def _check_charge(self, job: JobRecord, change: Change) -> None:
         """Only an end that is the job's own counts as a restart."""

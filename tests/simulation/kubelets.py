@@ -69,7 +69,7 @@ class Kubelets:
         for _, pod in self.workers():
             if pod["status"]["phase"] in _ALIVE:
                 notes = pod["metadata"]["annotations"]
-                node = pod["spec"].get("nodeName") or pinned_to(pod) or notes.get(labels.RESERVED_ON, "")
+                node = pod["spec"].get("nodeName") or pinned_to(pod, self.nodes) or notes.get(labels.RESERVED_ON, "")
                 yield node, tuple(map(int, filter(None, notes[labels.DEVICES].split(",")))), pod
 
     # kube-scheduler
@@ -83,7 +83,7 @@ class Kubelets:
         if pod is None or "deletionTimestamp" in pod["metadata"] or pod["spec"].get("nodeName"):
             return
         job = self.jobs[job_of(pod)]
-        pinned = pinned_to(pod)
+        pinned = pinned_to(pod, self.nodes)
         allowed = [pinned] if pinned else self.nodes
         nodes = [name for name in allowed if self._may_run(pod, name) and self._fits(name, job.spec, key)]
         if not nodes:

@@ -17,6 +17,7 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Kind, Node, Phase, StopPolicy
+from kfp_gpuquota.cluster.kubernetes.client.writes import status_writer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import quota_spec
@@ -26,6 +27,7 @@ from tests.simulation import histories as h
 from tests.simulation import trainings
 from tests.simulation.conditions import Conditions, stop_policy_of
 from tests.simulation.controller import SimulatedController
+from tests.simulation.gathering import Gathering, is_gathered
 from tests.simulation.invariants import EPSILON, ViolationError, contradictions, gains
 from tests.simulation.kubelets import JobHistory, Kubelets, job_of
 from tests.simulation.loop import SimulatedLoop
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kfp_gpuquota.api import JobSpec
+    from kfp_gpuquota.engine.job_book import Change
     from kfp_gpuquota.engine.records import JobRecord
     from tests.kubernetes.detached import Object
 
@@ -65,6 +68,7 @@ class SimulatedKubernetes:
 
     def __post_init__(self) -> None:
         self.loop = cast("SimulatedLoop", asyncio.get_running_loop())
+        self.gathering = Gathering(self.history.defragmentation)
         self.world = _World(self)
         self.kubelets = Kubelets(self.loop, random.Random(self.history.seed), self.world, self._count)
         self.jobs = self.kubelets.jobs
@@ -76,7 +80,15 @@ class SimulatedKubernetes:
             self._put_node(name)
         for project in self.history.projects:
             self._put_quota(project)
-        rules = {"reserveAfterSeconds": self.history.reserve_after_s}
+        rules: dict[str, Any] = {"reserveAfterSeconds": self.history.reserve_after_s}
+        if (rule := self.history.defragmentation) is not None:
+            rules["defragmentation"] = {
+                "window": rule.window,
+                "timeZone": rule.time_zone,
+                "budgetGpuMinutes": rule.budget_gpu_minutes,
+                "maxGpuMinutesPerGpu": rule.max_gpu_minutes_per_gpu,
+                "minAgeSeconds": rule.min_age_s,
+            }
         if self.history.usage_half_life_s is not None:
             rules["usageHalfLifeSeconds"] = self.history.usage_half_life_s
         self.world.put(watches.POLICIES, {"metadata": {"name": "default", "uid": "rules"}, "spec": rules})
@@ -129,13 +141,14 @@ class SimulatedKubernetes:
         """Return whether something is not written yet, or the controller ends and another one follows."""
         assert self.controller is not None
         controller, ends = self.controller.controller, (self.controller.connection.asks or 0) < 0
-        waits = bool(controller.elastic.statuses._dirty or controller._writer._tasks)
-        return waits or ends or not self._replaced.done()
+        soon = self.loop.time() + status_writer.QUIET_S  # later ones show progress only, without end
+        waits = any(timer.when() <= soon for timer in controller.elastic.statuses._dirty.values())
+        return waits or bool(controller._writer._tasks) or ends or not self._replaced.done()
 
     async def _start(self) -> None:
         exist = {job["metadata"]["name"] for job in self.world.objects[watches.JOBS].values()}
         self.conditions.deleted(self.jobs.keys() - exist)
-        self.controller = SimulatedController(self.world, self.fail, self.conditions)
+        self.controller = SimulatedController(self.world, self.fail, self.conditions, self._check_gathering)
         self.world.twin = self.controller  # type: ignore[assignment]
         await self.controller.list(self.world)
         self.kubelets.trainings.engine_started(self.controller.membership)
@@ -338,7 +351,7 @@ class SimulatedKubernetes:
             if share > 1 + EPSILON:
                 self.fail(f"{share:g} of device {where} is held")
         types = defaultdict[str, set[str]](set)
-        for node, _, pod in self.kubelets.holders():
+        for node, _, pod in (one for one in self.kubelets.holders() if one[0]):  # a reservation may be on no node
             types[job_of(pod)].add(h.type_of(node))
             if self.history.pool_of(node) != (pool := self.jobs[job_of(pod)].spec.node_pool):
                 self.fail(f"{job_of(pod)} asks for node pool {pool!r}, and is on {node}")
@@ -442,6 +455,21 @@ class SimulatedKubernetes:
             if found != afresh:
                 self.fail(f"a restarted controller {what} {only_in(afresh, found)}, this one {only_in(found, afresh)}")
         await again.stop()
+
+    def _check_gathering(self, change: Change) -> None:
+        """Jobs move to gather free GPUs within the window and what is stored of its budget, and no protected ones."""
+        assert self.controller is not None
+        book = self.controller.book
+        moved = ((book.jobs[uid], new) for uid, new in change.jobs.items() if new is not None and uid in book.jobs)
+        for old in (old for old, new in moved if is_gathered(old, new)):
+            for wrong in self.gathering.observe(book, old, change, book.clock()):
+                self.fail(wrong)
+            if not old.spec.may_be_preempted:
+                self.fail(f"{old.spec.name} is not preemptible, and moves to gather GPUs")
+            status = self.world.objects[watches.POLICIES]["default"].get("status", {})
+            stored = status.get("defragmentation", {}).get("gpuSeconds", 0.0)
+            if change.defragmented is None or change.defragmented.lost_gpu_s > stored + EPSILON:
+                self.fail(f"moves that gather GPUs cost {change.defragmented}, of which {stored} are stored")
 
     def _check_changes(self) -> None:
         """Each change of size of the tracked jobs has a reason that is about it."""

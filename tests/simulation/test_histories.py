@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, Phase, Project
 from kfp_gpuquota.api.policy import IdleRule
+from tests.kubernetes import twin_world
 from tests.simulation import kubernetes
+from tests.simulation.gathering import GATHERS
 from tests.simulation.histories import (
     Delete,
     History,
@@ -22,7 +24,6 @@ from tests.simulation.histories import (
     from_seed,
     hard_history,
 )
-from tests.simulation.invariants import GATHERS
 from tests.simulation.running import play
 from tests.simulation.trainings import ELASTIC
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 CHUNK = 50
 DEFRAGMENTED_EVERY = 2
-"""In each second history the engine gathers free GPUs."""
+"""In each second history free GPUs are gathered."""
 KUBERNETES_EVERY = 5
 """The controller plays each fifth history."""
 
@@ -57,7 +58,9 @@ def test_the_engine_keeps_its_invariants_through_any_history(seeds: range) -> No
 def test_the_controller_keeps_its_invariants_through_any_history(seeds: range) -> None:
     for seed in seeds[::KUBERNETES_EVERY]:
         try:
-            kubernetes.play(hard_history(seed))
+            history = hard_history(seed)
+            gathers = seed % DEFRAGMENTED_EVERY == 0
+            kubernetes.play(history.with_defragmentation(twin_world.EPOCH) if gathers else history)
         except BaseException as error:
             error.add_note(f"the history of seed {seed}: --histories {seed}:{seed + 1}")
             raise
@@ -221,6 +224,12 @@ def test_jobs_gather_free_gpus_within_the_budget_that_a_killed_engine_remembers(
         reasons = [job.status.last_move.reason.message for job in jobs if job.status.last_move is not None]
         moved += sum(GATHERS in reason for reason in reasons)
     assert moved
+
+
+def test_a_controller_counts_what_its_moves_have_cost_against_the_budget_of_the_window() -> None:
+    """Each round had all of the budget, until the controller was restarted."""
+    for seed in (3, 36):
+        assert kubernetes.play(hard_history(seed).with_defragmentation(twin_world.EPOCH)).gathering.jobs > 1
 
 
 def test_a_job_that_moves_with_what_is_lent_to_it_is_promised_no_more_than_that() -> None:

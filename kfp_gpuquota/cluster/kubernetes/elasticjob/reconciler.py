@@ -434,7 +434,7 @@ class ElasticJobs:
     # Decisions
 
     def plan(self, plan: scheduler.Plan) -> None:
-        """Carry out the plan's decisions about ElasticJobs; other decisions are ignored here."""
+        """Carry out the plan's decisions about ElasticJobs, and record what its moves cost; others are ignored here."""
         jobs = self.book.jobs
         own = scheduler.Plan(
             bind=tuple(b for b in plan.bind if b.job in jobs),
@@ -444,6 +444,7 @@ class ElasticJobs:
             promises=plan.promises,
             victims=plan.victims,
             waiting={uid: reason for uid, reason in plan.waiting.items() if uid in jobs},
+            defragmented=plan.defragmented,
         )
         self.decisions.plan(own)
 
