@@ -233,6 +233,16 @@ def test_jobs_that_share_gpus_move_onto_one() -> None:
     assert night.free == {"n0"}
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_node_whose_gpus_have_disappeared_under_its_jobs_does_not_keep_others_from_moving(left: int) -> None:
+    """Each plan in the window failed by a division by the number of its GPUs."""
+    night = Night()
+    night.fill(4, [2], [2], [2])
+    night.saved(30.0)
+    night.world.node("n0", left)
+    assert moves(night.world.plan()) == {"job-1-0": "n2"}
+
+
 def test_the_budget_of_a_window_is_spent_once() -> None:
     night = Night(Defragmentation(window="22:00-06:00", time_zone="UTC", budget_gpu_minutes=5))
     night.fill(4, [2], [2], [2], [2])

