@@ -144,6 +144,10 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return self.pools.get(pool, PoolQuota())
         return PoolQuota(guaranteed=self.guaranteed, limit=self.limit)
 
+    def borrowed(self, held: Mapping[str, float]) -> float:
+        """Return the GPUs beyond the guarantees, of those that are held by node pool ("": in nodes of none)."""
+        return sum(max(0.0, gpus - self.quota_in(pool).guaranteed) for pool, gpus in held.items())
+
     def _check_run_times(self) -> None:
         for field in ("default_runtime_s", "max_runtime_s"):
             if (value := getattr(self, field)) is not None:

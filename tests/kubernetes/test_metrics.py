@@ -10,9 +10,11 @@ import pytest
 
 from kfp_gpuquota.api.affinity import GPU_PRODUCT
 from kfp_gpuquota.api.history import OTHER_USERS
+from kfp_gpuquota.api.wire import ProjectView
 from kfp_gpuquota.cluster.kubernetes.controller import metrics as controller_metrics
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from tests.kubernetes.detached import Detached, detached
+from kfp_gpuquota.web.views.teams import tree
+from tests.kubernetes.detached import QUOTAS, Detached, detached
 from tests.polling import until_async
 
 if TYPE_CHECKING:
@@ -85,6 +87,34 @@ def test_gpu_seconds_are_added_up_by_user_and_type_and_too_many_users_together(
             assert len(sums) == 3
             assert {user for _, user, _ in sums} > {OTHER_USERS}
             assert {(project, gpu_type) for project, _, gpu_type in sums} == {("team", "H100")}
+
+    asyncio.run(scenario())
+
+
+def test_what_is_held_below_a_department_counts_once() -> None:
+    """The department had it again: on the page, in the GPU-seconds, and less of the cluster was idle."""
+
+    async def scenario() -> None:
+        async with detached() as test:
+            test.node(gpus=8)
+            for name, spec in {"research": {"guaranteed": 4}, "a": {"guaranteed": 2}, "b": {"guaranteed": 1}}.items():
+                parent = {} if name == "research" else {"parent": "research"}
+                test.see(QUOTAS, {"metadata": {"name": name, "uid": name}, "spec": {**spec, **parent}})
+            uids = [test.pod("a", f"p{number}") for number in range(3)] + [test.pod("b", "q")]
+            await test.start()
+            await until_async(lambda: all(map(test.sent, uids)))
+            snapshot, metrics = test.controller.snapshot, test.controller.metrics
+            views = [
+                ProjectView(project=project, allocated=held.gpus, over_quota=held.borrowed, requested=held.requested)
+                for name, project in snapshot.projects.items()
+                if (held := snapshot.held(name))
+            ]
+            shown = {team.name: (team.amounts.held, team.amounts.borrowed) for team in tree(views)}
+            assert shown == {"research": (4, 0), "a": (3, 1), "b": (1, 0)}
+            metrics.account(snapshot)
+            idle = value(metrics, "idle_gpu_seconds_total") or 0.0
+            metrics.account(snapshot, (metrics._accounted_at or 0.0) + 10.0)
+            assert value(metrics, "idle_gpu_seconds_total") == idle + 40
 
     asyncio.run(scenario())
 

@@ -266,6 +266,7 @@ class SimulatedKubernetes:
         self.world.put(watches.JOBS, job)
 
     def _put_quota(self, project: Any) -> None:
+        self._quotas_changed_at = self.loop.time()
         meta = {"name": project.name, "uid": f"quota-{project.name}"}
         self.world.put(watches.QUOTAS, {"metadata": meta, "spec": quota_spec(project)})
 
@@ -370,8 +371,10 @@ class SimulatedKubernetes:
             self.fail(f"project {started.project} starts {started.name} and holds {held:g} of at most {limit}")
 
     def _check_held(self, started: JobSpec) -> None:
-        """In a project with a stop policy only the gang of a job that runs is completed."""
+        """In a project with a stop policy only the gang of a job that runs is completed, or what was decided."""
         assert self.controller is not None
+        if self.loop.time() == self._quotas_changed_at:
+            return
         book = self.controller.controller.elastic.book
         if stop_policy_of(self.controller.controller.snapshot.projects, started.project) is StopPolicy.NONE:
             return
@@ -399,6 +402,7 @@ class SimulatedKubernetes:
             self.fail(wrong)
         for wrong in filter(None, (wrongly_accounted(job, EPOCH + self.loop.time()) for job in _jobs(self.controller))):
             self.fail(wrong)
+        self._check_teams()
         free = free_devices(self._nodes(), self._shares())
         records = {job.spec.name: job for job in _jobs(self.controller)}
         for key, job in self.world.objects[watches.JOBS].items():
@@ -423,6 +427,19 @@ class SimulatedKubernetes:
                 and fits(spec, left, workers=1, beside=self._node_of(name))
             ):
                 self.fail(f"{name} could have one more worker: {status.get('message')}")
+
+    def _check_teams(self) -> None:
+        """What the quotas' statuses say that teams hold and borrow is what their pods hold."""
+        for name, quota in self.world.objects[watches.QUOTAS].items():
+            held = {pool: self._held_by(name, pool) for pool in ("", h.POOL)}
+            pools = {"": quota["spec"], **quota["spec"].get("pools", {})}
+            borrowed = sum(
+                max(0.0, gpus - pools.get(pool, {"guaranteed": 0})["guaranteed"]) for pool, gpus in held.items()
+            )
+            status = quota.get("status", {})
+            found = status.get("gpus", 0), status.get("borrowed", 0)
+            if max(abs(found[0] - sum(held.values())), abs(found[1] - borrowed)) > 0.01:
+                self.fail(f"project {name} holds {held} and borrows {borrowed:g}, its status says {found}")
 
     def _is_stopped(self, spec: JobSpec, gpus: float, *, waits: bool) -> bool:
         """Return whether a stop policy keeps the job from getting more; what is drained must not run."""

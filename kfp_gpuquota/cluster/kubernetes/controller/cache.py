@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Project
 from kfp_gpuquota.api.quantity import SHOWN_PLACES, as_number
 from kfp_gpuquota.cluster.kubernetes.client.process.tasks import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
@@ -67,9 +68,8 @@ class ProjectUsage(NamedTuple):
     unmet: float = 0
 
 
-def _shown(micro: float) -> int | float:
-    """Return millionths of a GPU as a number of GPUs."""
-    return as_number(round(micro / GPU, SHOWN_PLACES))
+def _shown(gpus: float) -> int | float:
+    return as_number(round(gpus, SHOWN_PLACES))
 
 
 class Snapshot:
@@ -293,16 +293,19 @@ class Snapshot:
             self._adopt_foreign(name)
 
     def held(self, name: str) -> ProjectUsage:
-        """Return what a project holds and waits for in all node pools, as counted by the scheduler."""
-        held = borrowed = requested = unmet = waiting = 0.0
+        """Return what a project holds and waits for in all node pools, without the projects below it."""
+        held, requested, unmet, waiting = dict[str, float](), 0.0, 0.0, 0
         for queue in self.state.queues_of(name):
-            here = queue.held[0] + queue.leaving[0]
-            held, borrowed = held + here, borrowed + max(0.0, here - queue.deserved[0])
-            requested += queue.requested[0]
-            unmet += max(0.0, min(queue.requested[0], queue.deserved[0]) - here)
+            below = queue.children.values()
+            here = queue.held[0] + queue.leaving[0] - sum(child.held[0] + child.leaving[0] for child in below)
+            wanted = queue.requested[0] - sum(child.requested[0] for child in below)
+            held[queue.pool], requested = here / GPU, requested + wanted / GPU
+            unmet += max(0.0, min(wanted, queue.deserved[0]) - here) / GPU
             filed = (*queue.waiting.items(), *queue.shelved.items())
             waiting += sum(len(jobs) for shape, jobs in filed if shape.starts)
-        return ProjectUsage(_shown(held), _shown(borrowed), _shown(requested), int(waiting), _shown(unmet))
+        borrowed = self.projects.get(name, Project(name=name)).borrowed(held)
+        gpus = sum(held.values())
+        return ProjectUsage(_shown(gpus), _shown(borrowed), _shown(requested), waiting, _shown(unmet))
 
     def exceeds_limit(self, name: str) -> bool:
         """Return whether a project holds more than its limit without what is leaving."""

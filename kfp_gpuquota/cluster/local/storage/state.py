@@ -165,9 +165,7 @@ class ClusterState(JobStore):
             ProjectView(
                 project=project,
                 allocated=as_number(sum(held[name].values())),
-                over_quota=as_number(
-                    sum(max(0.0, gpus - project.quota_in(pool).guaranteed) for pool, gpus in held[name].items())
-                ),
+                over_quota=as_number(project.borrowed(held[name])),
                 requested=as_number(wanted[name]),
                 surplus=as_number(surplus[name]),
             )
