@@ -17,6 +17,7 @@ from kfp_gpuquota.scheduler import (
     JobSubmitted,
     NodeChanged,
     Placement,
+    PlacementsPromised,
     Plan,
     ProgressReported,
     QuotaChanged,
@@ -24,6 +25,7 @@ from kfp_gpuquota.scheduler import (
     WorkerGone,
     WorkerLeaving,
     WorkerStarted,
+    changed_promises,
 )
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Status, Task, User
@@ -350,6 +352,8 @@ class Simulation:
         changed = [d.job for group in (decided.evict, decided.move, decided.resize, decided.bind) for d in group]
         for uid in dict.fromkeys(changed):
             self._sized(self.lives[uid])
+        for uid, placements in changed_promises(self.state.promises, decided).items():
+            self.state.apply(PlacementsPromised(uid, placements, self._now, decided.victims.get(uid, ())))
 
     def _restart_moved(self, decided: Plan) -> None:
         """Let jobs of which all workers move continue from their checkpoints; others lose nothing."""

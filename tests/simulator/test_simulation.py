@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 
 import msgspec
@@ -74,6 +75,17 @@ def test_a_guarantee_is_got_back_and_what_was_stopped_goes_on_from_its_checkpoin
     assert (result.evictions, result.waiting["b"].max_s) == (1, 0)
     assert result.lost_gpu_hours == pytest.approx(10 / 3600)
     assert result.completion.max_s == 179
+
+
+def test_what_was_reclaimed_for_a_job_starts_no_other_one_while_workers_leave() -> None:
+    """Plans forgot what they had promised: the job of a waited for 160 s, and one job was stopped six times for it."""
+    sizes = [(60, 100, 4), (80, 100, 1), (140, 30, 1), (200, 300, 2), (205, 300, 1), (225, 300, 2), (285, 30, 1)]
+    jobs = [job(f"b{at}", at, lasts, gpus, "b") for at, lasts, gpus in sizes]
+    policy = replace(POLICIES["gpuquota"], reserve_after_s=60.0)
+    options = SimulationOptions(clock=perf_counter, guaranteed={"a": 4, "b": 4})
+    owner = job("owner", 345, 30, gpus=4)
+    result = simulate([node(4), node(4, "n1")], [*jobs, owner], policy, options)
+    assert (result.evictions, result.waiting["a"].max_s) == (1, 10)
 
 
 def test_a_worker_that_must_go_holds_its_gpu_for_a_while() -> None:
