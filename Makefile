@@ -83,6 +83,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 3600
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
 	CHURN_SECONDS=3600 CHURN_PER_SECOND=20 $(BIN)/python -m pytest -n 0 tests/kubernetes/test_churn.py
+	WORKLOADS=0:100 $(BIN)/python -m pytest -n 0 tests/kubernetes/test_workload_histories.py
 	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' --timeout 7200 tests/api tests/membership tests/scheduler \
 	  tests/kubernetes/test_plain_pods.py
 	SOAK=1 $(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m slow --timeout 7200 tests/server/test_fuzz.py \

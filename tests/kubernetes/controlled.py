@@ -71,7 +71,7 @@ class Controlled:
     nodes: list[str] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     port: int = field(default_factory=free_port)  # the same for each, as behind a Service
-    on_close: list[Callable[[], None]] = field(default_factory=list)
+    on_close: list[Callable[[], object]] = field(default_factory=list)
 
     # The controller
 

@@ -30,8 +30,8 @@ IGNORED = {"type": "DisruptionTarget", "status": "True"}
 REASON = "project owner takes back its guaranteed GPUs"
 
 
-def job_spec(pods: int, **more: Any) -> Object:
-    spec = {**pod_body("x")["spec"], "restartPolicy": "Never"}
+def job_spec(pods: int, *, gated: bool = True, **more: Any) -> Object:
+    spec = {**pod_body("x", gated=gated)["spec"], "restartPolicy": "Never"}
     return {"parallelism": pods, "completions": pods, "backoffLimit": 0, "template": {"spec": spec}, **more}
 
 

@@ -1,9 +1,11 @@
 """Doubles of Kubeflow Trainer and of JobSet: a TrainJob has a JobSet, and that a Job, which pass `suspend` on.
 
-And a double of AppWrapper's controller, which deletes what it wraps while it is suspended, and of the training
-operator for TFJobs. The kinds are minimal schemas of our own, from the API documentation of Trainer v2
-(trainer.kubeflow.org/v1alpha1), JobSet (jobset.x-k8s.io/v1alpha2), AppWrapper (workload.codeflare.dev/v1beta2) and the
-training operator (kubeflow.org/v1). Jobs are those of the real Job controller.
+And a double of AppWrapper's controller, which deletes what it wraps while it is suspended, of the training operator for
+TFJobs, of LeaderWorkerSet's controller, which creates all pods of a replica again if it has lost one, and of those of
+Kubeflow's notebooks, whose StatefulSets have no pod while they are stopped. The kinds are minimal schemas of our own,
+from the API documentation of Trainer v2 (trainer.kubeflow.org/v1alpha1), JobSet (jobset.x-k8s.io/v1alpha2), AppWrapper
+(workload.codeflare.dev/v1beta2), the training operator and notebooks (kubeflow.org/v1, v2: v1beta1) and LeaderWorkerSet
+(leaderworkerset.x-k8s.io/v1). Jobs and StatefulSets are those of the real controllers.
 As of the real kinds, the condition Suspended of TrainJob and JobSet follows from the spec alone; here always before
 `suspend` is passed on, which is the worst order.
 """
@@ -12,7 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_LABEL
+from kfp_gpuquota.cluster.kubernetes.convert.owners import JOBSET_LABEL, LEADER_WORKER_LABEL, REPLICA_LABEL
+from kfp_gpuquota.cluster.kubernetes.objects.labels import NOTEBOOK
+from kfp_gpuquota.cluster.kubernetes.unused_gpus.unused_workloads import STOPPED
 from tests.kubernetes.kuberay import Repeating
 
 if TYPE_CHECKING:
@@ -21,14 +25,26 @@ if TYPE_CHECKING:
     from tools.devcluster.api import Api
 
 Object = dict[str, Any]
+WORKSPACE = "notebooks.kubeflow.org/workspace-name"
 _VERSIONS = {
     "trainjobs": "trainer.kubeflow.org/v1alpha1",
     "jobsets": "jobset.x-k8s.io/v1alpha2",
     "jobs": "batch/v1",
     "appwrappers": "workload.codeflare.dev/v1beta2",
     "tfjobs": "kubeflow.org/v1",
+    "leaderworkersets": "leaderworkerset.x-k8s.io/v1",
+    "notebooks": "kubeflow.org/v1",
+    "workspaces": "kubeflow.org/v1beta1",
 }
-_KINDS = {"trainjobs": "TrainJob", "jobsets": "JobSet", "appwrappers": "AppWrapper", "tfjobs": "TFJob"}
+_KINDS = {
+    "trainjobs": "TrainJob",
+    "jobsets": "JobSet",
+    "appwrappers": "AppWrapper",
+    "tfjobs": "TFJob",
+    "leaderworkersets": "LeaderWorkerSet",
+    "notebooks": "Notebook",
+    "workspaces": "Workspace",
+}
 
 
 def path_of(plural: str, team: str, name: str = "") -> str:
@@ -171,6 +187,75 @@ class TrainingOperator(Repeating):
             if _has_suspended(job) != suspend:
                 condition = {"type": "Suspended", "status": str(suspend), "reason": "x", "message": ""}
                 self._api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
+
+
+class LeaderWorkers(Repeating):
+    """LeaderWorkerSet's controller with the restart policy RecreateGroupOnPodRestart; it creates the pods itself."""
+
+    def __init__(self, api: Api, team: str) -> None:
+        self._complete: set[tuple[str, int]] = set()
+        super().__init__(api, team)
+
+    def _reconcile(self) -> None:
+        pods = f"/api/v1/namespaces/{self._team}/pods"
+        for found in self._api.items(path_of("leaderworkersets", self._team)):
+            own = {one["metadata"]["name"]: one for one in self._api.items(pods) if _is_of(one, found)}
+            for replica, bodies in enumerate(_replicas_of(found)):
+                names = {body["metadata"]["name"] for body in bodies}
+                there = {name for name in names & own.keys() if "deletionTimestamp" not in own[name]["metadata"]}
+                key = found["metadata"]["uid"], replica
+                if key in self._complete and there != names:
+                    self._complete.discard(key)
+                    for name in there:
+                        self._api.delete(f"{pods}/{name}", 0)
+                elif not names & own.keys() or key not in self._complete:
+                    for body in bodies:
+                        if body["metadata"]["name"] not in own:
+                            self._api.create(pods, body)
+                    self._complete.add(key)
+
+
+class Notebooks(Repeating):
+    """The controllers of Notebooks and of Workspaces (notebooks v2): each has a StatefulSet."""
+
+    def _reconcile(self) -> None:
+        for plural, label in (("notebooks", NOTEBOOK), ("workspaces", WORKSPACE)):
+            for found in self._api.items(path_of(plural, self._team)):
+                stopped = STOPPED in found["metadata"].get("annotations", {}) or found["spec"].get("paused", False)
+                self._keep(plural, found, label, 0 if stopped else 1)
+
+    def _keep(self, plural: str, found: Object, label: str, replicas: int) -> None:
+        """Create the StatefulSet, or scale it."""
+        sets = f"/apis/apps/v1/namespaces/{self._team}/statefulsets"
+        name, uid = found["metadata"]["name"], found["metadata"]["uid"]
+        own = next((one for one in self._api.items(sets) if _is_of(one, found)), None)
+        if own is None:
+            owner = {"apiVersion": _VERSIONS[plural], "kind": _KINDS[plural], "name": name, "controller": True}
+            labelled = {label: name, "statefulset": name}
+            template = {"metadata": {"labels": labelled}, "spec": found["spec"]["template"]["spec"]}
+            selector = {"matchLabels": {"statefulset": name}}
+            spec = {"replicas": replicas, "serviceName": name, "selector": selector, "template": template}
+            meta = {"name": name, "ownerReferences": [{**owner, "uid": uid}]}
+            self._api.create(sets, {"metadata": meta, "spec": spec})
+        elif own["spec"]["replicas"] != replicas:
+            self._api.patch(f"{sets}/{name}", {"spec": {"replicas": replicas}})
+
+
+def _replicas_of(found: Object) -> Iterator[list[Object]]:
+    """Yield the pods of each replica: its leader, and its workers."""
+    meta, group = found["metadata"], found["spec"]["leaderWorkerTemplate"]
+    reference = {"apiVersion": _VERSIONS["leaderworkersets"], "kind": "LeaderWorkerSet", "controller": True}
+    owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
+    for replica in range(found["spec"]["replicas"]):
+        labelled = {LEADER_WORKER_LABEL: meta["name"], REPLICA_LABEL: str(replica)}
+        names = [f"{meta['name']}-{replica}", *(f"{meta['name']}-{replica}-{n}" for n in range(1, group["size"]))]
+        yield [
+            {
+                "metadata": {"name": name, "labels": labelled, "ownerReferences": [owner]},
+                "spec": group["workerTemplate"]["spec"],
+            }
+            for name in names
+        ]
 
 
 def _pods_of(job: Object) -> Iterator[Object]:
