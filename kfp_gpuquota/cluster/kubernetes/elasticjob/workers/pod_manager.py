@@ -1,7 +1,11 @@
 """Creates and deletes workers' pods, and handles refusals of the API server.
 
-If a pod's name exists already, the next worker has another name. After any other refusal (a ResourceQuota, pod
-security, an invalid template) no pods of the job are created for a while, and a condition states the reason.
+If a pod's name exists already, it may be the worker's own: the answer to an earlier attempt of the same write was lost.
+The API server is asked, since the watch may be late; if it is another pod, the next worker has another name. Rejected:
+to wait for the watch, whose delay has no bound: the worker's GPUs were given to others.
+
+After any other refusal (a ResourceQuota, pod security, an invalid template) no pods of the job are created for a while,
+and a condition states the reason.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api.request_paths import join
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert import requests
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pod_view import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import ElasticJobStore
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.pinning.unpinned import UnpinnedPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import CurrentRules
@@ -162,16 +168,34 @@ class WorkerPods:
             self.delete(worker.id, self._book.jobs[worker.job_uid].spec.grace_period_s)
 
     def _not_made(self, worker: Worker, error: Exception) -> None:
-        """Give up the worker if its pod's name exists (409); after any other refusal hold the job back as well."""
-        self._unpinned.release_failed(worker.id)
+        """Look whose pod it is if its name exists (409); after any other refusal hold the job back."""
+        state = self._book.runtime_states.get(worker.job_uid)
         if worker.id in self.pods:
-            return  # an earlier attempt of the same write succeeded, and the watch has reported the pod
-        taken = isinstance(error, ApiError) and error.status == 409
-        if not taken:
+            self._unpinned.release_failed(worker.id)
+        elif isinstance(error, ApiError) and error.status == 409 and state is not None:
+            self._look_at_taken(worker, state.object.metadata)
+        else:
             self._hold_back(worker.job_uid, str(error))
-        asyncio.get_running_loop().call_later(
-            NAME_TAKEN_PAUSE_S if taken else 0.0, self._events.pod_not_created, worker
-        )
+            self._give_up(worker, 0.0)
+
+    def _look_at_taken(self, worker: Worker, job: Metadata) -> None:
+        name = pod_builder.pod_name(job.name, worker.index)
+        give_up = partial(self._give_up, worker, NAME_TAKEN_PAUSE_S)
+
+        def answered(answer: bytes) -> None:
+            owners = self._pod.decode(answer).metadata.owner_references
+            if any(owner.uid == worker.job_uid for owner in owners):
+                self._made(worker, answer)
+            else:
+                give_up()
+
+        about, path = f"{job.namespace}/{name}", join(pods_path(job.namespace), name)
+        look = Write(verb="GET", path=path, about=about, lane=Lane.LOOK_UP, level=logging.DEBUG)
+        self._writer.submit(look, answered, lambda _: give_up())
+
+    def _give_up(self, worker: Worker, pause_s: float) -> None:
+        self._unpinned.release_failed(worker.id)
+        asyncio.get_running_loop().call_later(pause_s, self._events.pod_not_created, worker)
 
     def _hold_back(self, uid: str, why: str) -> None:
         """Create no pods of the job for a while after a refusal, with exponential backoff."""
