@@ -6,23 +6,18 @@ and reports how it has ended. A new interpreter would spend three seconds of CPU
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import traceback
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests import forked, script_client
+from tests import forked, interpreter, script_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +73,7 @@ def main(arguments: list[str]) -> None:
 
     import elastic_runtime.loop.job  # noqa: F401, PLC0415
 
+    path = interpreter.search_path()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(arguments[0])
@@ -88,11 +84,11 @@ def main(arguments: list[str]) -> None:
             connection, _ = server.accept()
             if os.fork() == 0:
                 server.close()
-                os._exit(watch(connection))
+                os._exit(watch(connection, path))
             connection.close()
 
 
-def watch(connection: socket.socket) -> int:
+def watch(connection: socket.socket, path: list[str]) -> int:
     """Run one script; its end is sent to the client as text, negative for a signal."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raw, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
@@ -103,7 +99,7 @@ def watch(connection: socket.socket) -> int:
     child = os.fork()
     if child == 0:
         connection.close()
-        begin(json.loads(raw), files)
+        begin(json.loads(raw), files, path)
     for file in files:
         os.close(file)
     ended = os.pidfd_open(child)
@@ -130,47 +126,13 @@ def received(connection: socket.socket) -> bytes:
         return b""
 
 
-def begin(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """Be the script, as an interpreter would run it."""
+def begin(request: dict[str, Any], files: list[int], path: list[str]) -> NoReturn:
+    """Be the interpreter that runs the script."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["directory"])
-    code = 0
-    atexit._clear()  # what the server itself has registered
-    try:
-        run(request["arguments"])
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            sys.stderr.write(f"{end.code}\n")
-    except BaseException as error:  # noqa: BLE001  (what a script does not catch ends it)
-        traceback.print_exc()
-        code = getattr(error, "exit_code", 1)
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()  # the last reports are sent there
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-    finally:
-        os._exit(getattr(getattr(sys, "last_traceback", None), "code", code))  # set by `process_exit.end_with`
-
-
-def run(arguments: list[str]) -> None:
-    """Run SCRIPT, -m MODULE or -c CODE."""
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    elif arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        sys.modules["__main__"] = module = types.ModuleType("__main__")
-        exec(compile(arguments[1], "<string>", "exec"), module.__dict__)
-    else:
-        sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+    interpreter.become(request["environment"], request["directory"], path)
+    interpreter.run(request["arguments"])
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_code_and_modules_run_as_with_the_interpreter(forked_python: tuple[str, 
 def test_a_script_ends_by_the_signal_that_its_process_gets(forked_python: tuple[str, ...]) -> None:
     code = "import signal, sys, threading; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); "
     code += "print(1, flush=True); threading.Event().wait()"  # input() may swallow what a handler raises
-    for number, expected in ((signal.SIGTERM, 9), (signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)):
+    for number, expected in ((signal.SIGTERM, 9), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)):
         with subprocess.Popen(
             [*forked_python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as process:
