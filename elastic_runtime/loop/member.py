@@ -373,12 +373,16 @@ class Member:
         self.reporter.line("finished", step=step)
         self.reporter.close()
         self._outbox.publish("TrainingFinished", step=step)
-        self.leave_loop()
+        self.leave_loop(finished=True)
         self._checkpoints.settle()
 
-    def leave_loop(self) -> None:
-        """Leave SIGTERM to the script, which has left its loop; with a coordinator it is a worker to its end."""
-        if self._preemption and self._coordinator is None:
+    def leave_loop(self, *, finished: bool = False) -> None:
+        """Leave SIGTERM to the script, which has left its loop.
+
+        With a coordinator it is a worker to its end: the default action would end one that saves what it has trained.
+        Only a handler of the script's own is put back, once the training has finished.
+        """
+        if self._preemption and (self._coordinator is None or (finished and self._preemption.replaces_one)):
             self._preemption.end()
 
     def leave_if_preempted(self, state: TrainingState) -> None:

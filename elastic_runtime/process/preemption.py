@@ -78,6 +78,11 @@ class Preemption:
         self._handler = partial(self._on_sigterm, self._before)
         signal.signal(signal.SIGTERM, self._handler)
 
+    @property
+    def replaces_one(self) -> bool:
+        """Whether the script handled SIGTERM by itself before."""
+        return callable(self._before)
+
     def save_by(self, save: Callable[[], bool]) -> None:
         """Set the function that saves from another thread; it returns False if it cannot save now."""
         self._save = save

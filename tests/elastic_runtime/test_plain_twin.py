@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.effort import effort
-from tests.elastic_runtime.plain_twin import parts
+from tests.elastic_runtime.plain_twin import parts, together
 from tests.elastic_runtime.plain_twin.parts import (
     AFTER_LOOP,
     BEFORE_LOOP,
@@ -23,6 +23,8 @@ from tests.elastic_runtime.plain_twin.twins import Draft, Interpreter, compare, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+BOTH = frozenset(together.WORKERS)
 
 FOUND = {
     "the handler of SIGTERM is put back": Draft((), (END, "SIGTERM"), "once", "checkpoint"),
@@ -58,6 +60,19 @@ FOUND = {
     "exit() before the loop": Draft((), (BEFORE_LOOP, "exit(6)"), "once", "worker"),
 }
 
+TOGETHER = {
+    "a handler of SIGTERM is called after the training": together.Pair(
+        Draft(((START, "term handler exits"),), (AFTER_LOOP, "SIGTERM"), "once", "worker"), BOTH
+    ),
+    "without a handler SIGTERM lets the script end": together.Pair(
+        Draft((), (END, "SIGTERM"), "in a function with finally", "worker"), BOTH
+    ),
+    "one is interrupted and the other one goes on": together.Pair(
+        Draft(((LOOP, "excepthook chained"),), (LOOP, "SIGINT"), "guarded", "worker"), frozenset({"w0"})
+    ),
+    "both exit in an evaluation": together.Pair(Draft((), (EVALUATION, "sys.exit(3)"), "once", "worker"), BOTH),
+}
+
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
@@ -75,6 +90,22 @@ def test_a_script_leaves_what_the_plain_one_leaves(name: str, interpreter: Inter
 def test_generated_scripts_leave_what_the_plain_ones_leave(seed: int, interpreter: Interpreter, tmp_path: Path) -> None:
     draft = draw(seed)
     assert compare(interpreter, draft, tmp_path) == [], draft
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_workers_leave_what_the_plain_script_leaves(
+    name: str, forked_python: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert list(together.compare(forked_python, TOGETHER[name], tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(effort(12, 1000)))
+def test_generated_scripts_of_two_workers_leave_what_the_plain_ones_leave(
+    seed: int, forked_python: tuple[str, ...], tmp_path: Path
+) -> None:
+    pair = together.draw_pair(seed)
+    assert list(together.compare(forked_python, pair, tmp_path)) == [], pair
 
 
 def test_every_part_is_one_of_its_kind() -> None:

@@ -1,7 +1,6 @@
 """An interpreter that has imported torch already, and forks itself for each script: a request and an answer a line.
 
 A script begins in `__main__`, and ends as the interpreter ends it: hooks, `atexit`, threads and exit codes are real.
-`tests.script_server` replaces these.
 The worker of a job has a coordinator that gives it the only generation there is, and otherwise the real parts.
 """
 

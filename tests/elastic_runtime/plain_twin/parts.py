@@ -223,6 +223,7 @@ ENDS = {
     "SIGINT": "os.kill(os.getpid(), signal.SIGINT)",
     "SIGINT twice": "try:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    os.kill(os.getpid(), signal.SIGINT)",
     "SIGUSR2": "sys.stdout.flush(); os.kill(os.getpid(), signal.SIGUSR2)",
+    "SIGHUP": "sys.stdout.flush(); os.kill(os.getpid(), signal.SIGHUP)",
     "caught, then sys.exit(1)": "failing = 1; raise LookupError('caught by the script')",
 }
 """How a script may end, or a training, at one place."""

@@ -93,19 +93,25 @@ class Interpreter:
         code = int(self._process.stdout.readline())
         if code >= 0 and "os._exit" not in source:
             assert (directory / "state.json").exists(), (directory / "stderr").read_text()
-        found = {name: (directory / name).read_text() for name in OUTPUTS if (directory / name).exists()}
-        files = {
-            each.name: each.read_text()
-            for each in directory.iterdir()
-            if each.is_file() and each.name not in OUTPUTS and each.name not in OWN_FILES
-        }
-        text = json.dumps(json.loads(found.get("state.json", "{}"))).replace(str(directory), "FOLDER")
-        return Left(code, "\n".join(_lines(found["stdout"])), _lines(found["stderr"]), json.loads(text), files)
+        return left_in(directory, code)
 
 
-OWN_FILES = {"report.jsonl", "store", "token", "error"}
+def left_in(directory: Path, code: int) -> Left:
+    """Return what a script has left in its folder."""
+    found = {name: (directory / name).read_text() for name in OUTPUTS if (directory / name).exists()}
+    files = {
+        each.name: each.read_text()
+        for each in directory.iterdir()
+        if each.is_file() and each.name not in OUTPUTS and each.name not in OWN_FILES
+    }
+    text = json.dumps(json.loads(found.get("state.json", "{}"))).replace(str(directory), "FOLDER")
+    return Left(code, "\n".join(_lines(found["stdout"])), _lines(found["stderr"]), json.loads(text), files)
+
+
+OWN_FILES = {"report.jsonl", "store", "token", "error", "script.py"}
 OWN_LINES = (
     "ELASTIC_CHECKPOINT_DIR is not set",
+    "generation ",
     "nanobind:",
     " - ",
     "See https://nanobind",
@@ -118,7 +124,7 @@ def _lines(output: str) -> list[str]:
     return [
         line
         for line in text.splitlines()
-        if not line.startswith("  ") and not line.removeprefix("elastic_runtime ").startswith(OWN_LINES)
+        if not line.startswith("  ") and not re.sub("^(WARNING:|)elastic_runtime[: ]", "", line).startswith(OWN_LINES)
     ]
 
 
