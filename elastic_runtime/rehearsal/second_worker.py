@@ -45,11 +45,12 @@ class Process(Protocol):
 def start_again(environment: Mapping[str, str], output: Path) -> Process:
     """Start this process's own command once more. Its standard input is a pipe that ends with this process.
 
-    UsageError in a notebook or an interactive interpreter, which have no such command.
+    UsageError in a notebook or an interactive interpreter, which have no such command, for a script that was read from
+    standard input, and in pdb: the second process would read the script or pdb's commands from that pipe.
     """
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+    if unrepeatable := _unrepeatable():
         raise UsageError(
-            "ELASTIC_REHEARSE starts the script a second time, and an interactive session is no script; save it to a "
+            f"ELASTIC_REHEARSE starts the script a second time, and {unrepeatable}; save it to a "
             "file and run: ELASTIC_REHEARSE=1 python FILE"
         )
     with output.open("wb") as file:
@@ -60,6 +61,17 @@ def start_again(environment: Mapping[str, str], output: Path) -> Process:
             stdout=file,
             stderr=subprocess.STDOUT,
         )
+
+
+def _unrepeatable() -> str:
+    """Return why this process's command cannot be started again; "" if it can."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return "an interactive session is no script"
+    if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+        return "this one was read from standard input"
+    if sys.orig_argv[1:3] == ["-m", "pdb"]:
+        return "pdb would wait for commands there, too"
+    return ""
 
 
 starter: Callable[[Mapping[str, str], Path], Process] = start_again

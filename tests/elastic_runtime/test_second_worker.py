@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -31,4 +32,34 @@ def test_an_interactive_session_is_told_to_save_a_script(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(UsageError, match="ELASTIC_REHEARSE=1 python FILE"):
         start_again({}, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+STARTING = """
+import sys
+from pathlib import Path
+from elastic_runtime.errors import UsageError
+from elastic_runtime.rehearsal.second_worker import start_again
+try:
+    start_again({}, Path("output"))
+except UsageError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "why"),
+    [
+        ((), STARTING, "read from standard input"),
+        (("-",), STARTING, "read from standard input"),
+        (("-m", "pdb", "script.py"), "continue\nquit\n", "pdb would wait for commands"),
+    ],
+)
+def test_a_command_that_reads_its_script_or_commands_from_standard_input_is_refused(
+    arguments: tuple[str, ...], given: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(STARTING)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, input=given, stdout=subprocess.PIPE, text=True, check=True)
+    assert why in done.stdout
     assert not (tmp_path / "output").exists()
