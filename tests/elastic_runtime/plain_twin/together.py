@@ -28,6 +28,9 @@ WORKERS = ("w0", "w1")
 JOB = "twin"
 LIMITS = Limits(silence_s=30.0, unheard_s=30.0, isolated_s=30.0, leave_s=20.0, forming_s=30.0, failure_s=0.5)
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
+OF_THE_JOB = {"group of its own", "random drawn"}
+"""Habits that differ by design: the default process group is the job's, and a worker has random numbers of its own."""
+
 AFTER = (parts.AFTER_LOOP, parts.END)
 COMPARED = {"code", "stdout", "stderr", "files"}
 
@@ -50,7 +53,8 @@ def draw_pair(seed: int) -> Pair:
     end = (draws.choice(parts.PLACES), draws.choice([*parts.ENDS, *SIGNALS * 3]))
     main = draws.choice(parts.WITH_ONE[:3])
     ending = draws.choice([WORKERS, WORKERS, WORKERS[:1], WORKERS[1:]])
-    return Pair(Draft(draft.habits, end, main, "worker"), frozenset(ending))
+    habits = tuple(habit for habit in draft.habits if habit[1] not in OF_THE_JOB)
+    return Pair(Draft(habits, end, main, "worker"), frozenset(ending))
 
 
 class Cluster:
