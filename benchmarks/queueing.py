@@ -21,7 +21,8 @@ it has the worst of each figure, and all of them in `traces`:
   of the GPU time that the first one has while its jobs wait, and the mean wait of the others, by age and fair to users.
 
 In the simulation nothing is known of a job but the jobs of its name, else of its project, that have ended before. With
-`--declared 2` each has a maximum run time besides, of twice its run time, which reservations use (`--after` seconds).
+`--declared 2` each has a maximum run time besides, of twice its run time, which reservations (`--after` seconds) and
+estimates use.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def known_run_times(lives: dict[str, Life], now: float) -> Callable[[str], RunTi
 
     def run_time(uid: str) -> RunTime:
         life = lives[uid]
-        return RunTime(next((examples[key] for key in _keys(life) if key in examples), ()), ran_s=_ran_s(life, now))
+        known = next((examples[key] for key in _keys(life) if key in examples), ())
+        return RunTime(known, most_s=life.job.most_s, ran_s=_ran_s(life, now))
 
     return run_time
 

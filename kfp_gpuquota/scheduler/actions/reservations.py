@@ -28,8 +28,7 @@ does not wander: while a host is held only the reserved job and such jobs start 
 when it is free earlier, or, where no end is known, when it lacks less.
 
 Without known ends what is kept is idle until the rest is free. Where jobs wait for hours anyway, keeping it after 5
-minutes makes all of them wait longer: on Pollux' trace it costs 15 points of utilization, after half an hour 2
-(`benchmarks/queueing.py`).
+minutes makes all of them wait longer: on Pollux' trace it costs 6 points of utilization (`benchmarks/queueing.py`).
 
 Rejected: run times that are estimated from other jobs, as ends. A job of the same queue and priority that runs for
 longer than its estimate would keep the reserved job waiting, and nothing may stop it. Rejected: waiting for workers of
