@@ -21,6 +21,7 @@ KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
 SOAKED := restarts group_liveness placement_oracle hostile_objects crds device_parts rough_days two_versions devcluster
 SOAKED_TESTS := dsl/test_examples elastic_runtime/test_bench_workers elastic_runtime/test_rehearsal elastic_runtime/test_sharded_zoo \
   ray/test_node_cut_off security/test_training_under_attack
+OLDEST_TESTS := api cli cluster server web security/test_state_file.py
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 
@@ -29,7 +30,7 @@ KFP_TESTS := compile caching local check pipeline_file worker_settings
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all slow-machine paused newest coverage soak lint types layers check docs release screenshots clean
+.PHONY: help quickstart test test-slow test-all slow-machine paused newest oldest coverage soak lint types layers check docs release screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -70,6 +71,12 @@ newest: $(VENV)/.dev  ## The tests that use kfp or the client of Kubernetes, wit
 	$(BIN)/python -m tools.devcluster build
 	PYTHONPATH=$(CURDIR)/out/kubernetes $(BIN)/python -m pytest $(FEW) $(CLIENT_TESTS:%=tests/kubernetes/test_%.py)
 
+oldest: $(VENV)/.dev  ## The embedded cluster with the oldest versions that pyproject.toml admits of what it needs
+	rm -rf out/oldest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target out/oldest \
+	  $$($(BIN)/python -m tools.oldest cluster controller)
+	PYTHONPATH=$(CURDIR)/out/oldest $(BIN)/python -m pytest $(FEW) -m 'not slow' $(OLDEST_TESTS:%=tests/%)
+
 coverage: $(VENV)/.dev  ## Modules of which `make test` executes fewer lines than `make test-all`, by more than three points of 100
 	rm -rf out/coverage
 	mkdir -p out/coverage/quick out/coverage/slow
@@ -103,6 +110,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	  $(BIN)/python -m pytest -n 0 -m slow tests/kubernetes/test_karpenter.py
 	tools/build_trainer out/trainer $(JOBSET) $(TRAINER)
 	GPUQUOTA_TRAINER=$(CURDIR)/out/trainer $(BIN)/python -m pytest -n 0 -m slow tests/kubernetes/test_kubeflow_trainer.py
+	$(MAKE) oldest
 	cd tools/devcluster/kuberay && GOBIN=$(CURDIR)/out/kuberay go install tool
 	GPUQUOTA_KUBERAY=$(CURDIR)/out/kuberay/ray-operator $(BIN)/python -m pytest -n 0 tests/kubernetes/test_kuberay.py
 	ELASTIC_REHEARSALS=all $(BIN)/python -m pytest $(PARALLEL) tests/elastic_runtime/test_rehearsal.py

@@ -7,7 +7,7 @@ import json
 import socketserver
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -213,10 +213,11 @@ def _references(node: Any) -> list[str]:
 
 
 def test_a_daemon_without_the_route_of_a_command_is_said_to_be_older(embedded_cluster: EmbeddedCluster) -> None:
+    client = cast("Client", embedded_cluster.client)
     for method, path in (("GET", "/v1/invented?since_s=1"), ("POST", "/v1/usage")):
         with pytest.raises(
             RunError, match=f"does not know {method} {path.partition('?')[0]}: it is of an earlier version"
         ):
-            embedded_cluster.client._call(method, path, None)
+            client._call(method, path, None)
     with pytest.raises(NotFoundError, match="project 'nothing' does not exist"):
         embedded_cluster.client.get_project("nothing")
