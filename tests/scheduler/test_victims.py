@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -198,3 +199,30 @@ def test_the_victims_of_a_host_are_added_up_as_one_by_one(seed: int) -> None:
     whole = Whole.of(attempt, host, units)
     assert whole is not None
     assert cheapest_whole(attempt, host, tasks[0], whole) == needed_on(attempt, host, tasks[0], units)
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [((3,), 1), ((6,), 2), ((3, 3), 2)])
+def test_workers_that_do_not_run_yet_give_way_before_those_that_run(nodes: tuple[int, ...], workers: int) -> None:
+    """A running one was stopped, and another one started at once where the job had a promise.
+
+    On two nodes half a segment that ran, and half of one that was promised, were taken for one segment.
+    """
+    segment: dict[str, Any] = {"segment": workers, "segment_topology": "rack"} if workers > 1 else {}
+    world = World()
+    for number, gpus in enumerate(nodes):
+        world.node(f"n{number}", gpus, labels={"rack": "a"})
+    world.project("greedy")
+    world.project("owner", workers)
+    world.submit("elastic", "greedy", 3 * workers, workers, 3 * workers, **segment)
+    world.settle()
+    world.submit("first", "owner", workers, gpus_per_worker=1)
+    world.settle()
+    world.remove("first")
+    for worker in world.of("first"):
+        world.leave(worker)
+    world.step()
+    assert world.state.promises.keys() == {"elastic"}
+    world.submit("second", "owner", workers, gpus_per_worker=1)
+    world.step()
+    assert world.state.promises.keys() == {"second"}
+    assert world.size("elastic") == 2 * workers

@@ -165,6 +165,7 @@ class World:
 
     def carry_out(self, decided: Plan, *, asked: int | None = None) -> None:
         """Carry the plan out; of the workers that it stops only the first `asked` are asked to leave."""
+        self._check_kept(decided)
         for worker in stopped(decided)[:asked]:
             self.leave(worker)
         started = [(one.job, one.add) for one in decided.resize] + [(one.job, one.placements) for one in decided.bind]
@@ -176,6 +177,14 @@ class World:
             self.state.apply(decided.defragmented)
         if asked is None:  # else part of a gang may be left
             self.check()
+
+    def _check_kept(self, decided: Plan) -> None:
+        """No worker leaves a node for another job while its own job keeps a promise there: it would grow again."""
+        for one in decided.resize:
+            kept = set(self.state.promises.get(one.job, ())) & set(decided.promises.get(one.job, ()))
+            nodes = {promise.node for promise in kept if not promise.part}
+            left = [worker for worker in one.remove if self.workers[worker].node in nodes]
+            assert not left, f"{one.job} loses {left}, and keeps {kept}"
 
     def promise(self, decided: Plan) -> None:
         for uid, placements in changed_promises(self.state.promises, decided).items():

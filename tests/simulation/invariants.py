@@ -311,15 +311,25 @@ class Invariants:
             self.fail(f"{job.spec.name} gets {record.worker.id}, and its project is held")
 
     def _check_release(self, record: WorkerRecord, change: Change) -> None:
-        job = self.cluster.state.jobs[record.worker.job_uid]
-        job = change.jobs.get(job.uid) or job
+        old = self.cluster.state.jobs[record.worker.job_uid]
+        job = change.jobs.get(old.uid) or old
         ending = job.intent is not Intent.RUN or job.completing or job.uid in self.cluster.requested
-        if not self._is_protected(job) or ending or self._has_failed(job):
+        if ending or self._has_failed(job):
+            return
+        if not job.suspended:
+            self._check_kept(record, old, job)
+        if not self._is_protected(job):
             return
         workers = {w.worker.id: w for w in self.cluster.state.workers_of(job.uid)} | change.workers
         left = [w for w in workers.values() if w.worker.job_uid == job.uid and w.alive and not w.released]
         if sum(w.worker.gpus for w in left) < job.spec.protected_of(job.spec.gpus):
             self.fail(f"{job.spec.name} cannot be preempted and loses a worker of its core: {job.status.reason}")
+
+    def _check_kept(self, record: WorkerRecord, old: JobRecord, new: JobRecord) -> None:
+        """No worker leaves a node for another job while its own job keeps a promise there: it would grow again."""
+        kept = set(old.promised) & set(new.promised)
+        if any(promise.node == record.worker.node and not promise.part for promise in kept):
+            self.fail(f"{new.spec.name} loses {record.worker.id}, and keeps {kept}: {new.status.reason}")
 
     def _has_failed(self, job: JobRecord) -> bool:
         return any(not w.alive and w.worker.exit_code for w in self.cluster.state.workers_of(job.uid))

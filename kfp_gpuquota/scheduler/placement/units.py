@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kfp_gpuquota.scheduler.fairness import quota
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.state.groups import loose_units
-from kfp_gpuquota.scheduler.state.model import Amount, Host, Job, Queue, Status, Task
+from kfp_gpuquota.scheduler.state.model import UNLIMITED, Amount, Host, Job, Queue, Status, Task
 from kfp_gpuquota.scheduler.state.order import dominant_share
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
 
-UnitKey = tuple[bool, tuple[float, ...], "Stage", tuple[int, bool, float, float, str], int]
+UnitKey = tuple[bool, tuple[float, ...], "Stage", tuple[int, bool, float, float, str], float]
 
 Margin = tuple[Queue | None, int, tuple[tuple[int, float, float], ...]]
 """Of a victim's queue: it or the one above it that competes with the reclaiming queue (None: none does), the version of
@@ -245,7 +245,7 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
             continue
         single: list[tuple[Task, ...]] = []
         if job.active > job.gang:
-            tasks.sort(key=lambda t: (t.priority, -t.index))
+            tasks.sort(key=lambda t: (t.priority, _newest_first(t)))
             single = loose_units(job, tasks, attempt.evictable)
             _add_single(attempt, job, single, units)
         whole = not job.core and len(tasks) > (len(single) if job.segment <= 1 else _tasks_in(single, tasks))
@@ -295,9 +295,14 @@ def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> 
         # A job that does not return to the queue loses all of its work; others lose the work since their last
         # checkpoint. A worker above the gang loses nothing.
         (job.priority, not job.movable, -job.saved_at if stage is Stage.WHOLE else 0.0, -job.submitted_at, job.uid),
-        -tasks[0].index,
+        _newest_first(tasks[0]),
     )
     return Unit(key, stage, job, tasks)
+
+
+def _newest_first(task: Task) -> float:
+    """Return the order of a job's workers as victims: first those that do not run yet, which lose nothing."""
+    return -task.index if task.status is Status.HELD else -UNLIMITED
 
 
 def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:

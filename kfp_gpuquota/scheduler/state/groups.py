@@ -73,11 +73,11 @@ def segment_domain(topology: Topology, host: Host) -> SegmentDomain | None:
 
 
 def _by_domain(job: Job) -> dict[SegmentDomain, list[Task]]:
-    """Return the placed tasks by the domain that they are in, in the order of hosts, the oldest first."""
+    """Return the placed tasks by the domain that they are in, by host and age: those that run, then the others."""
     found: dict[SegmentDomain, list[Task]] = {}
     if job.segments is not None:
         placed = [(task.node.name, task.index, task.id, task) for task in active_tasks(job) if task.node is not None]
-        for *_, task in sorted(placed, key=lambda one: one[:3]):
+        for *_, task in sorted(placed, key=lambda one: (one[-1].status is not Status.HELD, *one[:-1])):
             assert task.node is not None
             found.setdefault(segment_domain(job.segments, task.node) or (), []).append(task)
     return found
