@@ -201,18 +201,23 @@ def test_the_victims_of_a_host_are_added_up_as_one_by_one(seed: int) -> None:
     assert cheapest_whole(attempt, host, tasks[0], whole) == needed_on(attempt, host, tasks[0], units)
 
 
+@pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize(("nodes", "workers"), [((3,), 1), ((6,), 2), ((3, 3), 2)])
-def test_workers_that_do_not_run_yet_give_way_before_those_that_run(nodes: tuple[int, ...], workers: int) -> None:
+def test_workers_that_do_not_run_yet_give_way_before_those_that_run(
+    nodes: tuple[int, ...], workers: int, *, limited: bool
+) -> None:
     """A running one was stopped, and another one started at once where the job had a promise.
 
-    On two nodes half a segment that ran, and half of one that was promised, were taken for one segment.
+    On two nodes half a segment that ran, and half of one that was promised, were taken for one segment. If `limited`,
+    only the limit of the department that both projects are in keeps the other job waiting.
     """
     segment: dict[str, Any] = {"segment": workers, "segment_topology": "rack"} if workers > 1 else {}
     world = World()
     for number, gpus in enumerate(nodes):
-        world.node(f"n{number}", gpus, labels={"rack": "a"})
-    world.project("greedy")
-    world.project("owner", workers)
+        world.node(f"n{number}", gpus + workers * limited, labels={"rack": "a"})
+    world.project("department", 3 * workers, 3 * workers if limited else None)
+    world.project("greedy", parent="department")
+    world.project("owner", workers, parent="department")
     world.submit("elastic", "greedy", 3 * workers, workers, 3 * workers, **segment)
     world.settle()
     world.submit("first", "owner", workers, gpus_per_worker=1)

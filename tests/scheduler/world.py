@@ -184,7 +184,8 @@ class World:
             kept = set(self.state.promises.get(one.job, ())) & set(decided.promises.get(one.job, ()))
             nodes = {promise.node for promise in kept if not promise.part}
             left = [worker for worker in one.remove if self.workers[worker].node in nodes]
-            assert not left, f"{one.job} loses {left}, and keeps {kept}"
+            moving = any(self.workers[worker].leaving for worker in self.of(one.job))  # they have destinations
+            assert moving or not left, f"{one.job} loses {left}, and keeps {kept}"
 
     def promise(self, decided: Plan) -> None:
         for uid, placements in changed_promises(self.state.promises, decided).items():

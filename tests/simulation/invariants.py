@@ -326,9 +326,13 @@ class Invariants:
             self.fail(f"{job.spec.name} cannot be preempted and loses a worker of its core: {job.status.reason}")
 
     def _check_kept(self, record: WorkerRecord, old: JobRecord, new: JobRecord) -> None:
-        """No worker leaves a node for another job while its own job keeps a promise there: it would grow again."""
+        """No worker leaves a node for another job while its own job keeps a promise there: it would grow again.
+
+        But while workers of the job exit that have moved, their destinations are held.
+        """
         kept = set(old.promised) & set(new.promised)
-        if any(promise.node == record.worker.node and not promise.part for promise in kept):
+        moving = any(w.released for w in self.cluster.state.alive_of(old.uid))
+        if not moving and any(promise.node == record.worker.node and not promise.part for promise in kept):
             self.fail(f"{new.spec.name} loses {record.worker.id}, and keeps {kept}: {new.status.reason}")
 
     def _has_failed(self, job: JobRecord) -> bool:

@@ -136,7 +136,7 @@ class Cycle:
 
         A job of which all promises are held by placeholders requests nothing more: its workers are still exiting.
         """
-        self.kept: set[Task] = set()
+        self.kept: dict[Task, None] = {}
         self.promised = list(promised)
         due = [job for job in self.promised if not self._is_deferred(job)]
         kept, asked = keep(self.ledger, due, self.workers)
@@ -151,7 +151,7 @@ class Cycle:
             waiting = [task for task in own if task.status is Status.NOMINATED]
             if waiting:
                 self.pledged[job] = None
-            self.kept.update(waiting)
+            self.kept.update(dict.fromkeys(waiting))
 
     def _used(self) -> Callable[[Queue], float] | None:
         """Return the recent over-quota use per queue, or None if it does not count. Shares then change with time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.scheduler.fairness import quota
@@ -219,8 +220,9 @@ def all_allowed(attempt: Attempt, chosen: Sequence[Unit]) -> bool:
 
 def cheapest_below(attempt: Attempt, queue: Queue) -> Unit | None:
     """Return the cheapest unit in the subtree of the queue, on any host; None where there is none."""
-    held = {job: [t for t in job.tasks.values() if t.status is Status.HELD] for job in _jobs_below(queue)}
-    units = (u for u in _units(attempt, {j: t for j, t in held.items() if t}) if _allowed(attempt, u, ()))
+    running = (task for job in _jobs_below(queue) for task in job.tasks.values())
+    promised = (task for task in attempt.kept if queue in task.job.queue.path)
+    units = (u for u in _units(attempt, _by_job(attempt, chain(running, promised))) if _allowed(attempt, u, ()))
     return min(units, key=lambda u: u.key, default=None)
 
 
