@@ -19,4 +19,5 @@ def oldest(extras: list[str], text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*oldest(sys.argv[1:], (Path(__file__).parents[1] / "pyproject.toml").read_text()))
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    sys.stdout.write(" ".join(oldest(sys.argv[1:], text)) + "\n")
