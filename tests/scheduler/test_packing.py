@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from kfp_gpuquota.scheduler.actions.cycle import Cycle
 from kfp_gpuquota.scheduler.placement.packing import Packing
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state.copying import copied
@@ -117,3 +118,31 @@ def test_the_order_of_the_running_jobs_does_not_matter(jobs: list[tuple[float, i
         queue.running = dict(reversed(queue.running.items()))
         queue.waiting = dict(reversed(queue.waiting.items()))
     assert Packing(ledger)._packer._fragments.tolist() == before
+
+
+def crowded() -> Cycle:
+    """Return a full cluster after a plan for a job that needs more CPUs than any node has."""
+    cluster = Cluster()
+    cluster.project("a", 100)
+    for node in ("one", "two"):
+        cluster.node(node, 4, cpu=20)
+        for part in range(2):
+            cluster.submit(f"{node}-{part}", gpu_fraction=0.5, node=node, cpu=1)
+    cluster.node("three", 4, cpu=20)
+    cluster.submit("wide", gpus=3, node="three", cpu=1)
+    cluster.run()
+    cluster.submit("large", gpus=2, cpu=64, priority=60)
+    cycle = Cycle(copied(cluster.state).ledger)
+    cycle.run()
+    return cycle
+
+
+def test_moves_are_not_searched_for_what_no_node_could_hold() -> None:
+    cycle = crowded()
+    assert not cycle.moves.mobile
+    assert not cycle.moves.candidates
+
+
+def test_the_mix_of_jobs_is_not_counted_for_a_job_that_fits_nowhere_now() -> None:
+    cycle = crowded()
+    assert cycle.ledger.packing is None

@@ -141,7 +141,7 @@ def _candidates(ledger: Ledger, task: Task, cache: MoveCache, sheltered: Collect
     if not placement.room_elsewhere(ledger, task):
         return found
     for host in ledger.hosts.values():
-        if not host.ready or not host.tasks or not placement.may_use(host, task):
+        if not (host.ready and host.tasks and placement.could_hold(host, task) and placement.may_use(host, task)):
             continue
         key = (host, task.request, cache.most_lost_s)
         version, candidate = cache.candidates.get(key, (-1, None))
@@ -160,7 +160,11 @@ def _candidate(
     movable = [t for t in movable if may_return(t.job, cache.now) and t.job not in sheltered]
     movable = [t for t in movable if not domains.bound_to_domain(t.job)]
     movable = [t for t in movable if lost_work_s(t.job, cache.now) <= cache.most_lost_s]
-    moves = _moves(host, task, [t for t in movable if cache.may_move(ledger, t)], cache)
+    capacity = placement.Capacity(host, task)
+    if not capacity.suffices(movable):
+        return None
+    movable = [t for t in movable if cache.may_move(ledger, t)]
+    moves = _moves(host, capacity, movable, cache) if capacity.suffices(movable) else []
     if not moves:
         return None
     if _lost_gpu_s(moves, cache.now) > MOST_LOST_PER_GPU_S * task.request.amount(host.gpu_memory_mib).gpu / GPU:
@@ -195,12 +199,11 @@ def _units(movable: list[Task], cache: MoveCache) -> list[tuple[Task, ...]]:
     return units
 
 
-def _moves(host: Host, task: Task, movable: list[Task], cache: MoveCache) -> list[Task]:
+def _moves(host: Host, capacity: placement.Capacity, movable: list[Task], cache: MoveCache) -> list[Task]:
     """Return the smallest unit whose move suffices, or as few large ones as needed; the youngest of equals first.
 
     Jobs that resume from a checkpoint come before those that would start from the beginning.
     """
-    capacity = placement.Capacity(host, task)
     units = _units(movable, cache)
     units.sort(key=lambda unit: (not unit[0].job.resumable, _size(unit, host), *_youngest(unit[0])))
     for unit in units:

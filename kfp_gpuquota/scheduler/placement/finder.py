@@ -98,7 +98,7 @@ class Finder:
 
     def look_at(self, attempt: Attempt, task: Task, host: Host) -> None:
         """Evaluate the host's present state, and add it to its heap."""
-        if host.ready and host.tasks and placement.may_use(host, task):
+        if host.ready and host.tasks and placement.could_hold(host, task) and placement.may_use(host, task):
             chosen = self._needed_on(attempt, host, task)
             if chosen is not None:
                 self._push(chosen, host)

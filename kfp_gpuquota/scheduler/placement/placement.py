@@ -133,6 +133,12 @@ def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
     return _other_fits(host, task, future=True, freed=other)
 
 
+def could_hold(host: Host, task: Task) -> bool:
+    """Return False if the task does not fit on the host whatever runs there (a fast check)."""
+    request = task.request
+    return request.devices <= len(host.devices) and request.cpu <= host.cpu and request.memory <= host.memory
+
+
 class Capacity:
     """Checks whether a task fits on a host without some other tasks; in the common case by counting devices.
 
@@ -281,6 +287,9 @@ def _mixes(ledger: Ledger, task: Task, more: int) -> bool:
 def _gentle(ledger: Ledger, task: Task) -> Iterable[Host]:
     """Return the hosts in ascending order of fragmentation; devices are then the fullest that fit."""
     if ledger.packing is None:
+        hosts = ledger.hosts_with(task.request.devices if task.request.whole else 0, future=False)
+        if not any(fits(host, task, future=False) for host in hosts):
+            return ()  # the mix of all jobs takes longer to count than this
         from kfp_gpuquota.scheduler.placement.packing import Packing  # noqa: PLC0415 (numpy, which most plans do not need)
 
         ledger.packing = Packing(ledger)
