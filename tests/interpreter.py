@@ -48,6 +48,7 @@ def become(environment: dict[str, str], directory: str, path: list[str]) -> None
     given = environment.get("PYTHONPATH", "")
     sys.path[:] = [*([str(Path(part).absolute()) for part in given.split(os.pathsep)] if given else []), *path]
     sys.path_importer_cache.clear()
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = _stream(number, f"<{name}>", unbuffered=unbuffered)

@@ -36,6 +36,7 @@ MAY: Final = {
     ("GET", "/v1/policies"): EVERYBODY,
     ("GET", "/v1/nodes"): EVERYBODY,
     ("GET", "/v1/usage"): EVERYBODY,
+    ("GET", "/v1/usage/holders"): EVERYBODY,
     ("GET", "/v1/gpu-use"): EVERYBODY,
     ("GET", "/v1/events"): EVERYBODY,
     ("GET", "/v1/jobs"): EVERYBODY,
@@ -136,6 +137,7 @@ def test_of_a_job_of_another_user_nothing_is_shown_but_what_explains_the_queue(
     shared_cluster.wait_for_phase("hers", "Failed", "vision")
     looks = [("GET", "/v1/jobs", None), ("GET", "/v1/projects/vision/jobs/hers", None), ("GET", "/v1/events", None)]
     looks += [("GET", "/v1/jobs?selector=secret", None), ("GET", "/v1/nodes", None), ("GET", "/v1/usage", None)]
+    looks += [("GET", "/v1/usage/holders", None)]
     for person in (users.ben, users.cleo):
         answers = person.ask(shared_cluster.socket, looks)
         assert "hunter2" not in str(answers)
