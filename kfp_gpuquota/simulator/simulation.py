@@ -315,17 +315,17 @@ class Simulation:
     def _decided(self) -> Plan:
         if self._policy.backfill:
             return easy_backfill(self.state, self._ends_at)
-        if self._policy.defragmentation is not None:
-            self._report_checkpoints()
+        self._report_checkpoints()
         return plan(self.state, self._now, self._policy.actions, strict=self._policy.strict)
 
     def _report_checkpoints(self) -> None:
-        """Let the scheduler know the last checkpoints of running jobs, which decide what their moves cost."""
+        """Let the scheduler know the last checkpoints of running jobs, which decide what moves and stops cost."""
         every_s = self._options.checkpoint_s
-        for life in self.lives.values():
-            run_s = self._now - life.began_at
-            if life.workers and run_s >= every_s:
-                life.job.checkpoint_at = life.began_at + run_s - run_s % every_s
+        for job in (job for queue in self.state.ledger.queues.values() for job in queue.running):
+            began_at = self.lives[job.uid].began_at
+            run_s = self._now - began_at
+            if run_s >= every_s:
+                job.checkpoint_at = began_at + run_s - run_s % every_s
 
     def _ends_at(self, uid: str) -> float:
         """Return when the job ends if it runs, else when it would end if it were started now."""

@@ -88,6 +88,19 @@ def test_what_was_reclaimed_for_a_job_starts_no_other_one_while_workers_leave() 
     assert (result.evictions, result.waiting["a"].max_s) == (1, 10)
 
 
+def test_a_job_that_has_run_for_long_is_moved_at_the_cost_of_its_last_checkpoint() -> None:
+    """Plans counted all of its work as lost, so the large job waited until it had ended."""
+    jobs = [
+        job("old", 0, 100_000),
+        job("filler", 1, 40_000),
+        job("other", 2, 100_000),
+        job("large", 45_000, 100, gpus=2),
+    ]
+    nodes = [node(2), node(2, "n1")]
+    assert run("gpuquota", nodes, jobs, guaranteed={"a": 4}, leave_s=0.0).waiting["a"].max_s == 0
+    assert run("gpuquota", nodes, jobs, guaranteed={"a": 4}, leave_s=0.0, checkpoint_s=1e9).waiting["a"].max_s > 50_000
+
+
 def test_a_worker_that_must_go_holds_its_gpu_for_a_while() -> None:
     jobs = [job("one", 0, 100), job("two", 1, 100), job("owner", 30, 100, project="b")]
     result = run("gpuquota", [node(2)], jobs, guaranteed=TWO_TEAMS, leave_s=10.0)
