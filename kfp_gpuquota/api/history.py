@@ -13,7 +13,7 @@ GPU_USE_WIDTH_S: Final = 30.0
 GPU_USE_KEPT_S: Final = 7200.0
 """The use of each GPU is kept in memory for so long, in intervals of that width."""
 OTHER_USERS: Final = "(others)"
-"""Stands for users of a project who are not told apart: there are too many."""
+"""Stands for the users of a project beyond the number that is distinguished."""
 _HOUR_S: Final = 3600.0
 
 
@@ -121,6 +121,14 @@ def gpu_hours_of(usage: Iterable[Usage]) -> tuple[GpuHours, ...]:
         hours, over = round(total / _HOUR_S, 2), round(borrowed / _HOUR_S, 2)
         rows.append(GpuHours(project=project, guaranteed=round(hours - over, 2), borrowed=over, total=hours))
     return tuple(sorted(rows, key=lambda row: (-row.total, row.project)))
+
+
+def counted_as(holder: Holder, known: set[Holder], most: int) -> Holder:
+    """Return the holder, or all other users of its project if `most` are `known` without it; it is known then."""
+    if holder not in known and len(known) >= most:
+        holder = holder._replace(user=OTHER_USERS)
+    known.add(holder)
+    return holder
 
 
 def held_hours_of(held_s: Mapping[Holder, float]) -> tuple[HeldHours, ...]:

@@ -53,5 +53,5 @@ class Prices:
         return None if price is None else row.gpu_hours * price
 
     def unknown(self, rows: Iterable[HeldHours]) -> list[str]:
-        """Return the types that have a price, and of which no GPU was held: perhaps they are misspelled."""
+        """Return the types that have a price, and of which no GPU was held: they may be misspelled."""
         return sorted(self.of_types.keys() - {row.gpu_type for row in rows})

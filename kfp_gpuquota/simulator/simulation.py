@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain, count
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -321,7 +321,7 @@ class Simulation:
     def _report_checkpoints(self) -> None:
         """Let the scheduler know the last checkpoints of running jobs, which decide what moves and stops cost."""
         every_s = self._options.checkpoint_s
-        for job in (job for queue in self.state.ledger.queues.values() for job in queue.running):
+        for job in chain.from_iterable(queue.running for queue in self.state.ledger.queues.values()):
             began_at = self.lives[job.uid].began_at
             run_s = self._now - began_at
             if run_s >= every_s:

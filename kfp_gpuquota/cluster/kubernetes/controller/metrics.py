@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kfp_gpuquota.api.history import OTHER_USERS
+from kfp_gpuquota.api.history import counted_as
 from kfp_gpuquota.api.resources import WHOLE_GPU, CountedNode, weighed
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ACCOUNTED_EVERY_S: Final = 1.0
 HOLDERS_EVERY_S: Final = 15.0
 """The same for those of each user, of which there may be many."""
 MOST_HOLDERS: Final = 1000
-"""Holders that are told apart: workloads name their users as they like, and Prometheus keeps a series for each."""
+"""Holders that are distinguished: workloads name their users as they like, and Prometheus keeps a series for each."""
 
 
 class Metrics:
@@ -174,10 +174,8 @@ class Metrics:
         if since is None:
             return
         for holder, gpus in snapshot.state.held_by().items():
-            known = holder in self._holders or len(self._holders) < MOST_HOLDERS
-            shown = holder if known else holder._replace(user=OTHER_USERS)
-            self._holders.add(shown)
-            self.user_gpu_seconds.labels(*shown).inc(gpus * (now - since))
+            counted = counted_as(holder, self._holders, MOST_HOLDERS)
+            self.user_gpu_seconds.labels(*counted).inc(gpus * (now - since))
 
     def count_call(self, verb: str, status: int) -> None:
         """Count a call to the API server."""

@@ -37,11 +37,7 @@ from kfp_gpuquota.cluster.kubernetes.user_client import debug_state, pod_explana
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.cluster.kubernetes.user_client.projects import ProjectCalls
-from kfp_gpuquota.cluster.kubernetes.user_client.prometheus import (
-    gpu_hours_from,
-    gpu_use_from,
-    held_hours_from,
-)
+from kfp_gpuquota.cluster.kubernetes.user_client.prometheus import gpu_hours_from, gpu_use_from, held_hours_from
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,

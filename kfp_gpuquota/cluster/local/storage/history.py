@@ -14,7 +14,7 @@ import math
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.history import OTHER_USERS, Report, gpu_hours_of, held_hours_of
+from kfp_gpuquota.api.history import Report, counted_as, gpu_hours_of, held_hours_of
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ MEMORY_SAMPLES: Final = 90
 KEPT_S: Final = {30: 3600, 600: 86_400, 3600: 8 * 86_400, 86_400: 400 * 86_400}
 """Widths of usage intervals, and for how long those of each width are kept, in seconds."""
 MOST_HOLDERS: Final = 500
-"""Holders of an interval that are told apart: jobs name their users as they like."""
+"""Holders of an interval that are distinguished: jobs name their users as they like."""
 
 log = logging.getLogger(__name__)
 
@@ -158,13 +158,9 @@ class UsageHistory:
         if not held:
             return
         known = self._store.holders(width_s, at)
-        rows = []
-        for one, gpus in held.items():
-            if one not in known and len(known) >= MOST_HOLDERS:
-                one = one._replace(user=OTHER_USERS)  # noqa: PLW2901
-            known.add(one)
-            rows.append((width_s, at, *one, gpus * seconds))
-        self._store.add_held(rows)
+        self._store.add_held(
+            (width_s, at, *counted_as(one, known, MOST_HOLDERS), gpus * seconds) for one, gpus in held.items()
+        )
 
 
 def gpu_hours(store: Store, now: float, since_s: float) -> tuple[GpuHours, ...]:
