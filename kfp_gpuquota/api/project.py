@@ -172,15 +172,17 @@ class HasStopPolicy(Protocol):
 Stopping = TypeVar("Stopping", bound=HasStopPolicy)
 
 
-def stopped_by(project: Project, find: Callable[[str], Project | None]) -> Project | None:
-    """Return the nearest project, itself or above it, whose stop policy applies to its jobs; None if they start.
-
-    `find` returns a project by its name.
-    """
+def path_of(project: Project, find: Callable[[str], Project | None]) -> list[Project]:
+    """Return the project and its departments, from below. `find` returns a project by its name."""
     path = [project]
     while (name := path[-1].parent) and len(path) <= MAX_LEVELS and (above := find(name)) is not None:
         path.append(above)
-    return strictest(path)
+    return path
+
+
+def stopped_by(project: Project, find: Callable[[str], Project | None]) -> Project | None:
+    """Return the nearest project, itself or above it, whose stop policy applies to its jobs; None if they start."""
+    return strictest(path_of(project, find))
 
 
 def strictest(path: Iterable[Stopping]) -> Stopping | None:

@@ -21,7 +21,8 @@ def main() -> None:
     import importlib.util  # noqa: PLC0415 (help needs none)
 
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        sys.stderr.write(f"Error: {', '.join(missing)} is not installed; run: pip install 'kfp-gpuquota[cluster]'\n")
+        lacks = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        sys.stderr.write(f"Error: {lacks}; run: pip install 'kfp-gpuquota[cluster]'\n")
         sys.exit(1)
     from kfp_gpuquota.cli.main import main as run  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ def bare(code: str) -> subprocess.CompletedProcess[str]:
 def test_a_missing_extra_is_one_sentence_with_the_command_that_helps() -> None:
     done = bare("from kfp_gpuquota.cli.entry import main; main()")
     assert done.returncode == 1
-    assert done.stderr == "Error: typer, msgspec is not installed; run: pip install 'kfp-gpuquota[cluster]'\n"
+    assert done.stderr == "Error: typer and msgspec are not installed; run: pip install 'kfp-gpuquota[cluster]'\n"
 
 
 def test_both_packages_can_be_imported_with_nothing_installed() -> None:

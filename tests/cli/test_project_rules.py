@@ -125,6 +125,27 @@ def test_a_project_is_taken_out_of_its_department(cli: Cli) -> None:
     cli("project delete vision")
 
 
+def test_a_department_is_not_bounded_below_what_the_projects_in_it_hold(cli: Cli) -> None:
+    cli("project create vision --guaranteed 2 --limit 2")
+    cli("project create team-a --guaranteed 2")
+    cli("submit", "notebook", "-p", "team-a", "-g", "1", "--interactive", "--", "sleep", "infinity")
+    cli("submit", "train", "-p", "team-a", "-g", "1", "--", "sleep", "infinity")
+    cli.await_gpus("team-a", notebook=1, train=1)
+    cli("project create small --limit 1")
+    for words, sentence in (
+        ("team-a --parent small", "with project 'team-a', its department 'small' would hold 1 GPU in jobs that cannot"),
+        ("small --guaranteed 1 --limit 1", ""),
+        ("team-a --parent small", "its department 'small' would hold 2 GPUs, more than the limit 1"),
+        ("team-a --parent vision", ""),
+        ("vision --guaranteed 0", "project 'vision' holds 1 GPU in jobs that cannot be preempted, more than the new"),
+        ("vision --guaranteed 1 --limit 1", "project 'vision' holds 2 GPUs, more than the new limit 1"),
+        ("vision --parent small", "with project 'vision', its department 'small' would hold 2 GPUs"),
+        ("team-a --guaranteed 1 --parent vision", ""),
+    ):
+        answer = cli.run(f"project set {words}")
+        assert (answer.code, sentence in answer.err) == (2 if sentence else 0, True), (words, answer)
+
+
 def test_a_project_is_as_before_where_its_members_cannot_be_changed(cli: Cli) -> None:
     assert cli.run("project create team-x --guaranteed 1 --member root").code == 2
     assert "team-x" not in cli("project list -o json")

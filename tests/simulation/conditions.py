@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from kfp_gpuquota.engine.records import JobRecord
 
 
+def line_of(projects: Mapping[str, Project], name: str) -> list[Project]:
+    """Return a project and the departments that it belongs to, from below; [] if it does not exist."""
+    found: list[Project] = []
+    while (project := projects.get(name)) is not None:
+        found.append(project)
+        name = project.parent or ""
+    return found
+
+
 def stop_policy_of(projects: Mapping[str, Project], name: str) -> StopPolicy:
     """Return the stop policy that applies in a project: of itself or of one above it, the strictest."""
-    found, project = set[StopPolicy](), projects.get(name)
-    while project is not None:
-        found.add(project.stop_policy)
-        project = projects.get(project.parent or "")
+    found = {project.stop_policy for project in line_of(projects, name)}
     return next((one for one in (StopPolicy.HOLD_AND_DRAIN, StopPolicy.HOLD) if one in found), StopPolicy.NONE)
 
 

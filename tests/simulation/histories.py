@@ -46,6 +46,10 @@ POOLED = 0.4
 HOLDS_EVERY = 2
 """Each second history has projects that are held: the others go on for longer."""
 PROJECTS = ("a", "b", "c")
+DEPARTMENTS = ("d", "e")
+DEPARTMENTS_EVERY = 6
+MOVES = 0.3
+"""Of the changes of quotas in a cluster with departments, the part that moves the project to another one."""
 
 
 class Happening(msgspec.Struct, frozen=True, tag=True):
@@ -252,6 +256,33 @@ class History(msgspec.Struct, frozen=True):
         projects = tuple(map(with_pool, self.projects))
         return msgspec.structs.replace(self, projects=projects, happenings=tuple(found), pooled=pooled)
 
+    def with_departments(self) -> History:
+        """Return the same history, in which projects belong to departments, which change as projects do."""
+        chance, found = random.Random(self.seed), list[tuple[float, Any_]]()
+        parents: dict[str, str | None] = {}
+
+        def department(name: str) -> Project:
+            guaranteed = chance.randint(0, max(1, sum(self.nodes) // 2))
+            limit = chance.choice((None, guaranteed + chance.randint(0, 3)))
+            priority = chance.choice((100, 200))
+            return Project(name=name, guaranteed=guaranteed, limit=limit, priority=priority, parent=parents[name])
+
+        def placed(project: Project) -> Project:
+            if project.name not in parents or chance.random() < MOVES:
+                parents[project.name] = chance.choice((None, *DEPARTMENTS, *DEPARTMENTS))
+            return msgspec.structs.replace(project, parent=parents[project.name])
+
+        parents |= {"d": None, "e": chance.choice((None, "d"))}
+        departments = tuple(map(department, DEPARTMENTS))
+        projects = tuple(map(placed, self.projects))
+        for wait_s, happening in self.happenings:
+            if isinstance(happening, SetQuota):
+                changed = placed(happening.project) if chance.random() < 0.5 else department(chance.choice(DEPARTMENTS))
+                found.append((wait_s, SetQuota(changed)))
+            else:
+                found.append((wait_s, happening))
+        return msgspec.structs.replace(self, projects=(*departments, *projects), happenings=tuple(found))
+
     def pool_of(self, node: str) -> str:
         """Return the pool of a node; "" if it is in none."""
         return POOL if node in self.pooled else ""
@@ -332,6 +363,7 @@ def hard_history(seed: int) -> History:
     history = history.with_types() if seed % TYPES_EVERY == 0 else history
     history = history.with_segments() if seed % SEGMENTS_EVERY == 1 else history
     history = history.with_pools() if seed % POOLS_EVERY == 0 else history
+    history = history.with_departments() if seed % DEPARTMENTS_EVERY == DEPARTMENTS_EVERY - 1 else history
     return (history.with_holds() if seed % HOLDS_EVERY == 0 else history).with_kills()
 
 

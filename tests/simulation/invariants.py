@@ -20,7 +20,7 @@ from kfp_gpuquota.scheduler.actions import growth
 from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.web.views.teams import tree
 from tests.simulation.cluster import INSTANT_S
-from tests.simulation.conditions import Conditions, stop_policy_of
+from tests.simulation.conditions import Conditions, line_of, stop_policy_of
 from tests.simulation.gathering import Gathering, is_gathered
 from tests.simulation.histories import TYPES, row_of, type_of
 from tests.simulation.records import wrongly_accounted
@@ -29,7 +29,7 @@ from tests.simulation.search import fits, free_devices, left_for
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kfp_gpuquota.api import Job, Resize
+    from kfp_gpuquota.api import Job, Project, Resize
     from kfp_gpuquota.api.wire import ProjectView
     from kfp_gpuquota.engine.records import JobRecord, WorkerRecord
     from kfp_gpuquota.scheduler.state.model import Job as ScheduledJob
@@ -180,8 +180,24 @@ class Invariants:
         others = [j for uid, j in change.jobs.items() if j is not None and uid != new.uid]
         taken = {(p.node, device) for j in others for p in j.promised for device in p.devices}
         taken |= {(w.worker.node, d) for w in change.workers.values() for d in w.worker.devices}
-        if not wanted & taken:
+        if not wanted & taken and not self._leaves_no_quota(new, len(lost), change):
             self.fail(f"the promise of {new.spec.name} is revoked without a cause: {old.promised}")
+
+    def _leaves_no_quota(self, job: JobRecord, lost: int, change: Change) -> bool:
+        """Return whether what others have and are promised leaves too little of a limit for so many workers more."""
+        state, spec = self.cluster.state, job.spec
+        jobs = {**state.jobs, **{uid: one for uid, one in change.jobs.items() if one is not None}}
+        workers = [w for w in {**state.workers, **change.workers}.values() if w.alive and not w.released]
+        found = [(jobs[w.worker.job_uid].spec, w.worker.gpus) for w in workers if w.worker.job_uid in jobs]
+        found += [(one.spec, one.spec.worker_gpus * len(one.promised)) for one in jobs.values()]
+        for above in self._line(spec.project):
+            limit = above.quota_in(spec.node_pool).limit
+            used = sum(
+                gpus for each, gpus in found if each.node_pool == spec.node_pool and above in self._line(each.project)
+            )
+            if limit is not None and used + lost * spec.worker_gpus > limit + EPSILON:
+                return True
+        return False
 
     def _check_job(self, old: JobRecord, new: JobRecord, change: Change) -> None:
         if new.attempt > old.attempt:
@@ -381,8 +397,13 @@ class Invariants:
         held = defaultdict[tuple[str, str], float](float)
         for record in alive:
             spec = self.cluster.state.jobs[record.worker.job_uid].spec
-            held[spec.project, spec.node_pool] += record.worker.gpus
+            for project in self._line(spec.project):
+                held[project.name, spec.node_pool] += record.worker.gpus
         return held
+
+    def _line(self, name: str) -> list[Project]:
+        """Return the project and the departments that it belongs to."""
+        return line_of(self.cluster.state.projects, name)
 
     def _check_views(self) -> None:
         """The sums that users see equal the records."""
@@ -408,7 +429,8 @@ class Invariants:
         for job in jobs:
             if not job.status.phase.final:
                 asked = job.spec.gpus * min(1.0, job.spec.share_of(0))
-                wanted[job.spec.project] += max(0.0, asked - job.status.gpus)  # type: ignore[assignment]
+                for project in self._line(job.spec.project):
+                    wanted[project.name] += max(0.0, asked - job.status.gpus)  # type: ignore[assignment]
         for team in tree(teams):
             if abs(team.amounts.waiting - wanted[team.name]) > EPSILON:
                 self.fail(f"team {team.name} waits for {wanted[team.name]:g} GPUs, the page says {team.amounts}")
@@ -565,9 +587,12 @@ class Invariants:
         grown_at = state.scheduler.jobs[job.uid].grown_at
         if job.completing or job.growth_failed is not None or grown_at + spec.cool_down_s > state.clock():
             return False
-        own = self._held_by_pool(self.cluster.alive_workers())[spec.project, spec.node_pool]
-        limit = state.projects[spec.project].quota_in(spec.node_pool).limit
-        return limit is None or own + more <= limit + EPSILON
+        own = self._held_by_pool(self.cluster.alive_workers())
+        return all(
+            (limit := above.quota_in(spec.node_pool).limit) is None
+            or own[above.name, spec.node_pool] + more <= limit + EPSILON
+            for above in self._line(spec.project)
+        )
 
     def _may_start(self, job: JobRecord) -> bool:
         """Return whether limits and, for a session, the guarantee admit its smallest size."""
@@ -576,14 +601,23 @@ class Invariants:
         if project is None or stop_policy_of(state.projects, job.spec.project) is not StopPolicy.NONE:
             return False
         size = spec.smallest * min(1.0, spec.share_of(0))
-        held, own, quota = 0.0, defaultdict[str, float](float), project.quota_in(spec.node_pool)
+        held = self._held_by_pool(self.cluster.alive_workers())
+        fixed = self._fixed_by_pool()
+        return all(
+            (quota.limit is None or held[where] + size <= quota.limit + EPSILON)
+            and (spec.may_be_preempted or fixed[where] + size <= quota.guaranteed + EPSILON)
+            for above in self._line(spec.project)
+            for quota, where in [(above.quota_in(spec.node_pool), (above.name, spec.node_pool))]
+        )
+
+    def _fixed_by_pool(self) -> dict[tuple[str, str], float]:
+        """Return what the cores of jobs hold, by project or department and pool."""
+        own, fixed = defaultdict[str, float](float), defaultdict[tuple[str, str], float](float)
         for record in self.cluster.alive_workers():
-            other = state.jobs[record.worker.job_uid]
-            if (other.spec.project, other.spec.node_pool) == (spec.project, spec.node_pool):
-                held += record.worker.gpus
-                own[other.uid] += record.worker.gpus
-        if quota.limit is not None and held + size > quota.limit + EPSILON:
-            return False
-        cores = {uid: gpus for uid, gpus in own.items() if self._is_protected(state.jobs[uid])}
-        fixed = sum(state.jobs[uid].spec.protected_of(gpus) for uid, gpus in cores.items())
-        return spec.may_be_preempted or fixed + size <= quota.guaranteed + EPSILON
+            own[record.worker.job_uid] += record.worker.gpus
+        for uid, gpus in own.items():
+            job = self.cluster.state.jobs[uid]
+            if self._is_protected(job):
+                for above in self._line(job.spec.project):
+                    fixed[above.name, job.spec.node_pool] += job.spec.protected_of(gpus)
+        return fixed

@@ -37,7 +37,7 @@ from tests.simulation.search import fits, free_devices, left_for
 from tests.simulation.trainings import TICK_S, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.engine.job_book import Change
@@ -336,10 +336,28 @@ class SimulatedKubernetes:
         own = ((spec, gpus) for spec, gpus in specs if (spec.project, spec.node_pool) == (project, pool))
         return sum(spec.protected_of(gpus) if fixed else gpus for spec, gpus in own)
 
-    def _quota(self, spec: JobSpec) -> Mapping[str, Any]:
-        """Return what the project has in the pool of the job."""
-        quota: Mapping[str, Any] = self.world.objects[watches.QUOTAS][spec.project]["spec"]
-        return quota.get("pools", {}).get(spec.node_pool, {"guaranteed": 0}) if spec.node_pool else quota
+    def _line(self, project: str) -> list[str]:
+        """Return the names of a project and of its departments, from below."""
+        found = [project]
+        while above := self.world.objects[watches.QUOTAS][found[-1]]["spec"].get("parent"):
+            found.append(above)
+        return found
+
+    def _exceeded(self, spec: JobSpec, gpus: float, *, fixed: bool = False) -> str:
+        """Return the limit, or with `fixed` the guarantee of the job's project, or of a department of it, in the pool
+        of the job that would be exceeded with so many GPUs more; "" if none would.
+        """
+        quotas = self.world.objects[watches.QUOTAS]
+        for name in self._line(spec.project):
+            quota = quotas[name]["spec"]
+            if spec.node_pool:
+                quota = quota.get("pools", {}).get(spec.node_pool, {"guaranteed": 0})
+            most = quota["guaranteed"] if fixed else quota.get("limit", float("inf"))
+            below = [project for project in quotas if name in self._line(project)]
+            held = sum(self._held_by(project, spec.node_pool, fixed=fixed) for project in below)
+            if held + gpus > most + EPSILON:
+                return f"project {name} with {held:g} and {gpus:g} more of at most {most:g}"
+        return ""
 
     def _check_devices(self) -> None:
         """Of pods that are not pinned, only kube-scheduler decides which devices they get."""
@@ -365,10 +383,8 @@ class SimulatedKubernetes:
         return next((node for node, _, pod in self.kubelets.holders() if job_of(pod) == name), "")
 
     def _check_limit(self, started: JobSpec) -> None:
-        limit = self._quota(started).get("limit", float("inf"))
-        held = self._held_by(started.project, started.node_pool)
-        if held > limit + EPSILON:
-            self.fail(f"project {started.project} starts {started.name} and holds {held:g} of at most {limit}")
+        if exceeded := self._exceeded(started, 0.0):
+            self.fail(f"{started.name} starts: {exceeded}")
 
     def _check_held(self, started: JobSpec) -> None:
         """In a project with a stop policy only the gang of a job that runs is completed, or what was decided."""
@@ -512,19 +528,15 @@ class SimulatedKubernetes:
             return False  # what it may still request may be kept for one of these
         if record.completing or record.growth_failed is not None or not settled:
             return False
-        limit = self._quota(spec).get("limit", float("inf"))
         more = spec.worker_gpus * (spec.segment or 1)
-        fits_project = self._held_by(spec.project, spec.node_pool) + more <= limit + EPSILON
-        return fits_project and held + more <= spec.largest
+        return not self._exceeded(spec, more) and held + more <= spec.largest
 
     def _may_start(self, spec: JobSpec) -> bool:
         """Return whether limits and, for a job that cannot be preempted, the guarantee admit its smallest size."""
-        quota = self._quota(spec)
         size = spec.smallest * spec.share_of(0)
-        if self._held_by(spec.project, spec.node_pool) + size > quota.get("limit", float("inf")) + EPSILON:
+        if self._exceeded(spec, size):
             return False
-        fixed = self._held_by(spec.project, spec.node_pool, fixed=True)
-        return spec.may_be_preempted or fixed + size <= quota["guaranteed"] + EPSILON
+        return spec.may_be_preempted or not self._exceeded(spec, size, fixed=True)
 
 
 class _World(World):

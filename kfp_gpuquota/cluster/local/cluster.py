@@ -16,7 +16,7 @@ from kfp_gpuquota.api.annotations import with_limit_variable
 from kfp_gpuquota.api.job import USER_LABEL
 from kfp_gpuquota.api.job_sentences import name_taken, over
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
-from kfp_gpuquota.api.project import check_parents, version_of, with_run_time
+from kfp_gpuquota.api.project import check_parents, path_of, version_of, with_run_time
 from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.start_conditions import parse_after
 from kfp_gpuquota.api.validation import check_job_labels
@@ -53,7 +53,7 @@ from kfp_gpuquota.scheduler.dump import take_dump
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kfp_gpuquota.api.history import DeviceUse, GpuHours, HeldHours
     from kfp_gpuquota.cluster.local.driver import Driver
@@ -133,7 +133,7 @@ class LocalCluster:
         changed = {**self._state.projects, project.name: project}
         for each in changed.values():
             check_parents(changed, each)
-        self._check_not_below_use(project)
+        self._check_not_below_use(project, changed)
         with self._state.change() as change:
             change.projects[project.name] = project
             change.events.append(
@@ -389,25 +389,37 @@ class LocalCluster:
         if job.over:
             raise ConflictError(over(job.spec.name, job.status.phase))
 
-    def _check_not_below_use(self, project: Project) -> None:
-        fixed, held = defaultdict[str, float](float), defaultdict[str, float](float)  # by node pool
+    def _check_not_below_use(self, project: Project, changed: Mapping[str, Project]) -> None:
+        """Raise ConflictError if the project, or a department that it is new in, would hold more than it may.
+
+        `changed` has all projects as they would be.
+        """
+        old = self._state.projects.get(project.name)
+        before = set() if old is None else {each.name for each in path_of(old, self._state.projects.get)}
+        checked = [e for e in path_of(project, changed.get) if e is project or e.name not in before]
+        fixed, held = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
         for uid, job in self._state.jobs.items():
-            if job.spec.project == project.name:
-                gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
-                held[job.spec.node_pool] += gpus
-                fixed[job.spec.node_pool] += 0 if self._state.exceeds_guarantee(uid) else job.spec.protected_of(gpus)
-        for pool in held:
-            quota, where = project.quota_in(pool), f" of node pool {pool}" if pool else ""
-            if (kept := as_number(fixed[pool])) > quota.guaranteed:
-                raise ConflictError(
-                    f"project {project.name!r} holds {show_gpus(kept)}{where} in jobs that cannot be preempted, more "
-                    f"than the new guaranteed {quota.guaranteed}; delete some of them first"
-                )
-            if quota.limit is not None and (in_use := as_number(held[pool])) > quota.limit:
-                raise ConflictError(
-                    f"project {project.name!r} holds {show_gpus(in_use)}{where}, more than the new limit "
-                    f"{quota.limit}; suspend or delete some of its jobs first"
-                )
+            gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
+            kept = 0 if self._state.exceeds_guarantee(uid) else job.spec.protected_of(gpus)
+            for each in path_of(changed[job.spec.project], changed.get):
+                held[each.name, job.spec.node_pool] += gpus
+                fixed[each.name, job.spec.node_pool] += kept
+        for each in checked:
+            holds, new = f"project {each.name!r} holds", "new "
+            if each is not project:
+                holds, new = f"with project {project.name!r}, its department {each.name!r} would hold", ""
+            for pool in [pool for name, pool in held if name == each.name]:
+                quota, where = each.quota_in(pool), f" of node pool {pool}" if pool else ""
+                if (cores := as_number(fixed[each.name, pool])) > quota.guaranteed:
+                    raise ConflictError(
+                        f"{holds} {show_gpus(cores)}{where} in jobs that cannot be preempted, more than the "
+                        f"{new}guaranteed {quota.guaranteed}; delete some of them first"
+                    )
+                if quota.limit is not None and (in_use := as_number(held[each.name, pool])) > quota.limit:
+                    raise ConflictError(
+                        f"{holds} {show_gpus(in_use)}{where}, more than the {new}limit {quota.limit}; suspend or "
+                        "delete some of its jobs first"
+                    )
 
     def _delete_outdated(self) -> None:
         """Delete the jobs that ended too long ago, and look again after a while."""
