@@ -24,6 +24,7 @@ from ray.train.torch import TorchTrainer
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_workers, limit_workers
+from elastic_runtime.integrations.ray.controller import NAMESPACE
 from elastic_runtime.integrations.ray.datasets import shards_of
 from elastic_runtime.integrations.ray.leave import drain, is_empty
 from tests.polling import TIMEOUT_S, until
@@ -37,6 +38,7 @@ from tests.ray.train_loops import (
     drawn,
     fail,
     in_all_ways,
+    one_fails,
     over_stream,
     train,
 )
@@ -105,6 +107,12 @@ class Training:
         """The steps that a rank 0 has applied."""
         return [int(line) for line in (self.directory / "steps").read_text().split()]
 
+    def close(self) -> None:
+        """End it, whatever it does: other tests need its CPUs."""
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(self.name, NAMESPACE))
+        self._pool.shutdown()
+
 
 @functools.cache
 def trained_alone() -> dict[str, Any]:
@@ -117,18 +125,20 @@ def test_a_training_changes_size_and_loses_a_worker_and_nodes_and_ends_with_the_
     raylets: Any, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
-    training = Training(tmp_path, "changed", checkpoint_config=CheckpointConfig(num_to_keep=2), callbacks=[Seen(seen)])
-    training.wait_for(2)
-    shrinks_and_grows_in_place(training)
-    killed = until(lambda: training.pid(1), "rank 1")
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: training.pid(1) not in {0, killed}, "another rank 1")
-    leaves_a_node_that_drains(training, raylets)
-    raylets.remove_node(raylets.list_all_nodes()[-1], allow_graceful=False)  # and a node is lost
-    training.wait_for(1)
-    raylets.add_node(**NODE)
-    training.wait_for(2)
-    result = training.go()
+    with contextlib.closing(
+        Training(tmp_path, "changed", checkpoint_config=CheckpointConfig(num_to_keep=2), callbacks=[Seen(seen)])
+    ) as training:
+        training.wait_for(2)
+        shrinks_and_grows_in_place(training)
+        killed = until(lambda: training.pid(1), "rank 1")
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: training.pid(1) not in {0, killed}, "another rank 1")
+        leaves_a_node_that_drains(training, raylets)
+        raylets.remove_node(raylets.list_all_nodes()[-1], allow_graceful=False)  # and a node is lost
+        training.wait_for(1)
+        raylets.add_node(**NODE)
+        training.wait_for(2)
+        result = training.go()
 
     assert training.steps() == list(range(EPOCHS * STEPS_PER_EPOCH))
     assert result.return_value == trained_alone()
@@ -191,6 +201,18 @@ def test_an_error_of_the_loop_is_that_of_fit_and_the_next_attempt_resumes_and_re
     began = [line.partition("began at ")[2].partition("'")[0].partition("_")[0] for line in failures]
     assert began == ["None", "checkpoint"]
     assert f"row {list(range(20))} is broken" in failures[0]
+
+
+@pytest.mark.slow
+def test_after_one_workers_error_the_others_do_not_train_on_without_it(raylets: Any, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
+    with pytest.raises(WorkerGroupError) as failed:
+        fit_alone(one_fails, tmp_path, scaling_config=scaling, run={"callbacks": [Seen(seen)]})
+    assert list(failed.value.worker_failures) == [1]
+    *reports, failure = seen.read_text().splitlines()
+    assert {line.partition(" ")[2] for line in reports} == {"[0, 1] False"}
+    assert failure.startswith("failed {1: ValueError")
 
 
 @pytest.mark.slow

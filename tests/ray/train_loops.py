@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -216,6 +217,28 @@ def report_in_the_way_of(epoch: int, model: torch.nn.Module, directory: Path) ->
     if epoch == OUTSIDE + 1:
         ray.train.report({**metrics, "score": float("nan")})
     ray.train.report(metrics, **options)
+
+
+STABLE_S = 2.5
+"""A coordinator takes a worker whose connection breaks after this time for lost at once."""
+
+
+def one_fails(_config: dict[str, Any]) -> None:
+    """A loop for TorchTrainer that has an error on rank 1 only, while rank 0 would train on for ever."""
+    model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    numbers = torch.arange(16.0).reshape(-1, 1)
+    loader = ray.train.torch.prepare_data_loader(DataLoader(TensorDataset(numbers, numbers), batch_size=4))
+    fails = ray.train.get_context().get_world_rank() == 1
+    began = time.monotonic()
+    for epoch in itertools.count():
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        ray.train.report({"epoch": epoch, "rank": ray.train.get_context().get_world_rank()})
+        if fails and time.monotonic() - began > STABLE_S:
+            raise ValueError("rank 1 has an error")
 
 
 class Seen(UserCallback):  # type: ignore[misc]

@@ -272,15 +272,19 @@ class Group:
         except Exception as error:  # noqa: BLE001  (what cannot be sent to a worker: a callback, a config)
             self.fail(error)
         slot.ended = True
-        ray.kill(slot.actor)
         if outcome is not None:
             self._outcomes.append(outcome)
         if outcome is None or outcome.kind != FAILED:
+            ray.kill(slot.actor)
             self._note_end(slot, finished=outcome is not None and outcome.kind == FINISHED)
         self._changed.set()
 
     def _note_end(self, slot: Slot, *, finished: bool) -> None:
-        """Let the others continue without it. After an error of the loop they must not: the attempt has failed."""
+        """Let the others continue without it.
+
+        After an error of the loop they must not: the attempt has failed. Neither its end is reported, nor is its
+        process ended before all others are (`_stop`): its broken connections would be taken for a lost worker's.
+        """
         if slot.node and self._broken is None:
             self._send("gone", worker=slot.worker, finished=finished)
         self._on_end(slot.worker)
@@ -336,6 +340,8 @@ class Group:
                 ray.kill(slot.actor)
         if self._follows:
             await asyncio.wait(self._follows, timeout=END_S)
+        for slot in self._slots:
+            ray.kill(slot.actor)  # of those whose loop had an error; the others have ended
         remove_placement_group(self._gang)
 
 
