@@ -44,7 +44,11 @@ _SHOWS = (
     | {"set_description", "set_postfix", "set_postfix_str", "set_description_str"}
 )
 """Names of functions whose call as a statement is a log, a progress bar or a file."""
-_STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
+_STORES = {
+    **dict.fromkeys(("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAST_LOAD_FAST"), 1),
+    "STORE_FAST_STORE_FAST": 2,
+}
+"""Instructions that set variables, those of Python 3.13 two things at once; how many of the names are set."""
 
 
 class LoopVariables:
@@ -234,12 +238,19 @@ def _sets(statement: ast.stmt) -> bool:
 
 
 def _targets(code: CodeType) -> set[str]:
-    """Names that a `for` sets."""
+    """Names that a `for` sets. A comprehension in the function's own code, since Python 3.12, restores its names."""
     found: set[str] = set()
+    restored: set[str] = set()
     within = False
     for instruction in dis.get_instructions(code):
         name = instruction.opname
         within = name == "FOR_ITER" or (within and name.startswith(("STORE_", "UNPACK_", "SWAP", "EXTENDED_ARG")))
-        if within and name in _STORES:
-            found.add(instruction.argval)
+        if name == "LOAD_FAST_AND_CLEAR":
+            restored.add(instruction.argval)
+        elif name in _STORES:
+            given = [instruction.argval] if isinstance(instruction.argval, str) else instruction.argval
+            stored = set(given[: _STORES[name]])
+            found |= (stored - restored) if within else set()
+            restored -= set() if within else stored
+        within &= name != "STORE_FAST_LOAD_FAST"
     return found

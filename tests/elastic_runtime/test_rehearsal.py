@@ -18,6 +18,7 @@ import pytest
 import torch
 import torchmetrics
 
+from elastic_runtime.rehearsal import loop_variables
 from elastic_runtime.rehearsal.loop_variables import LoopVariables, variable_of
 from elastic_runtime.rehearsal.observer import SwitchedOff
 from elastic_runtime.rehearsal.orders import RehearsedOrders, lines, when_both_ask
@@ -253,6 +254,24 @@ def test_variables_that_a_loop_changes_are_found_and_its_targets_are_not() -> No
     own = {re.split(r"[.\[]", path)[0] for path in changed} & {"x", "total", "seen", "best", "number"}
     assert (own, kept) == ({"total", "seen", "best"}, ["best"])
     assert number == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "targets"),
+    [
+        ("for x in given: y = x", {"x"}),
+        ("for x, y in given: z = x", {"x", "y"}),
+        ("for i, (x, y) in given: z = i", {"i", "x", "y"}),
+        ("y = [x for x in given]", set()),
+        ("for x in given: y = [z for z in x]", {"x"}),
+        ("for x in [y for y in given]: z = [[y for y in z] for z in x]", {"x"}),
+        ("y = [x for x in given]\n    for x in y: z = [x for x in y]", {"x"}),
+    ],
+)
+def test_only_what_a_for_statement_sets_is_a_target(body: str, targets: set[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(f"def loop(given):\n    {body}", names)
+    assert loop_variables._targets(names["loop"].__code__) == targets
 
 
 class Meter:
