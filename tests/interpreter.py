@@ -13,6 +13,8 @@ import contextlib
 import ctypes
 import gc
 import io
+import linecache
+import multiprocessing
 import multiprocessing.process
 import os
 import runpy
@@ -57,6 +59,7 @@ def become(environment: dict[str, str], directory: str, path: list[str]) -> None
     process: Any = multiprocessing.process
     main_process = next(each for each in process.BaseProcess.__subclasses__() if each.__name__ == "_MainProcess")
     process._current_process, process._parent_process = main_process(), None
+    multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
@@ -101,6 +104,13 @@ def _execute(arguments: list[str], names: dict[str, Any]) -> int:
     elif first == "-c":
         sys.path.insert(0, "")
         sys.argv = ["-c", *rest[1:]]
+        if sys.version_info >= (3, 13):  # whose tracebacks show its lines
+            linecache.cache["<string>"] = (
+                len(rest[0]) + 1,
+                None,
+                [f"{line}\n" for line in rest[0].splitlines()],
+                "<string>",
+            )
         exec(compile(rest[0] + "\n", "<string>", "exec"), names)
     elif first.startswith("-"):
         sys.stderr.write(f"a forked interpreter has no option {first}\n")

@@ -18,7 +18,8 @@ def main() -> None:
         signal.signal(number, lambda received, _: connection.sendall(bytes([received])))
     request = {"environment": dict(os.environ), "directory": os.getcwd(), "arguments": sys.argv[2:]}  # noqa: PTH109
     raw = json.dumps(request).encode() + b"\n"
-    connection.sendall(raw[socket.send_fds(connection, [raw], [0, 1, 2]) :])
+    if rest := raw[socket.send_fds(connection, [raw], [0, 1, 2]) :]:  # a short script may have ended by now
+        connection.sendall(rest)
     code = int(connection.recv(16) or b"111")
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None

@@ -74,6 +74,7 @@ kept_too = Kept()
     "pickle": "class Mine: pass\nprint(pickle.loads(pickle.dumps(Mine())).__class__)",
     "dataclass": "@dataclasses.dataclass\nclass Point:\n    x: 'int' = 3\nprint(Point(), typing.get_type_hints(Point))",
     "process": "print(multiprocessing.current_process().name, multiprocessing.parent_process())",
+    "start method": "print(multiprocessing.get_start_method())",
     "thread": "print(threading.current_thread(), threading.active_count(), threading.main_thread().ident != 0)",
     "handlers": "print([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)])",
     "fork": """

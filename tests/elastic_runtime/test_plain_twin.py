@@ -18,10 +18,9 @@ from tests.elastic_runtime.plain_twin.parts import (
     LOOP,
     START,
 )
-from tests.elastic_runtime.plain_twin.twins import Draft, Interpreter, compare, draw
+from tests.elastic_runtime.plain_twin.twins import Draft, compare, draw
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 BOTH = frozenset(together.WORKERS)
@@ -74,22 +73,18 @@ TOGETHER = {
 }
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    with Interpreter() as running:
-        yield running
-
-
 @pytest.mark.parametrize("name", FOUND)
-def test_a_script_leaves_what_the_plain_one_leaves(name: str, interpreter: Interpreter, tmp_path: Path) -> None:
-    assert compare(interpreter, FOUND[name], tmp_path) == []
+def test_a_script_leaves_what_the_plain_one_leaves(name: str, forked_python: tuple[str, ...], tmp_path: Path) -> None:
+    assert compare(forked_python, FOUND[name], tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(effort(24, 2000)))
-def test_generated_scripts_leave_what_the_plain_ones_leave(seed: int, interpreter: Interpreter, tmp_path: Path) -> None:
+def test_generated_scripts_leave_what_the_plain_ones_leave(
+    seed: int, forked_python: tuple[str, ...], tmp_path: Path
+) -> None:
     draft = draw(seed)
-    assert compare(interpreter, draft, tmp_path) == [], draft
+    assert compare(forked_python, draft, tmp_path) == [], draft
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -1,4 +1,4 @@
-"""The end of a script: its process's state, written to a file, and a quick end of the interpreter."""
+"""The beginning of a script, and its end: its process's state, written to a file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module
 from torch.optim import optimizer
 
-from elastic_runtime.process import process_exit
+from elastic_runtime.loop import member
+from tests.elastic_runtime.zoo.generated.scripted import ScriptedCoordinator
 
-if TYPE_CHECKING:
-    from types import CodeType
+SCRIPTED = "http://127.0.0.1:9/"
+"""The address of a coordinator that gives its one worker the only generation there is; all else is real."""
 
 
 def _name(thing: Any) -> str:
@@ -64,7 +66,7 @@ def state() -> dict[str, Any]:
         ],
         "streams": [type(sys.stdout).__name__, type(sys.stderr).__name__],
         "python random": hash(random.getstate()),
-        "numpy random": _numpy(),
+        "numpy random": hash(str(np.random.get_state())),
         "torch": _torch(),
         "torch random": hash(tuple(torch.get_rng_state().tolist())),
         "torch hooks": {
@@ -77,11 +79,6 @@ def state() -> dict[str, Any]:
         "group": torch.distributed.is_initialized(),
         "models alive": sum(each() is not None for each in main.get("models", ())),
     }
-
-
-def _numpy() -> int:
-    numpy = sys.modules.get("numpy")
-    return hash(str(numpy.random.get_state())) if numpy is not None else 0
 
 
 def _files() -> list[str]:
@@ -113,7 +110,20 @@ def _torch() -> list[Any]:
     ]
 
 
-def leave_state() -> None:
+def begin() -> None:
+    """Begin as all do: the same random numbers, one thread of torch; `ScriptedCoordinator` at its address."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    if os.environ.get("ELASTIC_COORDINATOR") == SCRIPTED:
+        ScriptedCoordinator.directory, ScriptedCoordinator.first, ScriptedCoordinator.changes = Path.cwd(), ("w0",), ()
+        setattr(member, "Coordinator", ScriptedCoordinator)  # noqa: B010
+        setattr(member, "CoordinatorStore", ScriptedCoordinator.store)  # noqa: B010
+    _leave_state()
+
+
+def _leave_state() -> None:
     """Write the state as the last of the functions at this process's exit."""
     file, process = Path.cwd() / "state.json", os.getpid()
 
@@ -122,26 +132,3 @@ def leave_state() -> None:
             file.write_text(json.dumps(state(), indent=1))
 
     atexit.register(write)
-
-
-class End:
-    """What the interpreter drops first after `atexit`, when the exit code is known: the rest is seconds of CPU."""
-
-    def __init__(self, code: int) -> None:
-        self._code, self._end, self._flush = code, os._exit, process_exit._flush_files
-
-    def __del__(self) -> None:
-        if not isinstance(getattr(sys, "last_traceback", None), process_exit._Last):
-            self._flush()
-            self._end(self._code)
-
-
-def run_script(code: CodeType, names: dict[str, Any]) -> None:
-    """Run it; what it raises goes on."""
-    try:
-        exec(code, names)
-    except SystemExit as end:
-        if isinstance(end.code, int | None):
-            builtins.__dict__["_"] = End(end.code or 0)
-        raise
-    builtins.__dict__["_"] = End(0)

@@ -272,8 +272,8 @@ TEMPLATE = """
 import atexit, gc, logging, os, random, resource, signal, sys, threading, time, warnings, weakref
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from tests.elastic_runtime.plain_twin.left import leave_state
-leave_state()
+from tests.elastic_runtime.plain_twin.left import begin
+begin()
 ACTIONS, FAILING, NESTED, stop, models = {actions!r}, {failing!r}, [], False, []
 X = torch.arange(16.0).view(8, 2) / 16
 def at(place):

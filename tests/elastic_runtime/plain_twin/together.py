@@ -7,20 +7,18 @@ there.
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.membership import Limits
 from tests.elastic_runtime.plain_twin import parts
-from tests.elastic_runtime.plain_twin.twins import Draft, draw, left_in
+from tests.elastic_runtime.plain_twin.twins import Draft, draw, left_in, run, start
 from tests.polling import TIMEOUT_S
 from tests.standalone_coordinator import StandaloneCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from tests.elastic_runtime.plain_twin.twins import Left
 
@@ -77,15 +75,6 @@ class Cluster:
     def progress_reported(self, job_uid: str, worker: str, progress: object) -> None: ...
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None: ...
-
-
-def start(python: Sequence[str], source: str, directory: Path, more: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a script in a new folder."""
-    directory.mkdir(parents=True)
-    (directory / "script.py").write_text(source)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", **more}
-    with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
-        return subprocess.Popen([*python, "script.py"], cwd=directory, env=environment, stdout=out, stderr=err)
 
 
 def run_together(python: Sequence[str], pair: Pair, directory: Path) -> dict[str, Left]:
@@ -149,9 +138,7 @@ def compare(python: Sequence[str], pair: Pair, directory: Path) -> Iterator[tupl
     """Yield (worker, what, plain, elastic) of all that differs."""
     elastic = run_together(python, pair, directory / "elastic")
     for worker in WORKERS:
-        plain_at = directory / f"plain-{worker}"
-        process = start(python, plain_of(pair, worker).source(elastic=False), plain_at, {})
-        plain = left_in(plain_at, process.wait(TIMEOUT_S))
+        plain = run(python, plain_of(pair, worker).source(elastic=False), directory / f"plain-{worker}", {})
         for name in COMPARED - documented(pair, worker, plain, elastic[worker]):
             one, other = getattr(plain, name), getattr(elastic[worker], name)
             if one != other:

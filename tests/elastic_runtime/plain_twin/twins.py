@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
-import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tests.elastic_runtime.plain_twin import parts
+from tests.elastic_runtime.plain_twin.left import SCRIPTED
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
 SURROUNDINGS = ("alone", "checkpoint", "report", "worker", "exact")
 OUTPUTS = ("stdout", "stderr", "state.json")
@@ -54,6 +56,8 @@ def draw(seed: int) -> Draft:
     end = draws.choice(parts.PLACES), draws.choice(list(parts.ENDS))
     surroundings = draws.choice(SURROUNDINGS)
     mains = parts.WITH_ONE if surroundings in {"worker", "checkpoint"} else tuple(parts.MAINS)
+    if surroundings == "worker":  # refused
+        mains = tuple(main for main in mains if main != "in a thread")
     if end[1].startswith("SIGINT"):  # an interpreter whose wait for a thread is interrupted may not wait for its end
         mains = tuple(main for main in mains if main != "in a thread")
     return Draft(tuple(habits), end, draws.choice(mains), surroundings)
@@ -70,30 +74,21 @@ class Left:
     files: dict[str, str] = field(default_factory=dict)
 
 
-class Interpreter:
-    """The program that runs scripts one after the other."""
+def start(python: Sequence[str], source: str, directory: Path, more: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a script in a new folder."""
+    directory.mkdir(parents=True)
+    (directory / "script.py").write_text(source)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", **more}
+    with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
+        return subprocess.Popen([*python, "script.py"], cwd=directory, env=environment, stdout=out, stderr=err)
 
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.elastic_runtime.plain_twin.interpreter"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        )  # fmt: skip
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def run(self, source: str, directory: Path, environment: dict[str, str]) -> Left:
-        """Run a script in a new folder."""
-        directory.mkdir(parents=True)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = {"source": source, "directory": str(directory), "environment": environment}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        code = int(self._process.stdout.readline())
-        if code >= 0 and "os._exit" not in source:
-            assert (directory / "state.json").exists(), (directory / "stderr").read_text()
-        return left_in(directory, code)
+def run(python: Sequence[str], source: str, directory: Path, more: dict[str, str]) -> Left:
+    """Run a script in a new folder, and return what it leaves."""
+    code = start(python, source, directory, more).wait(TIMEOUT_S)
+    if code >= 0 and "os._exit" not in source:
+        assert (directory / "state.json").exists(), (directory / "stderr").read_text()
+    return left_in(directory, code)
 
 
 def left_in(directory: Path, code: int) -> Left:
@@ -105,27 +100,27 @@ def left_in(directory: Path, code: int) -> Left:
         if each.is_file() and each.name not in OUTPUTS and each.name not in OWN_FILES
     }
     text = json.dumps(json.loads(found.get("state.json", "{}"))).replace(str(directory), "FOLDER")
-    return Left(code, "\n".join(_lines(found["stdout"])), _lines(found["stderr"]), json.loads(text), files)
+    return Left(code, "\n".join(lines_of(found["stdout"])), lines_of(found["stderr"]), json.loads(text), files)
 
 
 OWN_FILES = {"report.jsonl", "store", "token", "error", "script.py"}
 OWN_LINES = (
+    "the training runs in a thread",
     "ELASTIC_CHECKPOINT_DIR is not set",
     "generation ",
     "nanobind:",
     " - ",
     "See https://nanobind",
 )  # a library of torch.compile
+OF_A_PLACE = r"(\[rank0\]: )*  |.*multi-threaded, use of fork\(\) may lead"
+"""Lines of a traceback, and Python's warning since 3.12: a worker of a job has threads of the library's."""
 
 
-def _lines(output: str) -> list[str]:
+def lines_of(output: str) -> list[str]:
     """Return the script's lines of an output: without places in the code, and without ours."""
     text = re.sub("0x[0-9a-f]+|Thread-[0-9]+", "...", output)
-    return [
-        line
-        for line in text.splitlines()
-        if not line.startswith("  ") and not re.sub("^(WARNING:|)elastic_runtime[: ]", "", line).startswith(OWN_LINES)
-    ]
+    lines = [re.sub("^(WARNING:|)elastic_runtime[: ]", "", line) for line in text.splitlines()]
+    return [line for line in lines if not re.match(OF_A_PLACE, line) and not line.startswith(OWN_LINES)]
 
 
 def environment_of(surroundings: str, directory: Path) -> dict[str, str]:
@@ -136,7 +131,7 @@ def environment_of(surroundings: str, directory: Path) -> dict[str, str]:
         return {"ELASTIC_REPORT_FILE": f"{directory}/report.jsonl"}
     if surroundings == "worker":
         return {
-            "JOB_NAME": "twin", "ELASTIC_WORKER_ID": "w0", "ELASTIC_COORDINATOR": "http://127.0.0.1:9/",
+            "JOB_NAME": "twin", "ELASTIC_WORKER_ID": "w0", "ELASTIC_COORDINATOR": SCRIPTED,
             "ELASTIC_ERROR_FILE": f"{directory}/error", "ELASTIC_STALL_S": "off", "ELASTIC_STOPPED_S": "off",
         }  # fmt: skip
     return {}
@@ -192,10 +187,10 @@ def differences(plain: Left, elastic: Left) -> Iterator[tuple[str, Any, Any]]:
                 yield name, value, other
 
 
-def compare(interpreter: Interpreter, draft: Draft, directory: Path) -> list[tuple[str, Any, Any]]:
+def compare(python: Sequence[str], draft: Draft, directory: Path) -> list[tuple[str, Any, Any]]:
     """Run both, and return the differences."""
-    plain = interpreter.run(draft.source(elastic=False), directory / "plain", {})
+    plain = run(python, draft.source(elastic=False), directory / "plain", {})
     environment = environment_of(draft.surroundings, directory / "elastic")
-    elastic = interpreter.run(draft.source(elastic=True), directory / "elastic", environment)
+    elastic = run(python, draft.source(elastic=True), directory / "elastic", environment)
     named = documented(draft, plain, elastic)
     return [row for row in differences(plain, elastic) if row[0] not in named]
