@@ -380,7 +380,7 @@ class Member:
         """Leave SIGTERM to the script, which has left its loop.
 
         With a coordinator it is a worker to its end: the default action would end one that saves what it has trained.
-        Only a handler of the script's own is put back, once the training has finished.
+        Only the script's own action is put back, once the training has finished.
         """
         if self._preemption and (self._coordinator is None or (finished and self._preemption.replaces_one)):
             self._preemption.end()

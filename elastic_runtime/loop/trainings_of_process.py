@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,11 +53,17 @@ def check_only_one(job: Job) -> None:
 def note_training(job: Job, directory: str, *, coordinated: bool) -> None:
     """Note that the job's loop begins. `directory`: of its checkpoints, or "".
 
-    UsageError for the second one of a cluster's process, and for one that would continue from the checkpoints of
-    another training of this process.
+    UsageError for the second one of a cluster's process, for one of it in a thread, and for one that would continue
+    from the checkpoints of another training of this process.
     """
     if coordinated:
         check_only_one(job)
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "the training runs in a thread, but SIGTERM and the end of a worker that leaves its job are events of "
+                "the main thread: the rest of the script would run as if the training had finished; call it in the "
+                "main thread, and the rest of the script in a thread"
+            )
         _trained[:] = [job]
     elif directory and _directories.setdefault(str(Path(directory).resolve()), weakref.ref(job))() is not job:
         raise UsageError(

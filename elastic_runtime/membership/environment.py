@@ -67,6 +67,11 @@ class Environment:
         )
         if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
             raise SettingsError("ELASTIC_COORDINATOR is set, but ELASTIC_WORKER_ID is not; set both, or neither")
+        if environment.coordinator and (processes := given.get("LOCAL_WORLD_SIZE", "1")) != "1":
+            raise SettingsError(
+                f"torchrun has started {processes} processes, but a worker of the cluster is one; write: python FILE, "
+                f"or torchrun --nproc-per-node=1 FILE, and submit a job of {processes} workers"
+            )
         environment._check_reachable()
         return environment
 

@@ -111,7 +111,7 @@ class CoordinatorStore(Store):
                 raise dist.DistStoreError(f"the coordinator's store is away: {error}") from error
 
     def _exchange(self, operation: str, asked: str) -> Any:
-        connection, path = self._connected()
+        connection, path = self._connected().given
         headers = {"Authorization": f"Bearer {self._environment.token()}", "Content-Type": "application/json"}
         connection.request("POST", f"{path}/store/{self._generation}/{operation}", asked, headers)
         response = connection.getresponse()
@@ -120,12 +120,22 @@ class CoordinatorStore(Store):
             raise dist.DistStoreError(f"{operation} in generation {self._generation}: {response.status} {body[:300]!r}")
         return json.loads(body)
 
-    def _connected(self) -> tuple[http.client.HTTPConnection, str]:
-        stored: tuple[http.client.HTTPConnection, str] | None = getattr(self._local, "connection", None)
+    def _connected(self) -> _OfThread:
+        stored: _OfThread | None = getattr(self._local, "connection", None)
         if stored is None:
-            stored = self._local.connection = self._environment.connect(_CONNECTION_TIMEOUT_S)
-            background.interrupted_by(partial(_shut_down, stored[0]))
+            stored = self._local.connection = _OfThread(*self._environment.connect(_CONNECTION_TIMEOUT_S))
+            background.interrupted_by(partial(_shut_down, stored.given[0]))
         return stored
+
+
+class _OfThread:
+    """A thread's connection and the path there; closed when the thread ends."""
+
+    def __init__(self, connection: http.client.HTTPConnection, path: str) -> None:
+        self.given = connection, path
+
+    def __del__(self) -> None:
+        self.given[0].close()
 
 
 def _shut_down(connection: http.client.HTTPConnection) -> None:

@@ -7,6 +7,8 @@ summed, the training's state is that of the step's beginning, whatever the loop'
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -24,6 +26,8 @@ SAVE_AFTER_S = 1.0
 _POLL_S = 0.02
 
 TERMINATED = 128 + signal.SIGTERM
+
+_log = logging.getLogger("elastic_runtime")
 
 
 class StableState:
@@ -62,15 +66,23 @@ class Preemption:
         self._on_preempted = on_preempted
         self._process = 0
         self._save: Callable[[], bool] | None = None
-        self._active = False
+        self._active = self._warned = False
         self.requested = threading.Event()
         self.leaving = threading.Event()
         self._before: Handler = None
         self._handler: Handler = None
 
     def begin(self) -> None:
-        """Handle SIGTERM from now on."""
-        if threading.current_thread() is not threading.main_thread() or self._active:
+        """Handle SIGTERM from now on; a thread cannot, and warns."""
+        if threading.current_thread() is not threading.main_thread():
+            if not self._active and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "the training runs in a thread, where SIGTERM is not handled: it ends the process, and what was "
+                    "trained since the newest checkpoint is lost; call it in the main thread"
+                )
+            return
+        if self._active:
             return
         self._process, self._active = os.getpid(), True
         # A handler of its own each time: one that the script has set since the last may call that one.
@@ -80,8 +92,8 @@ class Preemption:
 
     @property
     def replaces_one(self) -> bool:
-        """Whether the script handled SIGTERM by itself before."""
-        return callable(self._before)
+        """Whether SIGTERM is the script's after the training: it handled it before, or ends a pool's process by it."""
+        return callable(self._before) or multiprocessing.parent_process() is not None
 
     def save_by(self, save: Callable[[], bool]) -> None:
         """Set the function that saves from another thread; it returns False if it cannot save now."""
