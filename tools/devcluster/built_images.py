@@ -2,7 +2,7 @@
 
 `buildah` builds them. What they start FROM is made here of Debian's packages under the name that the Dockerfiles give:
 a Debian with its Python, in place of Docker's image of that name, which a test's machine cannot pull. All is kept in a
-cache outside the tree; the base is made once, in a minute, the images themselves when the sources have changed.
+cache outside the tree; the base is made once, in half a minute, the images themselves when the sources have changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.version import __version__
 from tools.devcluster.binaries import UnavailableError, cache_root
+from tools.release import debian
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 REPOSITORY: Final = Path(__file__).parents[2]
-PACKAGES: Final = "buildah debootstrap"
-RELEASE: Final = "bookworm"
+PACKAGES: Final = "buildah mmdebstrap"
 _SOURCES: Final = (
     "pyproject.toml",
     "README.md",
@@ -75,7 +75,7 @@ def provide(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 def _digest(name: str) -> str:
     """Return a digest of everything in the image."""
-    found = hashlib.sha256(f"{RELEASE} {base_name()}".encode())
+    found = hashlib.sha256(f"{debian.RELEASE} {base_name()}".encode())
     for path in _files() if name != "base" else ():
         found.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
@@ -132,21 +132,13 @@ class _Store:
         with tempfile.TemporaryDirectory() as made:
             system = Path(made) / "system"
             packages = "python3,python3-venv,ca-certificates"
-            _run("debootstrap", "--variant=minbase", f"--include={packages}", RELEASE, str(system), _mirror())
+            options = ("--quiet", "--variant=minbase", f"--include={packages}")
+            _run("mmdebstrap", *options, debian.RELEASE, str(system), *debian.host_sources())
             (system / "usr" / "bin" / "python").symlink_to("python3")
             container = self.run("from", "scratch").strip()
             self.run("add", "--quiet", container, str(system), "/")
             self.run("config", f"--env={_SEARCHED}", container)
             self.run("commit", "--quiet", "--rm", container, base_name())
-
-
-def _mirror() -> str:
-    """Where this machine's own packages come from."""
-    listed = _run("apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)").splitlines()
-    found = [line.split()[0] for line in listed if line.endswith(f" {RELEASE}")]
-    if not found:
-        raise UnavailableError(f"apt has no source of Debian {RELEASE}, of which the images' base is made")
-    return found[0]
 
 
 def _run(*command: str) -> str:

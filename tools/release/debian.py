@@ -4,8 +4,8 @@
 architecture needs no emulator, and nothing of this machine (its mirror, its certificates, its logs) can enter. What the
 scripts would have made and our programs need is made here: users, the bundle of certificates.
 
-Rejected: a whole Debian by debootstrap, as the tests' images have it. It runs scripts, and brings a package manager, a
-shell and perl into images that start one Python program.
+Rejected: a whole Debian, as the tests' images have it. It runs scripts, and brings a package manager, a shell and perl
+into images that start one Python program.
 """
 
 from __future__ import annotations
