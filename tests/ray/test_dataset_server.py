@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,6 +39,11 @@ def held(epoch: Epoch) -> int:
 @pytest.fixture(autouse=True)
 def _blocks_are_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", lambda reference: reference)
+
+
+def test_the_actor_of_datasets_starts_without_torch() -> None:
+    code = "import elastic_runtime.integrations.ray.dataset_server, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_epoch_holds_the_blocks_of_two_steps_however_long_it_is() -> None:

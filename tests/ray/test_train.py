@@ -35,13 +35,13 @@ from tests.ray.train_loops import (
     STEPS_PER_EPOCH,
     STREAM_EPOCHS,
     Seen,
-    drawn,
     fail,
     in_all_ways,
     one_fails,
     over_stream,
     train,
 )
+from tests.ray.transformations import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy
 import ray.train
 import ray.train.torch
 import torch
@@ -108,11 +107,6 @@ def fail(_config: dict[str, Any]) -> None:
 
 
 ROWS, STREAM_EPOCHS = 320, 4
-
-
-def drawn(batch: dict[str, Any]) -> dict[str, Any]:
-    """A transformation with a random part, which is another one each time that it is computed."""
-    return {**batch, "drawn": numpy.random.default_rng().random(len(batch["x"]))}
 
 
 def note_process(file: Path) -> None:

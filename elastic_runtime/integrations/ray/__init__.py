@@ -14,6 +14,18 @@ Belongs here: the actors of a training, and what they have of Ray Train. Does no
 `elastic_runtime.membership` and the coordinator, a program of `kfp_gpuquota`.
 """
 
-from elastic_runtime.integrations.ray.trainer import ElasticTorchTrainer, current_workers, limit_workers
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_runtime.integrations.ray.trainer import ElasticTorchTrainer, current_workers, limit_workers
 
 __all__ = ["ElasticTorchTrainer", "current_workers", "limit_workers"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the trainer, and with it torch, when it is used: the actor of the datasets starts without them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from elastic_runtime.integrations.ray import trainer  # noqa: PLC0415
+
+    return getattr(trainer, name)

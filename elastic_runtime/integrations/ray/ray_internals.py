@@ -37,7 +37,6 @@ try:
     from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
     from ray.train.v2._internal.execution.training_report import _TrainingReport as TrainingReport
     from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
-    from ray.train.v2.torch import train_loop_utils
 except ImportError as error:
     raise ImportError(
         f"ElasticTorchTrainer is tested with Ray {TESTED}, and Ray {ray.__version__} is installed, which lacks what it "
@@ -69,7 +68,6 @@ __all__ = [
     "result_of",
     "set_train_context",
     "set_train_fn_utils",
-    "train_loop_utils",
     "training_function",
 ]
 

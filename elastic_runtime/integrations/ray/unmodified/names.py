@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.integrations.ray.ray_internals import train_loop_utils
 from elastic_runtime.integrations.ray.unmodified.driver import SEE, LoopDriver, refuse_accumulation
 from elastic_runtime.integrations.ray.unmodified.libraries import adapt_libraries
 from elastic_runtime.integrations.ray.unmodified.loaders import (
@@ -46,8 +45,8 @@ def replace_names(of: LoopDriver) -> None:
     _drivers.append(of)
     if not first:
         return
-    train_loop_utils.prepare_model.__code__ = _prepare_model.__code__
-    train_loop_utils.prepare_data_loader.__code__ = _prepare_data_loader.__code__
+    ray.train.torch.prepare_model.__code__ = _prepare_model.__code__
+    ray.train.torch.prepare_data_loader.__code__ = _prepare_data_loader.__code__
     _replace_parallel(torch.nn.parallel.DistributedDataParallel)
     torch.Tensor.backward = _backward_of(torch.Tensor.backward)  # type: ignore[method-assign]
     DataLoader.__iter__ = _iter_of(DataLoader.__iter__)  # type: ignore[method-assign]
