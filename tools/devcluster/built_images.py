@@ -57,7 +57,7 @@ def base_name() -> str:
 def provide(name: str, environment: Mapping[str, str] = os.environ) -> Path:
     """The archive (for `ctr images import`) of images/NAME, or of what they start from ("base").
 
-    Raises UnavailableError where this machine cannot build it.
+    Raises UnavailableError where this machine cannot build it, BuildError where apt's sources cannot be read.
     """
     if lack := missing():
         raise UnavailableError(lack)
