@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 JOB = "job"
-VARYING = r"(?m)[0-9]+\.[0-9]+s$|^[EW][0-9]{4} .*?\] |pid: [0-9]+|[0-9]{4}-[0-9]{2}-[0-9]{2}\S+"
-"""Times and process ids."""
+VARYING = r"(?m)^\[rank0\]: |[0-9]+\.[0-9]+s$|^[EW][0-9]{4} .*?\] |pid: [0-9]+|[0-9]{4}-[0-9]{2}-[0-9]{2}\S+"
+"""Times, process ids, and the prefix of torch's own hook."""
 
 TRAIN = """
 import os, sys
