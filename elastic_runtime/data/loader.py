@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.data.changed_datasets import ChangedDatasets
 from elastic_runtime.data.dataloader import Batches, like
-from elastic_runtime.data.sample_checksums import sample_checksum
+from elastic_runtime.data.sample_checksums import draw_at_random, sample_checksum
 from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source, has_own_batches
 from elastic_runtime.errors import UsageError
 from elastic_runtime.plan.order import mix_seed, order_checksum
@@ -174,6 +174,10 @@ class ElasticLoader:
         """Return a number that differs if the dataset has other samples; 0 if that cannot be determined."""
         return 0
 
+    def processes_may_draw(self) -> bool:
+        """Return whether samples may depend on random numbers of the loader's processes."""
+        return self._inner.num_workers > 0
+
     def has_more(self, position: Position) -> bool:
         """Return whether the epoch has another step, as far as this worker has read."""
         raise NotImplementedError
@@ -235,15 +239,20 @@ class IndexedLoader(ElasticLoader):
 
     def sample_checksum(self) -> int:
         """Return a checksum of a few samples, read as the loop reads them: in a loader process if there are some."""
+        own = int.from_bytes(os.urandom(6))
+        return sample_checksum(self._read, len(self._source.epoch(0)), mix_seed(self._seed, 2), own)
 
-        def read(places: list[int], seed: int) -> Any:
-            indices = [order[place] for place in places]
-            self._generator.manual_seed(seed)
-            self._batches.of_span = iter([SeededIndices(indices, seed) if self._seeded else indices])
-            return next(iter(self._inner))
+    def processes_may_draw(self) -> bool:
+        """Return whether samples depend on random numbers of the loader's processes, as far as a few reads show."""
+        return super().processes_may_draw() and draw_at_random(self._read, len(self._source.epoch(0)))
 
-        order, own = self._source.epoch(0), int.from_bytes(os.urandom(6))
-        return sample_checksum(read, len(order), mix_seed(self._seed, 2), own)
+    def _read(self, places: list[int], seed: int) -> Any:
+        """Return the batch of these places of the first epoch, drawn with a seed."""
+        order = self._source.epoch(0)
+        indices = [order[place] for place in places]
+        self._generator.manual_seed(seed)
+        self._batches.of_span = iter([SeededIndices(indices, seed) if self._seeded else indices])
+        return next(iter(self._inner))
 
     def has_more(self, position: Position) -> bool:
         """Return whether the epoch has another step."""

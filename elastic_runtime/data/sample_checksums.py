@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SAMPLES = 3
+DRAWN, DRAWS = 16, 4
+"""Samples that are read this often: an augmentation of one sample in ten is missed once in a thousand times."""
 
 
 def sample_checksum(read: Callable[[list[int], int], Any], length: int, seed: int, own: int) -> int:
@@ -42,6 +44,27 @@ def sample_checksum(read: Callable[[list[int], int], Any], length: int, seed: in
     finally:
         streams.restore()
     return found[1] + 1 if found[1] == found[2] else 0
+
+
+def draw_at_random(read: Callable[[list[int], int], Any], length: int) -> bool:
+    """Return whether samples depend on the seed that they are read with; True if they cannot be read out of turn."""
+    count = min(length, DRAWN)
+    indices = [length * part // count for part in range(count)]
+    try:
+        first, *others = [_plain(read(indices, seed)) for seed in range(DRAWS)]
+        return any(each != first for each in others)
+    except Exception:  # noqa: BLE001  (a dataset that cannot be read out of turn, or samples without a content)
+        return True
+
+
+def _plain(value: Any) -> Any:
+    """Return what is equal if the content of a sample is; an object without one never is."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().reshape(-1).contiguous()
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return [(str(key), _plain(part)) for key, part in value.items()]
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def texts_of(value: Any) -> Iterator[str]:

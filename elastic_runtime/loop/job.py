@@ -200,25 +200,25 @@ class Job(JobCollectives):
         prepared.guard(session, partial(self._at_lr, batch) if batch.bounds else None)
         prepared.watch(session, whole, sharded=shard is not None)
         if self._member.rehearsed:
-            self._rehearse(session, state, models, loaders[0].num_workers)
+            self._rehearse(session, state, models)
         self._session, self._state = session, state
         note_session(session)
         several = isinstance(loader, list | tuple)
         found = (model, optimizer, [session.loader, *session.loader.seconds] if several else session.loader)
         return found if scheduler is None else (*found, scheduler)
 
-    def _rehearse(self, session: Session, state: TrainingState, models: list[Any], processes: int) -> None:
-        """Attach the rehearsal's observer. `processes`: of the loader."""
+    def _rehearse(self, session: Session, state: TrainingState, models: list[Any]) -> None:
+        """Attach the rehearsal's observer."""
         from elastic_runtime.rehearsal.observer import Observer  # noqa: PLC0415  (nothing else needs it)
 
-        orders, sharding = self._member.rehearsed, self._member.sharding
+        orders, sharding, draws = self._member.rehearsed, self._member.sharding, session.loader.processes_may_draw
         assert orders is not None
         if sharding is None:
-            session.observe(Observer(orders, state, lambda: self.world_size, models, processes))
+            session.observe(Observer(orders, state, lambda: self.world_size, models, draws))
             return
         from elastic_runtime.rehearsal.sharded_observer import ShardedObserver  # noqa: PLC0415  (imports FSDP)
 
-        session.observe(ShardedObserver(orders, state, lambda: self.world_size, models, processes, sharding))
+        session.observe(ShardedObserver(orders, state, lambda: self.world_size, models, draws, sharding))
 
     def track(self, **objects: Stateful) -> None:
         """Carry more objects with a `state_dict` along (averaged weights, counters): to joiners, in checkpoints.

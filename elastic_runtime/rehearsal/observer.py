@@ -164,7 +164,9 @@ _COARSE = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Observer:
-    """One worker. `workers`: how many train now. `models`: as given to `prepare`. `processes`: of its loader."""
+    """One worker. `workers`: how many train now. `models`: as given to `prepare`. `draws`: whether its
+    loader's processes may draw random numbers.
+    """
 
     def __init__(
         self,
@@ -172,14 +174,15 @@ class Observer:
         state: TrainingState,
         workers: Callable[[], int],
         models: Sequence[torch.nn.Module],
-        processes: int,
+        draws: Callable[[], bool],
     ) -> None:
         self._orders, self._state, self._workers, self._models = orders, state, workers, list(models)
-        self._records, self._processes = orders.records, processes
+        self._records, self._draws = orders.records, draws
         joins = orders.worker == SECOND
         self._joined = JOINED if joins else 0  # the step that this worker begins with, counted from the first one
         self._attempts = {JOINED: 1} if joins else {}  # by step: how often it was computed, by anyone
         self._offset: int | None = None
+        self._processes_draw: bool | None = None
         self._between = -1  # the step before which the state was recorded last
         self._streams: list[Any] = []
         self._buffers: dict[str, torch.Tensor] = {}  # as the attempt begins
@@ -199,6 +202,8 @@ class Observer:
     def started(self) -> None:
         """The training starts."""
         self._variables.start()
+        if self._processes_draw is None:
+            self._processes_draw = self._draws()
 
     def entered(self) -> None:
         """The loader's loop begins."""
@@ -237,7 +242,7 @@ class Observer:
             attempt=attempt,
             workers=workers,
             fingerprints=self._gradients(),
-            random=self._processes > 0 or streams() != self._streams,
+            random=bool(self._processes_draw) or streams() != self._streams,
             normalised=self._normalised(),
             switched_off=self._switched.off,
             resolution=self._resolution(),

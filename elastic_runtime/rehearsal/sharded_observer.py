@@ -43,10 +43,10 @@ class ShardedObserver(Observer):
         state: TrainingState,
         workers: Callable[[], int],
         models: Sequence[torch.nn.Module],
-        processes: int,
+        draws: Callable[[], bool],
         sharding: Sharding,
     ) -> None:
-        super().__init__(orders, state, workers, models, processes)
+        super().__init__(orders, state, workers, models, draws)
         self._sharding = sharding
         self._last = -1  # the step that began last, which may be repeated
         directory = orders.directory / "checkpoints"

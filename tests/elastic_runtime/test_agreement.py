@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
-from elastic_runtime.data.sample_checksums import sample_checksum
+from elastic_runtime.data.sample_checksums import draw_at_random, sample_checksum
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import CollectiveError, ModelMismatchError, UsageError
 from elastic_runtime.plan.batches import MicroBatch
@@ -303,6 +303,38 @@ def test_a_loader_is_compared_by_its_samples() -> None:
 
     assert checksum(list(range(20))) == checksum(list(range(20))) > 0
     assert checksum(list(range(20))) != checksum(list(range(20))[::-1])
+
+
+class Flipped(Dataset[Any]):
+    """Samples of which a part is drawn again each time they are read."""
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        flips = float(torch.rand(1)) < self.part
+        return {"x": torch.tensor([-1.0, 1.0] if flips else [1.0, -1.0]) * index, "name": f"sample {index}"}
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 1.0])
+def test_random_numbers_of_loader_processes_are_found(part: float) -> None:
+    job = elastic_runtime.init(global_batch_size=4)
+    model = nn.Linear(2, 1)
+    loader: Any = DataLoader(Flipped(part), batch_size=4, num_workers=2)
+    _, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    assert loader.processes_may_draw() == (part == 0.1)
+
+
+def test_samples_that_cannot_be_compared_may_be_drawn_at_random() -> None:
+    def fails(*_: object) -> None:
+        raise LookupError
+
+    assert draw_at_random(fails, 9)
+    assert draw_at_random(lambda *_: object(), 9)
+    assert not draw_at_random(lambda places, _: [torch.tensor([True]), {"places": tuple(places)}], 9)
 
 
 # A joiner takes over

@@ -111,6 +111,55 @@ def test_a_language_model_with_dropout_and_masked_tokens_is_rehearsed_as_a_comma
     assert "trained to its end" not in done.stdout
 
 
+WITH_PROCESSES = """
+import sys, torch
+from torch.utils.data import DataLoader, Dataset
+import elastic_runtime
+
+class Points(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x * (1 - 2 * torch.randint(0, 2, (1,))) if "flipped" in sys.argv else x, x.sum(0, keepdim=True)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Points(), batch_size=8, num_workers=2, multiprocessing_context=sys.argv[1])
+    job = elastic_runtime.init()
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    for epoch in job.epochs(3):
+        for x, y in loader:
+            weight = 1.0 + 3.0 * (y > 0) if "weighted" in sys.argv else torch.ones_like(y)
+            job.backward((weight * (model(x) - y) ** 2).sum() / weight.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "found"),
+    [
+        (("fork", "weighted"), 1, "1. the gradients of step 3 depend on the number of workers"),
+        (("spawn", "plain"), 0, "of their norm at most"),
+        (("fork", "flipped"), 0, "random numbers are drawn"),
+    ],
+)
+def test_sizes_are_compared_unless_a_loaders_processes_draw_random_numbers(
+    words: tuple[str, ...], code: int, found: str, forked_python: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(WITH_PROCESSES)
+    environment = {**os.environ, "ELASTIC_REHEARSE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*forked_python, "train.py", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert found in done.stdout
+
+
 def test_nothing_stays_of_a_rehearsal_though_a_thread_still_writes_to_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
