@@ -111,7 +111,7 @@ class Late(logging.StreamHandler):
 logging.getLogger().addHandler(Late())
 """,
     "handled": "try: 1 / 0\nexcept ZeroDivisionError: pass",
-    "trace": "traceback.print_stack()",
+    "trace": "traceback.print_stack(limit=1)",
     "int handler": "signal.signal(signal.SIGINT, lambda *_: print('int'))",
     "term handler": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))",
 }
@@ -159,7 +159,7 @@ def last():
 
 VARYING = "|".join(
     [
-        r"(?<=0x)[0-9a-f]+",
+        r"(?<=0x)[0-9a-f]+|(?<=started )[0-9]+",
         r"(?<=line repeated )[0-9]+",
         r"(?<=refcount : )[0-9]+",
         r"Traceback.*\n.*\n.*Py_Exit.*\n",
