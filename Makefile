@@ -20,7 +20,7 @@ IMAGES ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
 SOAKED := restarts group_liveness placement_oracle hostile_objects crds device_parts rough_days two_versions devcluster
 SOAKED_TESTS := dsl/test_examples elastic_runtime/test_bench_workers elastic_runtime/test_rehearsal elastic_runtime/test_sharded_zoo \
-  ray/test_node_cut_off security/test_training_under_attack
+  elastic_runtime/test_ways_of_start ray/test_node_cut_off security/test_training_under_attack
 OLDEST_TESTS := api cli cluster server web security/test_state_file.py
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings

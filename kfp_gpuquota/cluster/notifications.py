@@ -226,6 +226,7 @@ class _Sender:
         """Send one message, again after each failure that may pass, until that time of the loop's clock."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._limits.first_pause_s, self._limits.longest_pause_s, jitter=self._jitter)
+        tried_again = False
         while True:
             problem, final = await receiver.attempt(session, one, self._limits.attempt_s)
             if not problem:
@@ -234,6 +235,10 @@ class _Sender:
             if final or loop.time() + pause_s > until:
                 self._drop(problem)
                 return
+            log.log(
+                logging.DEBUG if tried_again else logging.WARNING, "receiver %s: %s; trying again", self._name, problem
+            )
+            tried_again = True
             await asyncio.sleep(pause_s)
             if (current := self._current()) is None:
                 return

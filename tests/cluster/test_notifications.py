@@ -218,6 +218,8 @@ async def test_a_receiver_that_fails_or_hangs_gets_the_message_again_and_delays_
         of = "of project team-a failed: it ended with exit code 1"
         assert await slow.texts(2) == [f"Job a {of}", f"Job b {of}"]
         assert await bad.texts(4) == [f"Job a {of}"] * 3 + [f"Job b {of}"]
+    why = "it did not answer in time" if trouble is _hangs else "it answered 503"
+    assert f"receiver bad: {why}; trying again" in caplog.text
     assert SECRET not in caplog.text
 
 

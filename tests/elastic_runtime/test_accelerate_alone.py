@@ -236,12 +236,12 @@ def test_steps_in_place_of_both_loops() -> None:
 
 def test_evaluation_sees_each_sample_once() -> None:
     accelerator = ElasticAccelerator(cpu=True)
-    model, optimizer, _ = build(Plan())
+    model, optimizer, scheduler = build(Plan())
     model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, loader(), loader(21))
     for _epoch in accelerator.epochs(1):
         assert evaluate(accelerator, model, held_out) == list(range(21))
         assert accelerator.repeat(lambda: evaluate(accelerator, model, held_out)) == list(range(21))
-        iterate(accelerator, model, optimizer, build(Plan())[2], batches)
+        iterate(accelerator, model, optimizer, scheduler, batches)
     assert accelerator.repeat(lambda: evaluate(accelerator, model, held_out)) == list(range(21))
     assert len(held_out) == 3
     assert len(held_out.dataset) == 21

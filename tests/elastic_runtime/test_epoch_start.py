@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")]  # it is the first thing here
+
 
 class Worker:
     """A worker's objects."""

@@ -122,8 +122,10 @@ def test_what_cannot_be_elastic_is_refused_by_name(
         trainers.fitted(kind(), ElasticStrategy(), **arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.*val_dataloader")
 def test_a_checkpoint_of_lightnings_is_refused() -> None:
-    trainer = lightning.Trainer(strategy=ElasticStrategy(), accelerator="cpu", logger=False, enable_checkpointing=False)
+    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(strategy=ElasticStrategy(), max_epochs=1, **quiet)
     with pytest.raises(SettingsError, match="ckpt_path"):
         trainer.fit(trainers.Classifier(), DataLoader(Samples(vector), batch_size=12), ckpt_path="last.ckpt")
 

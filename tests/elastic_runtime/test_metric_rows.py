@@ -70,6 +70,6 @@ def test_a_training_logs_each_of_its_steps() -> None:
             loss = cross_entropy(model(x), y)
             job.backward(loss)
             optimizer.step()
-            job.report(loss=float(loss))
+            job.report(loss=loss.item())
             optimizer.zero_grad()
     assert logged == list(range(8))

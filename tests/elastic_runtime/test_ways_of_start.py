@@ -19,6 +19,7 @@ import torch
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.membership.environment import Environment
 from elastic_runtime.process.preemption import Preemption
+from tests.effort import soaked
 from tests.elastic_runtime.plain_twin.together import LIMITS, Cluster
 from tests.elastic_runtime.plain_twin.twins import lines_of
 from tests.polling import TIMEOUT_S, until
@@ -205,7 +206,7 @@ def test_a_script_leaves_what_the_plain_one_leaves(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["returns", "error", "exit"])
+@pytest.mark.parametrize("end", [pytest.param("returns", marks=soaked), "error", pytest.param("exit", marks=soaked)])
 @pytest.mark.parametrize("way", REAL)
 def test_an_interpreter_of_its_own_leaves_what_the_plain_one_leaves(way: str, end: str, tmp_path: Path) -> None:
     compare((sys.executable,), REAL[way], end, tmp_path)

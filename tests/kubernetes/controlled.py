@@ -119,8 +119,9 @@ class Controlled:
     # What a test makes
 
     def add_nodes(self, count: int, gpus: int = 8) -> list[str]:
-        """Fake nodes of this test's own."""
+        """Fake nodes of this test's own: a pod of an earlier one that is still being deleted is on none of them."""
         taken = [n["metadata"]["name"] for n in self.cluster.api.items("/api/v1/nodes")]
+        taken += [pod["spec"].get("nodeName", "") for pod in self.cluster.api.items("/api/v1/pods")]
         first = max((int(n.removeprefix("fake-")) + 1 for n in taken if n.startswith("fake-")), default=0)
         fake_nodes.add(self.cluster.api, count, gpus, first)
         made = [f"fake-{n}" for n in range(first, first + count)]
