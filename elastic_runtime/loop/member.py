@@ -380,9 +380,12 @@ class Member:
         """Leave SIGTERM to the script, which has left its loop.
 
         With a coordinator it is a worker to its end: the default action would end one that saves what it has trained.
-        Only the script's own action is put back, once the training has finished.
+        Only the script's own action is put back, once the training has finished, and in a pool's process at once.
         """
-        if self._preemption and (self._coordinator is None or (finished and self._preemption.replaces_one)):
+        if self._preemption is None:
+            return
+        own = self._preemption.ends_with_parent or (finished and self._preemption.replaces_one)
+        if self._coordinator is None or own:
             self._preemption.end()
 
     def leave_if_preempted(self, state: TrainingState) -> None:

@@ -95,6 +95,11 @@ class Preemption:
         """Whether SIGTERM is the script's after the training: it handled it before, or ends a pool's process by it."""
         return callable(self._before) or multiprocessing.parent_process() is not None
 
+    @property
+    def ends_with_parent(self) -> bool:
+        """Whether SIGTERM ends this process whatever becomes of its training: a pool ends its processes by it."""
+        return bool(multiprocessing.current_process().daemon)
+
     def save_by(self, save: Callable[[], bool]) -> None:
         """Set the function that saves from another thread; it returns False if it cannot save now."""
         self._save = save

@@ -47,6 +47,10 @@ def start_chromium() -> webdriver.Chrome:
     return webdriver.Chrome(options=options, service=Service(driver))
 
 
+REPLACED = "does not belong to the document"
+"""What the driver says of an element whose page was replaced while it looked."""
+
+
 class Browser:
     """One window on a cluster's page."""
 
@@ -74,6 +78,10 @@ class Browser:
             return self.element(selector).text
         except (NoSuchElementException, StaleElementReferenceException):  # replaced in this very moment
             return ""
+        except WebDriverException as error:
+            if REPLACED in str(error):
+                return ""
+            raise
 
     def element(self, selector: str) -> WebElement:
         """The first element of a CSS selector."""
