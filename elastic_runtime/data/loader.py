@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -239,16 +240,18 @@ class IndexedLoader(ElasticLoader):
 
     def sample_checksum(self) -> int:
         """Return a checksum of a few samples, read as the loop reads them: in a loader process if there are some."""
-        own = int.from_bytes(os.urandom(6))
-        return sample_checksum(self._read, len(self._source.epoch(0)), mix_seed(self._seed, 2), own)
+        order, own = self._source.epoch(0), int.from_bytes(os.urandom(6))
+        return sample_checksum(partial(self._read, order), len(order), mix_seed(self._seed, 2), own)
 
     def processes_may_draw(self) -> bool:
         """Return whether samples depend on random numbers of the loader's processes, as far as a few reads show."""
-        return super().processes_may_draw() and draw_at_random(self._read, len(self._source.epoch(0)))
-
-    def _read(self, places: list[int], seed: int) -> Any:
-        """Return the batch of these places of the first epoch, drawn with a seed."""
+        if not super().processes_may_draw():
+            return False
         order = self._source.epoch(0)
+        return draw_at_random(partial(self._read, order), len(order))
+
+    def _read(self, order: Sequence[int], places: list[int], seed: int) -> Any:
+        """Return the batch of these places of an order, drawn with a seed."""
         indices = [order[place] for place in places]
         self._generator.manual_seed(seed)
         self._batches.of_span = iter([SeededIndices(indices, seed) if self._seeded else indices])

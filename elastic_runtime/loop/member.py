@@ -382,11 +382,9 @@ class Member:
         With a coordinator it is a worker to its end: the default action would end one that saves what it has trained.
         Only the script's own action is put back, once the training has finished, and in a pool's process at once.
         """
-        if self._preemption is None:
-            return
-        own = self._preemption.ends_with_parent or (finished and self._preemption.replaces_one)
-        if self._coordinator is None or own:
-            self._preemption.end()
+        preemption = self._preemption
+        if preemption and (self._coordinator is None or preemption.is_the_scripts(finished=finished)):
+            preemption.end()
 
     def leave_if_preempted(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""

@@ -90,15 +90,14 @@ class Preemption:
         self._handler = partial(self._on_sigterm, self._before)
         signal.signal(signal.SIGTERM, self._handler)
 
-    @property
-    def replaces_one(self) -> bool:
-        """Whether SIGTERM is the script's after the training: it handled it before, or ends a pool's process by it."""
-        return callable(self._before) or multiprocessing.parent_process() is not None
+    def is_the_scripts(self, *, finished: bool) -> bool:
+        """Return whether SIGTERM is the script's again once a worker has left its loop.
 
-    @property
-    def ends_with_parent(self) -> bool:
-        """Whether SIGTERM ends this process whatever becomes of its training: a pool ends its processes by it."""
-        return bool(multiprocessing.current_process().daemon)
+        Of a daemonic process, which its pool ends by it, at once; else after a finished training, if the script handled
+        it before or is a child process.
+        """
+        child = multiprocessing.parent_process() is not None
+        return multiprocessing.current_process().daemon or (finished and (callable(self._before) or child))
 
     def save_by(self, save: Callable[[], bool]) -> None:
         """Set the function that saves from another thread; it returns False if it cannot save now."""

@@ -218,7 +218,7 @@ STABLE_S = 2.5
 
 
 def one_fails(_config: dict[str, Any]) -> None:
-    """A loop for TorchTrainer that has an error on rank 1 only, while rank 0 would train on for ever."""
+    """A loop for TorchTrainer that has an error on rank 1 only, while rank 0 would train on without end."""
     model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     numbers = torch.arange(16.0).reshape(-1, 1)

@@ -396,30 +396,33 @@ class LocalCluster:
         """
         old = self._state.projects.get(project.name)
         before = set() if old is None else {each.name for each in path_of(old, self._state.projects.get)}
-        checked = [e for e in path_of(project, changed.get) if e is project or e.name not in before]
-        fixed, held = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
+        for each in path_of(project, changed.get):
+            if each is project:
+                self._check_holds(each, changed, f"project {each.name!r} holds", "new ")
+            elif each.name not in before:
+                holds = f"with project {project.name!r}, its department {each.name!r} would hold"
+                self._check_holds(each, changed, holds)
+
+    def _check_holds(self, project: Project, changed: Mapping[str, Project], holds: str, new: str = "") -> None:
+        """Raise ConflictError, which begins with `holds`, if it and the projects below it hold more than it may."""
+        fixed, held = defaultdict[str, float](float), defaultdict[str, float](float)  # by node pool
         for uid, job in self._state.jobs.items():
-            gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
-            kept = 0 if self._state.exceeds_guarantee(uid) else job.spec.protected_of(gpus)
-            for each in path_of(changed[job.spec.project], changed.get):
-                held[each.name, job.spec.node_pool] += gpus
-                fixed[each.name, job.spec.node_pool] += kept
-        for each in checked:
-            holds, new = f"project {each.name!r} holds", "new "
-            if each is not project:
-                holds, new = f"with project {project.name!r}, its department {each.name!r} would hold", ""
-            for pool in [pool for name, pool in held if name == each.name]:
-                quota, where = each.quota_in(pool), f" of node pool {pool}" if pool else ""
-                if (cores := as_number(fixed[each.name, pool])) > quota.guaranteed:
-                    raise ConflictError(
-                        f"{holds} {show_gpus(cores)}{where} in jobs that cannot be preempted, more than the "
-                        f"{new}guaranteed {quota.guaranteed}; delete some of them first"
-                    )
-                if quota.limit is not None and (in_use := as_number(held[each.name, pool])) > quota.limit:
-                    raise ConflictError(
-                        f"{holds} {show_gpus(in_use)}{where}, more than the {new}limit {quota.limit}; suspend or "
-                        "delete some of its jobs first"
-                    )
+            if project in path_of(changed[job.spec.project], changed.get):
+                gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
+                held[job.spec.node_pool] += gpus
+                fixed[job.spec.node_pool] += 0 if self._state.exceeds_guarantee(uid) else job.spec.protected_of(gpus)
+        for pool in held:
+            quota, where = project.quota_in(pool), f" of node pool {pool}" if pool else ""
+            if (kept := as_number(fixed[pool])) > quota.guaranteed:
+                raise ConflictError(
+                    f"{holds} {show_gpus(kept)}{where} in jobs that cannot be preempted, more than the {new}guaranteed "
+                    f"{quota.guaranteed}; delete some of them first"
+                )
+            if quota.limit is not None and (in_use := as_number(held[pool])) > quota.limit:
+                raise ConflictError(
+                    f"{holds} {show_gpus(in_use)}{where}, more than the {new}limit {quota.limit}; suspend or delete "
+                    "some of its jobs first"
+                )
 
     def _delete_outdated(self) -> None:
         """Delete the jobs that ended too long ago, and look again after a while."""

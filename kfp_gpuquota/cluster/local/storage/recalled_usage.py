@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.project import path_of
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.scheduler.state.usage import decayed, key_of
 
@@ -80,7 +81,5 @@ def _used_by_users(changes: Iterable[Event], now: float, half_life_s: float) -> 
     return found
 
 
-def _with_departments(name: str | None, projects: Mapping[str, Project]) -> Iterator[str]:
-    while name is not None and name in projects:
-        yield name
-        name = projects[name].parent
+def _with_departments(name: str, projects: Mapping[str, Project]) -> list[str]:
+    return [each.name for each in path_of(projects[name], projects.get)] if name in projects else []
